@@ -1,7 +1,7 @@
 """HTTP form of every refusal and failure, in OpenAI's shape: status, headers, body, or an event in a stream.
 
-Only this module and the hint in `wire/refusals.py` know HTTP status codes. The memory numbers of a verdict are one
-object, `error.memory`, with the verdict's field names.
+The status of a refusal is in `wire/refusals.py`, that of a failure in this module. The memory numbers of a verdict are
+one object, `error.memory`, with the verdict's field names.
 """
 
 import math
@@ -60,7 +60,7 @@ _ROUTES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error answer."""
+    """Error answer in OpenAI's shape. It is sent as a whole answer, or as the last event of a stream."""
 
     status: int
     code: str
@@ -74,19 +74,20 @@ class Problem:
 
     @property
     def type(self) -> str:
-        """OpenAI's error type, which names the side at fault."""
+        """OpenAI's error type for the status, such as `rate_limit_error` or `server_error`."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self, request_id: str) -> bytes:
-        """Render the JSON body."""
+        """Return the JSON body, which also has the id of the request."""
         return msgspec.json.encode({"error": self._error(request_id)})
 
     def event(self, request_id: str) -> bytes:
-        """Render the SSE event that ends a running stream; no `[DONE]` follows it."""
+        """Return the error as an SSE event, which ends a running stream. No `[DONE]` follows."""
         return b"data: " + self.body(request_id) + b"\n\n"
 
     def headers(self) -> list[Header]:
-        """Return the headers that are specific to this problem."""
+        """Return the headers that only this problem needs: Retry-After, Allow, x-should-retry, WWW-Authenticate; may be
+        empty."""
         found: list[Header] = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(whole_seconds(self.retry_after)).encode()))
@@ -112,12 +113,15 @@ class Problem:
 
 
 def whole_seconds(seconds: float) -> int:
-    """Round up to the range that clients honour: 1 to 60 seconds."""
+    """Round seconds up to the range that clients honour: 1 to 60. Infinity is 60."""
     return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
 
 
 def from_refused(refused: Refused, param: str | None = None) -> Problem:
-    """Build the answer for a refusal; only a retryable refusal has a Retry-After."""
+    """Build the problem for a refusal; `param` is the parameter that the problem names.
+
+    Only a refusal that may be retried has a Retry-After. With status 429 or 503 it is 1 s if the refusal has none.
+    """
     status = refused.status
     wait = None if refused.final else refused.retry_after
     if wait is None and status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
@@ -128,13 +132,13 @@ def from_refused(refused: Refused, param: str | None = None) -> Problem:
 
 
 def failed(code: str, message: str) -> Problem:
-    """Build the answer for a request that failed after it had begun."""
+    """Build the problem for a request that failed after it had begun. The code of the failure determines the status."""
     status = _FAILED.get(code, 500)
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_request") -> Problem:
-    """Build a 400 that names the parameter."""
+    """Build a 400 problem, by default without the name of a parameter."""
     return Problem(400, code, message, param)
 
 
@@ -149,7 +153,7 @@ WRONG_KEY = Problem(
 
 
 def missing_scope(scope: str) -> Problem:
-    """Build the 403 of a key without the scope."""
+    """Build the 403 problem of a key without the scope."""
     return Problem(
         403,
         "insufficient_scope",
@@ -158,7 +162,7 @@ def missing_scope(scope: str) -> Problem:
 
 
 def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
-    """Build the 404 of a path that does not exist, with the right base URL where the client's is wrong.
+    """Build the 404 problem of a path that does not exist, with the right base URL where the client's is wrong.
 
     `server` is scheme and host of the request.
     """
@@ -175,12 +179,12 @@ def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
 
 
 def wrong_method(method: str, allow: str) -> Problem:
-    """Build the 405 with the allowed methods."""
+    """Build the 405 problem with the allowed methods."""
     return Problem(405, "method_not_allowed", f"{method} is not allowed on this path: use {allow}", allow=allow)
 
 
 def too_long(limit: int) -> Problem:
-    """Build the 413 of a body above the limit in bytes."""
+    """Build the 413 problem of a body that is longer than `limit` bytes."""
     return Problem(
         413, "request_too_large", f"the body is larger than {limit} bytes: shorten it, or raise router.max_body_bytes"
     )

@@ -9,7 +9,7 @@ from wire.units import MIB
 
 
 class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How requests wait and where they go."""
+    """The `router` section of the settings: placement policy, queue, and limits of requests."""
 
     policy: Annotated[
         Literal["balanced", "most_headroom"],

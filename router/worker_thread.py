@@ -22,7 +22,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def run_in_worker(work: Callable[[], T]) -> T:
-    """Run work in the worker thread; return its result."""
+    """Run `work` in the worker thread. Return its result, or raise its exception."""
     return await asyncio.get_running_loop().run_in_executor(_thread, work)
 
 

@@ -27,16 +27,16 @@ MAX_SESSION_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One API key without its secret."""
+    """API key as stored: its identity, rights and digest, without its secret."""
 
     id: str
     name: str
     scopes: frozenset[str]
     digest: bytes
     created: float
-    """Creation time in seconds since 1970."""
+    """Creation time in Unix seconds."""
     expires: float | None = None
-    """Expiry in seconds since 1970; None means never."""
+    """Expiry in Unix seconds; None: the key never expires."""
     limits: KeyLimits | None = None
 
     def allows(self, scope: str) -> bool:
@@ -45,12 +45,12 @@ class ApiKey:
 
 
 def nobody_known(now: float) -> ApiKey:
-    """Return the key of clients without a key: it may only query models."""
+    """Return the identity of clients without a key. Its only scope is `infer`. `now` is in Unix seconds."""
     return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 
 
 def digest_of(pepper: bytes, key: bytes) -> bytes:
-    """Return the stored digest of a key."""
+    """Return the digest that is stored for a key: HMAC-SHA256 of the key's text under `pepper`."""
     return hmac.digest(pepper, key, "sha256")
 
 
@@ -72,7 +72,8 @@ def new_key(
 ) -> tuple[ApiKey, str]:
     """Create a key; return its record and its text `mp_<id>_<43 characters>`, which is shown once and stored nowhere.
 
-    Raise ValueError for a scope other than infer, admin, metrics, or without any scope.
+    `created` and `expires` are in Unix seconds; without `expires` the key never expires. Raise `ValueError` for a scope
+    other than infer, admin, metrics, or without any scope.
     """
     wanted = frozenset(scopes)
     if not wanted or not wanted <= SCOPES:
@@ -83,7 +84,10 @@ def new_key(
 
 
 class KeyRing:
-    """Valid API keys in memory on the event loop; the coordinator persists them."""
+    """API keys in memory, with which clients are authenticated. The coordinator persists them.
+
+    `clock` returns Unix seconds.
+    """
 
     def __init__(self, pepper: bytes, clock: Callable[[], float] = time.time) -> None:
         self._pepper = pepper
@@ -94,15 +98,15 @@ class KeyRing:
         self.refused = 0
         """Number of presented keys that were unknown or expired."""
         self.anonymous: ApiKey | None = None
-        """Identity of a client without a Macpool key; None refuses such a client."""
+        """Identity of a client without a Macpool key; None: such a client is refused."""
 
     def put(self, key: ApiKey) -> None:
-        """Add a key, or replace the one with the same id."""
+        """Add a key, or replace the key with the same id."""
         self._proven.clear()
         self._keys[key.id.encode()] = key
 
     def drop(self, key_id: str) -> bool:
-        """Revoke a key at once; return False when there was none."""
+        """Revoke a key at once. Return False if no key has this id."""
         self._proven.clear()
         return self._keys.pop(key_id.encode(), None) is not None
 
@@ -111,7 +115,7 @@ class KeyRing:
         return sorted(self._keys.values(), key=lambda key: key.created)
 
     def names(self) -> dict[str, str]:
-        """Return the names of all valid keys by id, including the key of clients without a key."""
+        """Return the names of all keys by id, including the key of clients without a key."""
         names = {key.id: key.name for key in self._keys.values()}
         return names if self.anonymous is None else {**names, self.anonymous.id: self.anonymous.name}
 
@@ -121,15 +125,16 @@ class KeyRing:
         return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
 
     def limits(self, key_id: str) -> KeyLimits | None:
-        """Return the limits of a valid key, None where it has none."""
+        """Return the limits of a key by its id. Return None for an unknown id, or for a key without limits."""
         key = self._keys.get(key_id.encode())
         return None if key is None else key.limits
 
     def check(self, presented: bytes | str) -> ApiKey | None:
-        """Return the key that a client presented, None when it is unknown, wrong or expired.
+        """Return the key that a client presented; None if it is unknown, wrong or expired, which is counted in
+        `refused`.
 
-        A key that was verified before is recognized by a salted hash of its whole text, which costs a tenth of the
-        HMAC.
+        If `anonymous` is set, it is returned for every text that is not a Macpool key. A key that was verified before
+        is recognized by a salted hash of its whole text, which costs a tenth of the HMAC.
         """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
@@ -150,7 +155,7 @@ class KeyRing:
         return known
 
     def knows(self, presented: bytes) -> bool:
-        """Return whether a key is known and valid, without counting a wrong key."""
+        """Return whether a key is known and not expired. Unlike `check`, do not count a wrong key."""
         known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
         return known is not None and not self._expired(known)
 
@@ -165,7 +170,10 @@ class KeyRing:
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Extract the key from lower-case raw headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    """Extract the key from raw headers with lower-case names: `Authorization: Bearer KEY`, else `x-api-key: KEY`.
+
+    Return None without both.
+    """
     other: bytes | None = None
     for name, value in headers:
         if name == b"authorization":
@@ -178,5 +186,8 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def session_of(value: bytes | None) -> str:
-    """Parse the header that names a conversation; return an empty text if it is absent or longer than a name."""
+    """Return the name of a conversation from the value of its header.
+
+    Return an empty text if the header is absent or longer than `MAX_SESSION_BYTES`.
+    """
     return "" if value is None or len(value) > MAX_SESSION_BYTES else value.decode("latin-1").strip()

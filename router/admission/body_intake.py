@@ -1,8 +1,8 @@
 """Bound the long request bodies that are received and parsed at once, for each API key.
 
 Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
-announced length before its first byte is read. Without room in its key's share it waits in order of arrival, before its
-first byte is read. Bodies that are being received therefore always complete, and no other key waits.
+announced length before the rest of the body is read. If the limit of its key is reached, the body waits in order of
+arrival. Bodies that are being received therefore always complete, and no other key waits.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ class _KeyIntake:
 
 
 class BodyIntake:
-    """Room of `most` bytes for each API key; a single body always fits."""
+    """Limit on the long bodies of each API key that are in transfer: `most` bytes. A single body always fits."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -27,12 +27,14 @@ class BodyIntake:
 
     @property
     def keys(self) -> frozenset[str]:
-        """API keys that hold room or wait for it."""
+        """API keys that have reserved bytes or wait for them."""
         return frozenset(self._lanes)
 
     async def take(self, key: str, size: int) -> None:
-        """Reserve `size` bytes of a key's room, after waiting if needed; `release` must follow unless this call is
-        cancelled."""
+        """Reserve `size` bytes for a body of a key, and wait until the limit allows them.
+
+        `release` must follow, unless this call is cancelled.
+        """
         lane = self._lanes.setdefault(key, _KeyIntake())
         if not lane.waiting and self._fits(lane, size):
             lane.taken += size
@@ -50,7 +52,7 @@ class BodyIntake:
             raise
 
     def release(self, key: str, size: int) -> None:
-        """Release the bytes that `take` reserved."""
+        """Release the bytes that `take` reserved, and admit waiting bodies of the key."""
         lane = self._lanes[key]
         lane.taken -= size
         self._admit(key, lane)

@@ -1,7 +1,7 @@
 """Scopes of cached prefixes: a request reuses those of its own API key, and of system prompts that all keys share.
 
-A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reused for
-another key it would answer "has any key asked this before?", word by word.
+A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reuse by another
+key would tell that key, word by word, whether a prompt has been sent before.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 class CacheSettings(Section, frozen=True, kw_only=True):
-    """Scope of cached prompts."""
+    """The `cache` section of the settings: which API keys may reuse a cached prompt prefix."""
 
     share: Annotated[
         Literal["key", "pool"],
@@ -43,7 +43,10 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 
 
 class CacheScopes:
-    """Cache scope of each request. `prompts` are the texts of the shared system prompts."""
+    """Rule for the cache scope of each request. `prompts` are the texts of the shared system prompts.
+
+    `share` is that of `CacheSettings`.
+    """
 
     def __init__(self, share: str = "key", prompts: Iterable[str] = ()) -> None:
         self._pool = share == "pool"
@@ -51,11 +54,11 @@ class CacheScopes:
 
     @property
     def scope(self) -> str:
-        """Scope sent to a node; empty stands for the request's own key."""
+        """Scope that requests send to a node; empty stands for the request's own key."""
         return SHARED_SCOPE if self._pool else ""
 
     def of(self, key: str) -> str:
-        """Return the name of a key's scope."""
+        """Return the scope of a key's prefixes: `SHARED_SCOPE` if the whole pool shares them, else the key."""
         return SHARED_SCOPE if self._pool else key
 
     def shares(self, messages: Sequence[Message]) -> bool:
@@ -66,7 +69,7 @@ class CacheScopes:
 
 
 def open_scopes(settings: CacheSettings) -> CacheScopes:
-    """Read the files of shared system prompts; raise SettingsError for an unusable file."""
+    """Read the files of shared system prompts. Raise `SettingsError` for an unreadable, empty or too long file."""
     prompts: set[str] = set()
     for name in settings.shared_prompts:
         text = _text(Path(name).expanduser())

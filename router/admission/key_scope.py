@@ -9,7 +9,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 
 
 def visible(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
-    """Return the part of the cluster that a key with these limits may use."""
+    """Return the part of the cluster that a key with these limits may use; the whole cluster without limits."""
     if limits is None or not (limits.models or limits.labels):
         return view
     labels = frozenset(limits.labels)

@@ -6,15 +6,15 @@ FAIR_SHARE_FACTOR = 2
 """Multiple of its share of the work from which a key is greedy.
 
 Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
-requests. Of two keys with equal priority, neither ever reaches it: one household, one long prompt. A low-priority key
-next to a normal one reaches it from two fifths of the work.
+requests. Of two keys with equal priority neither can reach the factor, because each has a share of one half. A
+low-priority key next to a normal one reaches it from two fifths of the work.
 """
 
 _NOTHING = 0, 0
 
 
 class LoadShare:
-    """Work of all open requests in tokens by key. A key's share of it depends on its weight."""
+    """Tokens of all open requests by API key, to find keys that request far more than their weighted share."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[int, int]] = {}
@@ -22,7 +22,7 @@ class LoadShare:
         self._whole = self._parts = 0
 
     def add(self, owner: WeightedKey, tokens: int) -> None:
-        """Add a new request."""
+        """Add a new request of a key with its expected tokens."""
         name, weight = owner.name, owner.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight
@@ -30,7 +30,7 @@ class LoadShare:
         self._parts += weight - before
 
     def drop(self, owner: WeightedKey, tokens: int) -> None:
-        """Remove a request with the tokens of its `add`."""
+        """Remove a request of a key. `tokens` must be those of its `add`."""
         here, weight = self._tokens[owner.name]
         self._whole -= tokens
         if here > tokens:
@@ -40,6 +40,6 @@ class LoadShare:
             self._parts -= weight
 
     def exceeds_share(self, name: str) -> bool:
-        """Return whether a key asks for far more than its share."""
+        """Return whether the open requests of a key exceed `FAIR_SHARE_FACTOR` times its share of all tokens."""
         here, weight = self._tokens.get(name, _NOTHING)
         return here * self._parts > FAIR_SHARE_FACTOR * self._whole * weight

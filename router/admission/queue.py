@@ -30,20 +30,20 @@ HOLD_ROOM_AFTER_SECONDS = 5.0
 MIN_QUEUE_LENGTH = 64
 """Minimum length of the queue."""
 ENTRIES_PER_NODE = 4
-"""Entries per node."""
+"""Entries per node in the default length of the queue."""
 KEY_SHARE_DIVISOR = 4
 """Divisor of the queue's length for the share of one key."""
 MIN_KEY_SHARE = 16
 """Minimum share of one key."""
 PACE_ROUNDS = 4
-"""Rounds over which the pace of the queue is averaged."""
+"""Rounds over which the pace of the queue is averaged: a new pace counts for one part in this number."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest(Generic[T]):
-    """One queued request."""
+    """Request in the queue, with its cost and deadline. `AdmissionQueue.offer` creates it."""
 
     item: T
     key: str
@@ -56,7 +56,7 @@ class QueuedRequest(Generic[T]):
     number: int
     """Number in order of arrival."""
     overtaken: int = 0
-    """Number of later entries that were placed before."""
+    """Number of later requests that were placed before this one."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,11 @@ class _KeyQueue(Generic[T]):
 
 
 class AdmissionQueue(Generic[T]):
-    """Queue of requests. It knows no nodes: the caller reports for each entry whether it was placed."""
+    """Bounded queue of requests before placement, fair between API keys. `limit` is its length; 0: by the number of
+    nodes.
+
+    The caller places the requests: `place_waiting` calls it for each entry.
+    """
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
@@ -81,7 +85,8 @@ class AdmissionQueue(Generic[T]):
         return self._count
 
     def oldest(self, now: float) -> float:
-        """Return the seconds that the oldest entry waits; 0 when the queue is empty."""
+        """Return the seconds for which the oldest entry has waited; 0 for an empty queue. `now` is in monotonic
+        seconds."""
         return max((now - lane.entries[0].arrived for lane in self._lanes.values()), default=0.0)
 
     def depth(self, key: str) -> int:
@@ -89,11 +94,11 @@ class AdmissionQueue(Generic[T]):
         return len(self._lanes[key].entries) if key in self._lanes else 0
 
     def limit(self, nodes: int) -> int:
-        """Return the maximum length of the queue in a cluster of this many nodes."""
+        """Return the maximum length of the queue in a cluster of this many nodes, or the configured length."""
         return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
-        """Return the maximum number of entries of one key."""
+        """Return the maximum number of entries of one key in a cluster of this many nodes."""
         return max(MIN_KEY_SHARE, self.limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
@@ -109,10 +114,12 @@ class AdmissionQueue(Generic[T]):
         share: int | None = None,
         begun: bool = False,
     ) -> QueuedRequest[T] | Refused:
-        """Enqueue an item, or refuse it: over the key's share (429) or full queue (503).
+        """Enqueue an item. Return its entry, or the refusal: the key is over its share (429), or the queue is full
+        (503).
 
-        `weight` is the key's weight against the other queued keys. `share` overrides the key's maximum number of
-        entries. A `begun` item was admitted before and is never refused.
+        `cost` is in tokens, `now` and `deadline` in monotonic seconds. `weight` is the key's weight against the other
+        queued keys. `share` overrides the key's maximum number of entries. A `begun` item was admitted before and is
+        never refused.
         """
         if begun:
             return self._enter(item, key, cost, now, deadline, weight)
@@ -164,7 +171,7 @@ class AdmissionQueue(Generic[T]):
             self._left_at = now
 
     def remove(self, entry: QueuedRequest[T]) -> bool:
-        """Remove an entry; return False when it is not queued."""
+        """Remove an entry. Return False if the entry is not queued."""
         lane = self._lanes.get(entry.key)
         if lane is None or entry not in lane.entries:
             return False
@@ -179,7 +186,7 @@ class AdmissionQueue(Generic[T]):
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
-        """Remove and return all items whose deadline has passed, oldest first."""
+        """Remove and return all items whose deadline has passed at `now` (monotonic seconds), oldest first."""
         late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)
@@ -188,7 +195,7 @@ class AdmissionQueue(Generic[T]):
     def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
         """Try every entry once in fair order; return the number of entries that were placed.
 
-        `attempt(item, keep)` places the item or returns False. With `keep` it should hold room for an item that does
+        `attempt(item, keep)` returns whether it placed the item. With `keep` it should hold room for an item that does
         not fit.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
@@ -211,11 +218,11 @@ class AdmissionQueue(Generic[T]):
         return left
 
     def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
-        """Return whether room must now be held for an entry."""
+        """Return whether room must now be held for an entry, because it was overtaken too often or waits too long."""
         return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_ROOM_AFTER_SECONDS
 
     def count_overtake(self) -> None:
-        """Count a placement that bypassed the queue for every queued entry."""
+        """Count an overtake for every queued entry, because a request was placed without queueing."""
         for entry in self.entries():
             entry.overtaken += 1
 

@@ -1,7 +1,8 @@
 """Limits of each API key: models, nodes, requests and tokens per minute, concurrent requests. Pure.
 
-Every key, with or without limits, has bounds on its open requests, prompt tokens and prompt bytes (`router.key_*`).
-They are far above the needs of a household and keep one key from filling the coordinator's memory.
+Every key, with or without limits, has bounds on its open requests, prompt tokens and prompt bytes
+(`router.max_*_per_key`). They are far above the needs of a household and keep one key from filling the coordinator's
+memory.
 
 Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
 minute. A request is charged an estimate on arrival: its prompt and the longest answer it may get. At its end the
@@ -25,33 +26,34 @@ from wire.units import show_size
 
 MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
-"""Tokens of an answer without a limit by the client."""
+"""Assumed tokens of an answer for which the client sets no limit."""
 BYTES_PER_TOKEN = 4
 VIDEO_RETRY_SECONDS = 30.0
 """Retry-After in seconds for a key that has reached its limit of open videos."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
-"""Weight of a key in the queue by its priority (`queue`)."""
+"""Weight of a key in the queue by its priority."""
 
 PerMinute = Annotated[int, Meta(ge=1, le=10**9)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of a key; None means unlimited."""
+    """Limits of an API key; None means unlimited."""
 
     models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     """Names or patterns of models (`qwen*`); empty allows all."""
     labels: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
-    """Labels that a node must have."""
+    """Labels that a node must have, all of them, to serve the key."""
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None
     concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
+    """Maximum open requests, and maximum open videos."""
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     """Maximum queued requests."""
     priority: Literal["low", "normal", "high"] = "normal"
 
     def allows(self, model: str) -> bool:
-        """Return whether the key may use a model."""
+        """Return whether the key may use a model of this name."""
         return not self.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
     @property
@@ -64,7 +66,7 @@ NO_LIMITS = KeyLimits()
 
 
 class RateState(NamedTuple):
-    """State of one rate of a key."""
+    """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
 
     what: str
     """Unit of the rate: requests or tokens."""
@@ -104,9 +106,10 @@ class _KeyMeter:
 
 
 class RateLimits:
-    """Meters of all keys; a key without limits may get some while its requests run.
+    """Meters of the requests and tokens of all API keys, with which requests are admitted.
 
-    `limits_of` returns a key's limits by its id, None where it has none.
+    `limits_of` returns a key's limits by its id; None where it has none. They may change while the key has open
+    requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
     """
 
     def __init__(
@@ -119,11 +122,11 @@ class RateLimits:
         self._meters: dict[str, _KeyMeter] = {}
 
     def limits(self, key: str) -> KeyLimits:
-        """Return a key's limits."""
+        """Return the limits of a key; `NO_LIMITS` if it has none."""
         return self._limits_of(key) or NO_LIMITS
 
     def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
-        """Admit a request and return its charge in tokens, or the refusal with the exceeded limit and the wait.
+        """Admit a request and return its charge in tokens, or return the refusal with the exceeded limit and the wait.
 
         After an admission `record_end` must follow.
         """
@@ -149,9 +152,9 @@ class RateLimits:
         return charge
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
-        """Count a new video of a key that has `open_videos` under way, of these `queued` in the queue.
+        """Count a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
 
-        Return the refusal for the exceeded limit, None within all limits. Videos use no tokens and end hours later.
+        Return the refusal for the exceeded limit; None within all limits. Videos use no tokens and end hours later.
         They are therefore counted apart from requests for text.
         """
         limits = self.limits(key)
@@ -191,7 +194,7 @@ class RateLimits:
         return ""
 
     def rates(self, key: str, now: float) -> tuple[RateState, ...]:
-        """Return the state of a key's rates; empty for a key without any."""
+        """Return the state of a key's rates per minute; empty for a key without any."""
         meter = self._filled(key, self.limits(key), now)
         return tuple(
             RateState(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
@@ -200,7 +203,8 @@ class RateLimits:
         )
 
     def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
-        """Record the end of an admitted request with the tokens that it used."""
+        """Record the end of an admitted request. `charged` is the result of `admit`, `used` the tokens that the request
+        used."""
         meter = self._meters[key]
         meter.running -= 1
         meter.prompt_tokens -= _prompt(demand)
@@ -228,18 +232,25 @@ class RateLimits:
 
 
 def not_allowed(model: str, limits: KeyLimits) -> Refused:
-    """Return the refusal of a model that a key may not use."""
+    """Return the refusal of a model that a key with these limits may not use."""
     text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
     return Refused(RefusalCode.NOT_ALLOWED, text)
 
 
 def estimate(demand: ResourceDemand) -> int:
-    """Return the maximum tokens of a request: its prompt, and for each choice the longest answer."""
+    """Return the tokens that a request is charged on arrival: its prompt, and for each choice its limit of answer
+    tokens.
+
+    Without a limit a choice counts `DEFAULT_ANSWER_TOKENS`.
+    """
     return _prompt(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
 
 
 def probable_tokens(demand: ResourceDemand) -> int:
-    """Return the probable tokens of a request, to compare with other requests: few answers use their whole limit."""
+    """Return the probable tokens of a request, to compare requests: few answers use their whole limit.
+
+    Each choice therefore counts at most `DEFAULT_ANSWER_TOKENS`.
+    """
     return _prompt(demand) + demand.choices * min(demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS)
 
 

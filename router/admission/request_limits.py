@@ -3,11 +3,11 @@
 MAX_VALUES = 64 * 1024
 """Maximum values of one body, counted by its commas and brackets: 16,384 messages of two fields fit.
 
-It bounds the memory of a parsed body to 16 MiB and the time in its thread to 100 ms. The costliest value, a part of a
+This bounds the memory of a parsed body to 16 MiB and the time in its thread to 100 ms. The costliest value, a part of a
 message, takes 250 bytes for each comma.
 """
 MAX_TEXTS = 2 * MAX_VALUES
-"""Maximum texts of one body: a key and a value for each comma."""
+"""Maximum strings of one body: a key and a value for each comma."""
 MAX_PROMPT_IDS = 512 * 1024
 """Maximum values of a body whose prompt may be token ids, of which each takes 36 bytes."""
 MAX_TEXT_BYTES = 8 * 1024 * 1024

@@ -6,10 +6,11 @@ import msgspec
 
 
 class UsageTotals(msgspec.Struct, gc=False):
-    """Totals of one key and model."""
+    """Requests and tokens of one API key with one model."""
 
     requests: int = 0
     failed: int = 0
+    """Requests of `requests` that were refused, failed or cancelled after their admission."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of `prompt_tokens` that came from the prefix cache."""
@@ -25,19 +26,19 @@ class UsageTotals(msgspec.Struct, gc=False):
 
 
 class UsageCounter:
-    """Usage since the last `drain`, by (key, model)."""
+    """Usage since the last `drain`, by API key and model."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[str, str], UsageTotals] = {}
 
     def of(self, key: str, model: str) -> UsageTotals:
-        """Return the totals of a key and model, for updates."""
+        """Return the totals of a key and model, to which the caller adds; zeros for a new pair."""
         found = self._used.get((key, model))
         if found is None:
             found = self._used[key, model] = UsageTotals()
         return found
 
     def drain(self) -> Mapping[tuple[str, str], UsageTotals]:
-        """Return all totals and start from zero."""
+        """Return all totals by (key, model), and start from zero."""
         used, self._used = self._used, {}
         return used

@@ -20,7 +20,7 @@ _KEYS: list[dict[str, list[str]]] = [{"key": []}]
 _EARLY = frozenset({400, 403, 421, 431})
 """Statuses that may be sent before the route is known, and then in OpenAI's shape for every dialect."""
 ALWAYS = (400, 401, 403, 405, 421, 431)
-"""Statuses of every route with a key."""
+"""Error statuses that every route with a key may send."""
 _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
 _ERROR: dict[str, Any] = {
@@ -133,7 +133,7 @@ _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/character
 
 
 def describe_error(path: str, status: int) -> dict[str, Any]:
-    """Describe an error of a route: its reason and its shapes."""
+    """Return the OpenAPI response of an error: its reason, and its schema in the dialect of the route."""
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
         own = "OllamaError"
@@ -143,7 +143,7 @@ def describe_error(path: str, status: int) -> dict[str, Any]:
 
 
 def openapi_paths() -> dict[str, Any]:
-    """Return the path items; they refer to the schemas of `openapi_schemas`."""
+    """Return the OpenAPI path items. They refer to the schemas of `openapi_schemas`."""
     return {
         **{path: {"post": _posted(path, *about)} for path, about in _BODIES.items()},
         "/v1/models": {
@@ -252,7 +252,7 @@ def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: s
 
 
 def openapi_schemas() -> dict[str, Any]:
-    """Return the component schemas that the path items refer to."""
+    """Return the OpenAPI component schemas, by name, to which the path items refer."""
     _, found = models_json_schema([(body, "validation") for body in _bodies()], ref_template=_REF)
     return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
 

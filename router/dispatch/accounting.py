@@ -29,7 +29,8 @@ QUOTING = {
 
 
 class Accounting:
-    """Recorder of ended requests; refunds a key's unused charge."""
+    """Recorder of ended requests for usage, limits, counters and history. It refunds the unused part of a key's
+    charge."""
 
     def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters
@@ -37,7 +38,10 @@ class Accounting:
         self._history = history
 
     def ended(self, ticket: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
-        """Record a request that ended at `now`. `model` is a name that some member has, empty for an unknown one."""
+        """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
+
+        `model` is its model, or empty if no member has a model of that name.
+        """
         seconds = now - ticket.arrived
         if ticket.charged is not None:
             used, job = self._account(ticket, outcome, model), ticket.job
@@ -60,16 +64,19 @@ class Accounting:
 
 
 def most_prompt(ticket: ActiveRequest) -> int:
-    """Return the maximum prompt tokens that a node may count for a request: no byte is more than one token."""
+    """Return the maximum prompt tokens that a node may report for a request.
+
+    Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
+    """
     demand, messages = ticket.job.demand, ticket.job.messages
     text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 
 def credible(ticket: ActiveRequest, frame: Finished) -> Finished:
-    """Return a node's usage numbers, limited to the bounds of the client's request.
+    """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
-    A false report can therefore exhaust neither a key's quota nor its usage.
+    A false report can therefore exhaust neither a key's limits nor its usage.
     """
     params = ticket.job.params
     unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, ticket.wrote + UNSENT_TOKENS * params.n)

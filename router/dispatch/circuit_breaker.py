@@ -46,7 +46,7 @@ class BreakerState:
     why: str
     """Message of the last fault."""
     until: float
-    """End of the open time."""
+    """End of the open time, on the clock of `now`."""
     opened: int
     """Number of openings in a row."""
 
@@ -64,7 +64,8 @@ class _Breaker:
 
 
 class CircuitBreakers(Generic[N]):
-    """Breakers of all nodes `N`; a node without faults has none. Requests are identified by their numbers."""
+    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its
+    attempt."""
 
     def __init__(self) -> None:
         self._nodes: dict[N, _Breaker] = {}
@@ -72,7 +73,7 @@ class CircuitBreakers(Generic[N]):
         """Number of openings of all breakers."""
 
     def barred_nodes(self, now: float) -> list[N]:
-        """List the nodes that take no request now: open, or half open with a running probe."""
+        """Return the nodes that take no request now: open, or half open with a running probe."""
         return [node for node in self._nodes if self._bars(node, now)]
 
     def _bars(self, node: N, now: float) -> bool:
@@ -87,7 +88,7 @@ class CircuitBreakers(Generic[N]):
         return breaker.probe is not None
 
     def record_attempt(self, node: N, request: int, now: float) -> None:
-        """Record that a request was sent to a node; at a half-open breaker it is the probe.
+        """Record that a request was sent to a node. If the node's breaker is half open, the request is the probe.
 
         At a closed breaker the record has no effect, and opening the breaker removes it.
         """
@@ -96,7 +97,7 @@ class CircuitBreakers(Generic[N]):
             breaker.probe, breaker.probed = request, now
 
     def state_of(self, node: N, now: float) -> BreakerState | None:
-        """Return the state of a node's breaker; None where it is closed."""
+        """Return the state of a node's breaker; None if the breaker is closed."""
         breaker = self._nodes.get(node)
         barred = breaker is not None and self._bars(node, now)
         if breaker is None or breaker.until is None:
@@ -105,7 +106,8 @@ class CircuitBreakers(Generic[N]):
         return BreakerState(state, breaker.why, breaker.until, breaker.opened)
 
     def record_fault(self, node: N, request: int, now: float, why: str = "") -> None:
-        """Record that a node broke a request, with the node's message."""
+        """Record that a node broke a request, with the node's message. The breaker opens at `MAX_FAULTS`, or at a
+        failed probe."""
         breaker = self._nodes.setdefault(node, _Breaker())
         breaker.why = why or breaker.why
         if breaker.until is not None:
@@ -125,17 +127,18 @@ class CircuitBreakers(Generic[N]):
         self.opened += 1
 
     def record_success(self, node: N, request: int) -> None:
-        """Record that a node finished a request."""
+        """Record that a node finished a request. This clears the faults of a closed breaker, and closes one if it was
+        the probe."""
         breaker = self._nodes.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self._nodes[node]
 
     def record_departure(self, node: N, request: int) -> None:
-        """Record that a request left a node without a result."""
+        """Record that a request left a node without a result. If it was the probe, the next request is the probe."""
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe == request:
             breaker.probe = None
 
     def forget(self, node: N) -> None:
-        """Remove the breaker of a node that has left."""
+        """Remove the breaker of a node that is no longer a member."""
         self._nodes.pop(node, None)

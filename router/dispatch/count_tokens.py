@@ -25,7 +25,7 @@ _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
 async def count(dispatcher: Dispatcher, asked: CountTokens, key: str) -> int | Problem:
-    """Count the tokens of a prompt within the limits of its key; return the count or the problem."""
+    """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
     asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))

@@ -22,8 +22,8 @@ PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.
 MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
 MAX_PACES = 4096
-"""Maximum pairs of node and model with a remembered last step. Beyond it all are removed, which loses one gap of each.
-"""
+"""Maximum pairs of node and model whose last decode step is stored. Beyond it all are removed, which loses one gap of
+each."""
 MAX_KEY_MODELS = 1024
 """Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
 OTHER = "other"
@@ -49,7 +49,8 @@ OUTCOMES = frozenset(
 
 
 class ModelCounts:
-    """Totals of one model. Times in seconds."""
+    """Totals of one model, with histograms in seconds: `ttft` (time to first token), `itl` (gap between tokens), and
+    `e2e` (duration of a request)."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "e2e", "itl", "outcomes", "prompt_tokens", "ttft")
 
@@ -61,14 +62,14 @@ class ModelCounts:
         self.e2e = Histogram(E2E_BOUNDS)
 
     def used(self, prompt: int, cached: int, written: int) -> None:
-        """Add a request's tokens, as far as the node's numbers are credible."""
+        """Add the prompt, cached and generated tokens of a request. A negative number counts as 0."""
         self.prompt_tokens += max(0, prompt)
         self.cached_tokens += max(0, cached)
         self.completion_tokens += max(0, written)
 
 
 class NodeCounts:
-    """Totals of one node, counted as its frames arrive. Times in seconds."""
+    """Totals of one node: tokens, and times to first token in seconds, counted as its frames arrive."""
 
     __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
 
@@ -79,7 +80,8 @@ class NodeCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; `seconds` and `tokens` are sums: divide by their counts for a mean."""
+    """Totals of the router since its start. Fields that end in `_seconds` are sums: divide them by their counts for a
+    mean."""
 
     requests: dict[str, int] = field(default_factory=dict[str, int])
     """Ended requests by outcome: `ok`, `cancelled`, or the code of the refusal or failure."""
@@ -100,13 +102,16 @@ class Counters:
     """Model swaps, `done` and `dropped`."""
     slow_clients: int = 0
     queue_entries: int = 0
+    """Number of times that a request was queued."""
     queue_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
+    """Number of first tokens, for `first_token_seconds`."""
     first_token_seconds: float = 0.0
     durations: int = 0
+    """Number of ended requests, for `duration_seconds`."""
     duration_seconds: float = 0.0
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
@@ -123,7 +128,7 @@ class Counters:
     )
 
     def model(self, name: str) -> ModelCounts:
-        """Return a model's totals; an empty name stands for a model that no member has."""
+        """Return a model's totals. An empty name stands for a model that no member has."""
         found = self.models.get(name or OTHER)
         if found is None:
             name = name if name and len(self.models) < MAX_MODELS else OTHER
@@ -131,24 +136,24 @@ class Counters:
         return found
 
     def node(self, node: NodeId) -> NodeCounts:
-        """Return a node's totals."""
+        """Return a node's totals; zeros for a new node."""
         found = self.nodes.get(node)
         if found is None:
             found = self.nodes[node] = NodeCounts()
         return found
 
     def used_by(self, key: str, model: str, tokens: int) -> None:
-        """Add the tokens of a key's request; an empty `model` is one that no member has."""
+        """Add the tokens of a key's request. An empty `model` is one that no member has."""
         pair = key, model if model in self.models else OTHER
         if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
             self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
 
     def forget_keys(self, known: Container[str]) -> None:
-        """Remove the totals of keys that are not `known` any more."""
+        """Remove the totals of API keys that are not in `known`."""
         self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
     def ended(self, outcome: str, model: str, seconds: float) -> None:
-        """Count one ended request and its duration."""
+        """Count an ended request, its outcome, and its duration in seconds. An unknown outcome counts as `FAILED`."""
         outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
         self.durations += 1
@@ -158,15 +163,15 @@ class Counters:
         counts.e2e.observe(seconds)
 
     def swapped(self, *, done: bool) -> None:
-        """Count the end of a model swap."""
+        """Count a model swap that has ended: `done`, or dropped."""
         self.swaps["done" if done else "dropped"] += 1
 
     def answered(self, status: int) -> None:
-        """Count one HTTP answer."""
+        """Count an HTTP answer by its status."""
         self.answers[status] = self.answers.get(status, 0) + 1
 
     def refused(self, code: str) -> None:
-        """Count one refusal by a node."""
+        """Count a refusal by a node, by its code."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     def first(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
@@ -185,14 +190,14 @@ class Counters:
         self.queue_wait.observe(seconds)
 
     def placed(self, node: NodeId) -> None:
-        """Count a request that is sent to a node."""
+        """Count an attempt: a request that is sent to a node."""
         self.placements[node] = self.placements.get(node, 0) + 1
 
     def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
-        """Record a decode step of a node that extended `streams` streams of a model.
+        """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.
 
-        It counts as one gap for all streams if the first of them, the `leader`, also led the last step. Otherwise no
-        stream waited that long.
+        `leader` is the number of the first of these requests. If it also led the last step, the time between the steps
+        counts as one gap of every stream. Otherwise no stream waited that long, and nothing counts.
         """
         key = node, model
         last = self._paces.get(key)
@@ -203,7 +208,7 @@ class Counters:
             self.model(model).itl.observe(now - last[1], streams)
 
     def forget(self, node: NodeId) -> None:
-        """Remove the totals of a departed node."""
+        """Remove the totals of a node that is no longer a member."""
         self.placements.pop(node, None)
         self.nodes.pop(node, None)
         for key in [key for key in self._paces if key[0] == node]:

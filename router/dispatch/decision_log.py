@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
 
 class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
-    """One placement decision."""
+    """Record of one placement decision: the demand, the candidates, and the chosen node or the refusal."""
 
     at: float
     """Time in monotonic seconds."""
@@ -46,7 +46,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Number of nodes in the cluster."""
 
     def rows(self) -> list[dict[str, object]]:
-        """Return every node's arithmetic as plain rows."""
+        """Return one row per recorded candidate, with its memory and its expected times."""
         return explain(self.candidates, self.chosen)
 
 
@@ -60,7 +60,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     arrived: float
     """Arrival in monotonic seconds."""
     seconds: float
-    """Duration of the request."""
+    """Duration of the request in seconds."""
     outcome: str
     message: str
     steps: tuple[tuple[float, str, str], ...]
@@ -69,13 +69,13 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
-    """Timings of its last node."""
+    """Timings reported by the request's last node; None without a complete answer."""
     ignored: tuple[str, ...] = ()
-    """Fields and tools of its body that had no effect."""
+    """Fields and tools of the request's body that had no effect."""
 
 
 class DecisionLog:
-    """Rings of ended requests, invalid requests and placement decisions."""
+    """Bounded history: `stories` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
 
     def __init__(self) -> None:
         self.stories: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
@@ -85,7 +85,10 @@ class DecisionLog:
     def record_decision(
         self, at: float, request_id: str, key: str, demand: ResourceDemand, result: Placement | NoPlacement, nodes: int
     ) -> None:
-        """Record a decision; in a large cluster with the chosen node and some other candidates."""
+        """Record a placement decision made at `at` (monotonic seconds), in a cluster of `nodes` nodes.
+
+        At most `MAX_CANDIDATES_KEPT` candidates are stored, the chosen node always.
+        """
         kept = result.candidates
         if isinstance(result, NoPlacement):
             self.decisions.append(
@@ -103,12 +106,13 @@ class DecisionLog:
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
     def newest(self, count: int) -> list[RequestRecord]:
-        """Return the newest requests that have ended, refused ones included, oldest first."""
+        """Return the `count` newest ended requests, invalid requests included, oldest first."""
         ended = list(self.stories)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
     def requests_by_id(self, request_id: str) -> list[RequestRecord]:
-        """Return the stored requests with a request id, oldest first: a client may use one id twice."""
+        """Return the stored requests with a request id, because a client may use an id twice. Invalid requests are
+        first."""
         return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
 
     def decisions_about(self, request_id: str) -> list[PlacementDecision]:
@@ -121,7 +125,7 @@ class DecisionLog:
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """Comparison of recorded decisions with another policy."""
+    """Result of `replay`: recorded decisions compared with those of another policy."""
 
     decisions: int
     """Number of decisions."""
@@ -135,7 +139,10 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
 
 def unquoted(message: str, param: str) -> str:
-    """Return a message without quoted request text except names: a prompt in a wrong place is not stored."""
+    """Return an error message without quoted text of the request, because a prompt in a wrong place must not be stored.
+
+    Names stay. `param` is the path of the wrong field: keys in the path that are no names are removed as well.
+    """
     for step in re.split(r"[.\[\]]+", param):
         if step and not _NAME.fullmatch(step):
             message = message.replace(step, "…")
@@ -143,7 +150,7 @@ def unquoted(message: str, param: str) -> str:
 
 
 def read_line(line: bytes) -> PlacementDecision:
-    """Parse one line of `DecisionLog.lines`; raise ValueError with the reason when it is invalid."""
+    """Parse one line of `DecisionLog.lines`. Raise `ValueError` with the reason if the line is invalid or too long."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"the line has {len(line)} bytes, at most {MAX_LINE_BYTES} are read")
     try:
@@ -155,7 +162,8 @@ def read_line(line: bytes) -> PlacementDecision:
 def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callable[[], float]) -> ReplayResult:
     """Evaluate every decision with another policy, each on the state known at that time.
 
-    Effects on later decisions are not modelled (`cluster simulate` does that).
+    `draw` returns numbers in [0, 1) for ties. Effects on later decisions are not modelled (`cluster simulate` does
+    that).
     """
     count = same = refused = 0
     instead: list[tuple[str, str, str]] = []

@@ -103,9 +103,9 @@ A greedy key requests far more than its share. Nodes are fair between keys, but 
 order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
 """
 SPARE_MEMORY_SHARE = 0.5
-"""Share of a node's memory for prompts and answers that is kept free of such a key's requests.
+"""Share of a node's memory for prompts and answers that is kept free of the requests of greedy keys.
 
-At its deadline such a request is sent if that share stays free, else refused.
+At its deadline a request of a greedy key is sent if that share stays free, else refused.
 """
 FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
@@ -119,7 +119,7 @@ STOPPING = "the coordinator is stopping: retry when it runs again"
 
 
 class Dispatcher:
-    """Dispatcher of one router.
+    """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
     The function `send` writes a frame to a node's link and returns whether there is a link. It must not call the
     dispatcher. The function `numbers` returns the next request number and sequence number. The function `draw` returns
@@ -160,7 +160,7 @@ class Dispatcher:
         self._endings = Accounting(self.counters, self.usage, self.history)
         self.orders = NodeCommands(send, lambda: numbers()[0])
         self.on_trouble: Callable[[ActiveRequest, str], None] = _nobody_told
-        """Callback for a request that broke on its node, with the failure code."""
+        """Callback for a request that failed on its node, with the failure code."""
         self._corrections: dict[NodeId, HeadroomCorrection] = {}
         self._live: dict[int, ActiveRequest] = {}
         self._open: dict[int, ActiveRequest] = {}
@@ -272,7 +272,7 @@ class Dispatcher:
         self._fell(ticket, fall, RequestFailure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link: its requests resume elsewhere."""
+        """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume."""
         self.orders.node_gone(node, reason)
         self._corrections.pop(node, None)
         self._silent.pop(node, None)
@@ -285,7 +285,7 @@ class Dispatcher:
             self._fell(ticket, LossKind.NODE, why)
 
     def forget(self, node: NodeId) -> None:
-        """Remove all state of a departed node. All state kept by node is removed here."""
+        """Remove all state of a node that is no longer a member. A new map by node must be cleared here as well."""
         self.affinity.forget(node)
         self.breakers.forget(node)
         self.counters.forget(node)
@@ -327,7 +327,7 @@ class Dispatcher:
         return tuple(self._open.values())
 
     def open_requests(self) -> list[ActiveRequest]:
-        """List the requests that have not ended, the oldest first."""
+        """Return the requests that have not ended, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
 
     def move(self, node: NodeId) -> int:
@@ -427,7 +427,8 @@ class Dispatcher:
     # client requests
 
     def submit(self, job: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the request."""
+        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the returned
+        request."""
         self._count += 1
         kind = StreamingRequest if job.stream else BufferedRequest
         limits = self.quotas.limits(job.key)
@@ -473,7 +474,8 @@ class Dispatcher:
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: ActiveRequest) -> None:
-        """Close a request; if it has not ended, its client is gone and the node gets a cancel."""
+        """Close a request. If the request has not ended, its client is gone: end it as cancelled and send its node a
+        cancel."""
         if ticket.outcome is None:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
@@ -483,7 +485,7 @@ class Dispatcher:
             self._quiet.set()
 
     def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Compute a placement without acting, for `cluster place` and for health."""
+        """Compute the placement of a demand now, without a reservation and without sending."""
         now = self._clock()
         return place(
             self._seen(self.view, now),
@@ -497,7 +499,10 @@ class Dispatcher:
         )
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
-        """Return the node that should load a model, after those in `record_attempt`, which have refused."""
+        """Return the node that should load a model, or the refusal if there is none.
+
+        `tried` are the nodes that have refused the load, with their refusals.
+        """
         now = self._clock()
         return choose(
             self._seen(self.view, now),
@@ -512,12 +517,12 @@ class Dispatcher:
         )
 
     def unavailable_reason(self, node: NodeView) -> Refused | None:
-        """Return the refusal of a node that takes no request now; None when it takes requests."""
+        """Return the refusal of a node that takes no request now; None if the node takes requests."""
         why, code = unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
     def outage_reason(self) -> str:
-        """Return why no request could be served now; empty when one could."""
+        """Return why no request could be served now; empty if one could."""
         if self._closing:
             return STOPPING
         models = self.view.models()
@@ -532,20 +537,24 @@ class Dispatcher:
         return refused
 
     def leaks(self) -> int:
-        """Count reservations of requests that are on no node, and holds of requests that are not open: 0, or a bug."""
+        """Return the number of reservations of requests that are on no node, and of holds of requests that are not
+        open.
+
+        Any number but 0 is a bug.
+        """
         return len(self.ledger.promised() - self._live.keys()) + len(self.ledger.holders() - self._open.keys())
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open: the end of a drain."""
+        """Whether no request is open, which ends a drain."""
         return not self._open
 
     def now(self) -> float:
-        """Return the time of the clock of all times here."""
+        """Return the current time in seconds, on the clock of the dispatcher's other times."""
         return self._clock()
 
     def in_flight(self, node: NodeId) -> int:
-        """Return the number of requests on a node."""
+        """Return the number of requests that are on a node."""
         return self.ledger.in_flight(node)
 
     def waiting(self) -> int:
@@ -553,7 +562,7 @@ class Dispatcher:
         return len(self.queue)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, wait at most `seconds` for running ones, then end the rest."""
+        """Refuse new requests, wait at most `seconds` for the open requests, then end the remaining ones."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -561,7 +570,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End all requests; nodes get a cancel."""
+        """End all requests and commands with a failure, whose text is `message`. Nodes get a cancel of each request."""
         self.orders.shutdown(message)
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
@@ -1115,7 +1124,10 @@ class Dispatcher:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self.sweep)
 
     def sweep(self) -> None:
-        """Check all open requests a few times per second, instead of a timer for each."""
+        """Advance model swaps and deadlines, move waiting requests, and check streams. Runs several times per second.
+
+        One sweep checks all open requests, instead of a timer for each.
+        """
         self._timer = None
         now = self._clock()
         self._swap(now)

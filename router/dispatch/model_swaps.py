@@ -28,7 +28,7 @@ it gets the node that is ready soonest: running answers, then the load.
 
 A turn is dropped after the longest wait, and the models to unload begin another slice.
 
-Pure: `step` reads one picture and returns actions; the dispatcher executes them.
+Pure: `step` computes actions from its input, and the dispatcher executes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
-    """Request on a node."""
+    """Request that uses a model on a node. `ticket` is the number of the request."""
 
     ticket: int
     owner: WeightedKey
@@ -70,7 +70,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
-    """Queued request with the arithmetic of the nodes that serve its model."""
+    """Queued request with the arithmetic of the nodes that serve its model. `ticket` is the number of the request."""
 
     ticket: int
     owner: WeightedKey
@@ -83,20 +83,20 @@ class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapInput(msgspec.Struct, frozen=True, gc=False):
-    """Input of one step."""
+    """Input of `SwapPlanner.step`."""
 
     nodes: Mapping[NodeId, NodeView]
     waiting: Sequence[SwapCandidate]
-    """Oldest few requests of each model, oldest first."""
+    """Oldest queued requests of each model, at most `MAX_REQUESTS_EXAMINED` of each, oldest first."""
     keys: Mapping[str, Mapping[str, int]]
-    """Weight of every key that waits for a model."""
+    """Weight of every key that waits for a model, by model and key."""
     running: Mapping[NodeId, Mapping[str, Sequence[ModelUse]]]
-    """Requests of every node by model."""
+    """Requests on every node, by model."""
     turns: Mapping[NodeId, SwapTurn]
 
 
 class BeginTurn(msgspec.Struct, frozen=True, gc=False):
-    """Action: begin a turn, or assign a running turn to another request."""
+    """Action: begin a turn, or assign a running turn to another request of the same model."""
 
     turn: SwapTurn
     hold: int
@@ -104,14 +104,14 @@ class BeginTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class SendRequest(msgspec.Struct, frozen=True, gc=False):
-    """Action: send the request, because no model is in the way any more."""
+    """Action: send the turn's request to its node, because no model in use is in the way any more."""
 
     turn: SwapTurn
     candidate: Candidate
 
 
 class EndTurn(msgspec.Struct, frozen=True, gc=False):
-    """Action: end a turn."""
+    """Action: end a turn, because its model is loaded or because the turn was dropped."""
 
     turn: SwapTurn
     why: str = ""
@@ -122,27 +122,27 @@ Action = BeginTurn | SendRequest | EndTurn
 
 
 class SwapPlan(msgspec.Struct, frozen=True, gc=False):
-    """Result of one step."""
+    """Result of `SwapPlanner.step`."""
 
     actions: tuple[Action, ...]
     """Actions to execute now."""
     waits: Mapping[str, SwapTurn | None]
-    """Models whose requests wait for a swap, each with its turn if one is under way."""
+    """Models whose requests wait for a swap, each with its turn; None while no node may begin one."""
 
 
 class SwapPlanner:
-    """Planner of model swaps. `longest` is the maximum wait of a request for a swap, in seconds."""
+    """Planner of model swaps. `longest` is the maximum time of a turn, in seconds, and bounds the slices."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
         self._came: dict[tuple[NodeId, str], float] = {}
 
     def forget(self, node: NodeId) -> None:
-        """Remove the state of a departed node."""
+        """Remove the state of a node that is no longer a member."""
         self._came = {where: at for where, at in self._came.items() if where[0] != node}
 
     def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
-        """Record the time since which each node has each model loaded."""
+        """Record since when (monotonic seconds) each of these nodes has each of its models loaded."""
         for node in nodes:
             for model in node.models.values():
                 if model.loaded:
@@ -151,7 +151,7 @@ class SwapPlanner:
                     self._came.pop((node.id, model.name), None)
 
     def step(self, picture: SwapInput, now: float) -> SwapPlan:
-        """Compute the actions for now."""
+        """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap."""
         actions: list[Action] = []
         turns = dict(picture.turns)
         for turn in picture.turns.values():
@@ -231,7 +231,8 @@ class SwapPlanner:
         return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, picture)
 
     def slice_seconds(self, name: str, coming: str, node: NodeView, picture: SwapInput) -> float:
-        """Return the minimum seconds that a model stays on a node while requests for the `coming` model wait."""
+        """Return the minimum seconds that the model `name` stays on a node while requests for the model `coming`
+        wait."""
         load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
         mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
         mine |= picture.keys.get(name, {})
@@ -254,7 +255,7 @@ class _Option(msgspec.Struct, frozen=True, gc=False):
 
 
 def fits_beside(node: NodeView, candidate: Candidate) -> bool:
-    """Return whether a request fits on a node next to all its models, once their requests have ended."""
+    """Return whether a request fits on a node next to all loaded models, once all other requests there have ended."""
     return _spare(node, candidate, frozenset()) >= candidate.need
 
 
@@ -386,7 +387,7 @@ def swap_input(
     ledger: ReservationLedger,
     judge: Callable[[ActiveRequest, NodeView], Candidate],
 ) -> SwapInput:
-    """Build the picture for a step.
+    """Build the input of `SwapPlanner.step`.
 
     `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
     for a request.

@@ -1,7 +1,7 @@
 """Several requests of one exchange, combined into one with consecutive choices.
 
-The combined request ends when all tickets have ended, or when one of them fails. The code that opened the tickets
-closes them. The remaining tickets therefore end with the first failure.
+The combined request ends when all requests have ended, or when one of them fails. The code that opened the requests
+closes them. The remaining requests therefore end with the first failure.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ K = TypeVar("K", bound=ActiveRequest)
 
 
 class MergedAnswer(Generic[K]):
-    """Base of the streamed and the whole answer of several requests."""
+    """Base of the streamed and the whole answer of several requests, one for each prompt."""
 
     def __init__(self, tickets: Sequence[K]) -> None:
         first = tickets[0]
@@ -42,7 +42,7 @@ class MergedAnswer(Generic[K]):
 
     @property
     def demand(self) -> ResourceDemand:
-        """Demand of the first request."""
+        """Demand of the first request, for the parts that all requests share."""
         return self._tickets[0].demand
 
     @property
@@ -72,7 +72,7 @@ class MergedAnswer(Generic[K]):
 
     @property
     def outcome(self) -> Outcome | None:
-        """Outcome of all requests, or of the first failed one; None before."""
+        """Combined outcome of all requests, or the outcome of the first failed request; None while neither exists."""
         ends = [ticket.outcome for ticket in self._tickets]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
@@ -97,7 +97,7 @@ class MergedStream(MergedAnswer[StreamingRequest]):
 
     @property
     def opened(self) -> bool:
-        """Whether the answer has begun."""
+        """Whether the stream to the client has begun. A refusal can then no longer be a plain answer."""
         return self._tickets[0].opened
 
     @opened.setter
@@ -107,7 +107,7 @@ class MergedStream(MergedAnswer[StreamingRequest]):
 
     @property
     def blocked(self) -> bool:
-        """Whether the client cannot keep up."""
+        """Whether the transport to the client is full."""
         return self._tickets[0].blocked
 
     @blocked.setter
@@ -133,7 +133,8 @@ class MergedStream(MergedAnswer[StreamingRequest]):
         )
 
     def take(self) -> list[Delta]:
-        """Return the pending deltas of all requests with consecutive choice numbers."""
+        """Return pending deltas of all requests with consecutive choice numbers. Deltas of an unknown choice are left
+        out."""
         taken: list[Delta] = []
         for at, ticket in enumerate(self._tickets):
             base = at * self._choices
@@ -149,7 +150,7 @@ class MergedResponse(MergedAnswer[BufferedRequest]):
     """Whole answer of several requests, read once at the end; see `BufferedRequest`."""
 
     async def outcome_of(self) -> Outcome:
-        """Wait for the outcome."""
+        """Wait for the outcome and return it."""
         while (outcome := self.outcome) is None:
             await self.wait()
         return outcome

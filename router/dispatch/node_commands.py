@@ -66,7 +66,7 @@ class _OpenCommand:
 
 
 class NodeCommands:
-    """Open commands. Constructor parameters:
+    """Commands to nodes whose result is awaited.
 
     `send` writes a frame to a node's link and returns whether there is a link. `number` returns the next request
     number, from the source of all request numbers.
@@ -82,12 +82,18 @@ class NodeCommands:
         return len(self._open)
 
     async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
-        """Send a command and wait for its result. `name` is the node's display name."""
+        """Send a command about a model to a node and wait for its result. `name` is the node's display name.
+
+        Without a link, or with too many open commands, the result is a refusal.
+        """
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
     async def count(self, node: NodeId, name: str, asked: CountTokens) -> Ended:
-        """Send a prompt to a node for counting and wait for the result; assigns the request number of `asked`."""
+        """Send a prompt to a node for counting and wait for the result. The request number of `asked` is replaced.
+
+        Without a link, or with too many open counts of the key or of all keys, the result is a refusal.
+        """
         number, key = self._number(), asked.owner.name
         mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
         if mine >= MAX_COUNTS_PER_KEY:
@@ -147,13 +153,13 @@ class NodeCommands:
             )
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """End the commands of a lost node."""
+        """End the commands of a lost node with a failure that names `reason`."""
         for order in self._open.values():
             if order.node == node:
                 order.end(RequestFailure(FailureCode.NODE_LOST, f"{order.name} was lost {order.doing} ({reason})"))
 
     def shutdown(self, message: str) -> None:
-        """End all commands and accept no more."""
+        """End all commands with a failure, whose text is `message`, and accept no more."""
         self._closed = message
         for order in self._open.values():
             order.end(RequestFailure(FailureCode.SHUTTING_DOWN, message))

@@ -2,7 +2,7 @@
 
 The deltas of one frame are added, then every request with new deltas is flushed once. A flush calls a stream's sink or
 wakes a waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and
-no counting. `takes` shows the dispatcher's sweep whether the reader keeps up.
+no counting. The number `takes` shows the dispatcher's sweep whether the reader keeps up.
 """
 
 import asyncio
@@ -34,7 +34,10 @@ MAX_ANSWER_CHARS = 32 * 1024 * 1024
 
 
 class RequestSpec(msgspec.Struct, frozen=True, gc=False):
-    """Request as parsed by a dialect: the parts of Generate, its API key, and the way in which it is read."""
+    """Request as parsed by a dialect: prompt, parameters, API key, and whether the answer is streamed.
+
+    Fields with the name of a field of `Generate` have the same meaning.
+    """
 
     demand: ResourceDemand
     key: str
@@ -43,7 +46,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     messages: tuple[Message, ...]
     params: GenerationParams
     created: int
-    """Time of arrival in seconds since 1970."""
+    """Time of arrival in Unix seconds."""
     stream: bool
     """Whether the answer is streamed."""
     tools: str = ""
@@ -54,11 +57,11 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     session: str = ""
     """Name of the conversation, if its client gave one."""
     ignored: tuple[str, ...] = ()
-    """Fields and tools of its body that have no effect."""
+    """Fields and tools of the request's body that have no effect."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
-    """Complete answer that is not streamed."""
+    """Whole answer of a request that is not streamed, as collected from its deltas."""
 
     texts: Mapping[tuple[int, int], str]
     """Texts by choice and channel."""
@@ -84,7 +87,10 @@ SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stre
 
 
 class ActiveRequest:
-    """Base of both kinds of requests: place, attempts and outcome of a request."""
+    """Request from its arrival to its end: its place, attempts, token ids and outcome.
+
+    `Dispatcher.submit` creates it as a `StreamingRequest` or a `BufferedRequest`.
+    """
 
     __slots__ = (
         "arrived",
@@ -179,7 +185,7 @@ class ActiveRequest:
         self.steps.append((now - self.arrived, what, node))
 
     def trials(self) -> AttemptHistory:
-        """Return the earlier attempts, for placement."""
+        """Return the earlier attempts, which placement takes into account."""
         if not self.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
         return AttemptHistory(
@@ -188,17 +194,18 @@ class ActiveRequest:
 
     @property
     def waits_for(self) -> str:
-        """Reason of a wait, for the client: without nodes and models, which its key may not use."""
+        """Reason of a wait, as shown to the client; empty without one. It names no node and no model, which may be
+        hidden from the key."""
         return SWAP if self.swap else ""
 
     @property
     def written(self) -> int:
-        """Generated tokens received of the longest choice."""
+        """Number of received tokens of the longest choice; 0 after the stored token ids were discarded."""
         return max(map(len, self.heard), default=0)
 
     @property
     def wrote(self) -> int:
-        """Generated tokens received of all choices."""
+        """Number of generated tokens received, of all choices together."""
         return self.forgotten + sum(map(len, self.heard))
 
     @property
@@ -207,11 +214,12 @@ class ActiveRequest:
         return bool(self.fingerprint) and self.written > 0
 
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids received of each choice; empty before the first token."""
+        """Return the received token ids of each choice; empty before the first token, or if they were discarded."""
         return tuple(map(tuple, self.heard)) if self.written else ()
 
     def record_ids(self, delta: Delta) -> None:
-        """Store a delta's token ids. An unknown choice invalidates them: the answer cannot be resumed."""
+        """Store the token ids of a delta. An unknown choice discards all ids, and the answer can no longer be
+        resumed."""
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
@@ -223,12 +231,12 @@ class ActiveRequest:
         self.heard = []
 
     def discard_excess(self) -> None:
-        """Discard the token ids of a node that sent more tokens than requested: such a node is not credible."""
+        """Discard the token ids if the node sent more tokens than requested, because such a node is not credible."""
         if self.written > (self.params.max_tokens or MAX_KNOWN_TOKENS):
             self.forget_ids()
 
     def add(self, delta: Delta) -> bool:
-        """Store one delta from the node; return True when `flush` must follow after the last delta of its frame."""
+        """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
@@ -237,7 +245,7 @@ class ActiveRequest:
         self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
-        """Call the sink, or wake a waiting reader."""
+        """Notify the reader: call the sink, or wake a waiting reader."""
         if self.sink is not None:
             self.sink()
             return
@@ -248,19 +256,20 @@ class ActiveRequest:
                 waiter.set_result(None)
 
     def end(self, outcome: Outcome) -> None:
-        """Set the outcome once and notify the reader."""
+        """Set the outcome and notify the reader. An outcome that is already set stays."""
         if self.outcome is None:
             self.outcome = outcome
             self.flush()
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done at the next flush."""
+        """Return a Future that is done at the next flush. Only the last returned Future is served."""
         self.waiter = asyncio.get_running_loop().create_future()
         return self.waiter
 
 
 class StreamingRequest(ActiveRequest):
-    """Request with a streamed answer. `held` is the number of bytes that wait for a `blocked` reader."""
+    """Request with a streamed answer. `held` is the cost in bytes of the deltas that arrived while the reader was
+    `blocked`."""
 
     __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
@@ -279,7 +288,7 @@ class StreamingRequest(ActiveRequest):
         return bool(self.pending) or self.outcome is not None or self.nudged
 
     def add(self, delta: Delta) -> bool:
-        """Append one delta to the pending deltas of the reader."""
+        """Append one delta to the pending deltas of the reader. Return True if no other delta was pending."""
         try:  # as in `record_ids`, without the call: this runs for every token of a stream
             self.heard[delta.choice] += delta.ids
         except IndexError:
@@ -312,13 +321,14 @@ class StreamingRequest(ActiveRequest):
         self.drop()
 
     def drop(self) -> None:
-        """Discard the deltas that wait for a reader that does not read; their tokens still count as generated."""
+        """Discard the pending deltas, because the reader does not read. Their tokens still count as generated."""
         self.pending = []
         self.held = 0
 
 
 class BufferedRequest(ActiveRequest):
-    """Request with an answer that is read once, at the end. `held` is the number of characters collected."""
+    """Request with an answer that is read once, at the end. `held` is its collected size in characters, with
+    overheads."""
 
     __slots__ = ("_calls", "_logprobs", "_texts")
 
@@ -327,7 +337,7 @@ class BufferedRequest(ActiveRequest):
         self._empty()
 
     def add(self, delta: Delta) -> bool:
-        """Collect the requested parts of a delta; the deltas themselves are not stored."""
+        """Collect the requested parts of a delta, and return False: the reader waits for the outcome only."""
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
@@ -348,7 +358,7 @@ class BufferedRequest(ActiveRequest):
         return False
 
     def answer(self) -> CompleteAnswer:
-        """Return the whole answer."""
+        """Return the answer as collected so far. It is whole once the outcome is `Finished`."""
         return CompleteAnswer(
             {where: text.getvalue() for where, text in self._texts.items()},
             self._calls,
@@ -357,7 +367,7 @@ class BufferedRequest(ActiveRequest):
         )
 
     def discard(self) -> None:
-        """Discard the answer."""
+        """Discard the collected answer."""
         super().discard()
         self._empty()
 
@@ -368,7 +378,7 @@ class BufferedRequest(ActiveRequest):
         self.held = 0
 
     async def outcome_of(self) -> Outcome:
-        """Wait for the outcome."""
+        """Wait for the outcome and return it."""
         while self.outcome is None:
             await self.wait()
         return self.outcome

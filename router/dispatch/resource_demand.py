@@ -10,7 +10,7 @@ _PLAIN: frozenset[str] = frozenset()
 
 
 def demand_of(model: str, messages: Iterable[Message], params: GenerationParams, tools: str = "") -> ResourceDemand:
-    """Compute the demand of a conversation; `tools` is the JSON text that goes into the prompt, empty without tools."""
+    """Return the demand of a conversation. `tools` is the JSON text that goes into the prompt, empty without tools."""
     size = len(tools.encode())
     for message in messages:
         content = message.content
@@ -21,7 +21,7 @@ def demand_of(model: str, messages: Iterable[Message], params: GenerationParams,
 
 
 def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: GenerationParams) -> ResourceDemand:
-    """Compute the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
+    """Return the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
     return ResourceDemand(model, size, tokens, params.max_tokens, params.n, features_of(params))
 
@@ -32,8 +32,10 @@ def _besides(message: Message) -> int:
 
 
 def features_of(params: GenerationParams, tools: str = "") -> frozenset[str]:
-    """Return the features that a model must offer beyond plain sampling (`Model.features`), from the parameters with an
-    effect."""
+    """Return the features that a request needs beyond plain sampling, as named in `Model.features`.
+
+    Parameters without an effect need no feature.
+    """
     sampling = (
         params.top_k
         or params.min_p

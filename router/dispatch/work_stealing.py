@@ -33,7 +33,7 @@ A large cluster handles the rest in later passes.
 
 
 def idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
-    """Return the idle nodes by the models that they have, FEW of each."""
+    """Return the idle nodes by the models that they have, at most `MAX_TARGETS` for each model."""
     found: dict[str, list[NodeView]] = {}
     for node in view.nodes:
         if _free(node, ledger):
@@ -50,7 +50,11 @@ def _free(node: NodeView, ledger: ReservationLedger) -> bool:
 
 
 def waiting(tickets: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
-    """List the requests on nodes without a first token and with one attempt, the oldest first."""
+    """Return the requests that could be moved, the oldest first: on a node without a first token, and in their first
+    attempt.
+
+    They are older than `MIN_GAIN_SECONDS` at `now` (monotonic seconds). At most `MAX_EXAMINED` are returned.
+    """
     found = [
         one for one in tickets if one.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
     ]
@@ -58,10 +62,11 @@ def waiting(tickets: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]
 
 
 def queue_wait(here: Candidate) -> float:
-    """Return the seconds that a request waits on its current node.
+    """Return the expected seconds to the first token of a request that waits on its current node; 0 for an unknown
+    model.
 
     The candidate was judged like a new request. Its own prompt is therefore counted twice, as its own and as one in
-    front of it.
+    front of it, and is subtracted once.
     """
     return (
         here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.reading / here.model.prefill_speed
@@ -71,5 +76,5 @@ def queue_wait(here: Candidate) -> float:
 
 
 def is_worth_moving(here: Candidate, there: Candidate) -> bool:
-    """Return whether a request is better off `there`."""
+    """Return whether a waiting request gains enough by a restart on the node `there`."""
     return queue_wait(here) > MIN_SPEEDUP * there.expected_ttft + MIN_GAIN_SECONDS

@@ -58,7 +58,10 @@ __all__ = ["App", "RouterApp", "openapi_paths", "openapi_schemas"]
 
 
 class RouterApp:
-    """ASGI app. `control` gets every other path, websockets and the lifespan; `clock` returns seconds since 1970."""
+    """ASGI app of the routes that models answer.
+
+    `control` is the ASGI app for every other path, for websockets and for the lifespan. `clock` returns Unix seconds.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class RouterApp:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection scope."""
+        """Serve one ASGI scope: answer a request to a route of the router, or pass the scope to the control app."""
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
@@ -265,7 +268,7 @@ class RouterApp:
 
 
 def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-    """Return the key of a request that may use one of these methods; else the problem."""
+    """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403."""
     if exchange.method not in methods:
         return wrong_method(exchange.method, ", ".join(methods))
     presented = credential(exchange.headers)
@@ -276,7 +279,8 @@ def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: 
 
 
 async def not_found_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Serve in place of the control app: 404 at any other path, and a lifespan without work."""
+    """Answer every path with 404, and complete the lifespan without work. A router without a control app uses this
+    app."""
     if scope["type"] == "lifespan":
         with contextlib.suppress(KeyError):
             while True:

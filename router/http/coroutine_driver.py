@@ -17,8 +17,8 @@ Step = Coroutine[Any, Any, Any]
 class CoroutineDriver:
     """Driver of one coroutine at a time.
 
-    `ended` is called with the coroutine's value when it ends after its first step. After an exception the value is
-    None, and the loop's exception handler gets the exception.
+    `ended` is called with the value of a coroutine at its end. After an exception the value is None, and the loop's
+    exception handler gets the exception.
     """
 
     __slots__ = ("_coroutine", "_ended", "_future")
@@ -29,7 +29,8 @@ class CoroutineDriver:
         self._future: asyncio.Future[Any] | None = None
 
     def wait_for(self, coroutine: Step, future: "asyncio.Future[Any] | None") -> None:
-        """Continue a coroutine, whose first step returned `future`, when that Future is done."""
+        """Continue a coroutine when `future` is done. The caller has run the coroutine's first step, which returned
+        `future`."""
         self._coroutine = coroutine
         if future is None:  # a bare yield: continue at the next iteration of the loop
             asyncio.get_running_loop().call_soon(self._step)
@@ -39,14 +40,14 @@ class CoroutineDriver:
         future.add_done_callback(self._step)
 
     def run(self, coroutine: Step) -> None:
-        """Run a coroutine; `ended` is always called, perhaps before this method returns."""
+        """Run a coroutine from its first step. `ended` is called at its end, perhaps before this method returns."""
         self._coroutine = coroutine
         self._step()
 
     def close(self) -> None:
         """Abort the running coroutine without calling `ended`.
 
-        This also drops the reference to `ended`: at every request a reference cycle would have to wait for the garbage
+        This also drops the reference to `ended`. Otherwise each request would leave a reference cycle for the garbage
         collector.
         """
         self._ended = _nobody

@@ -16,7 +16,7 @@ from wire.identity import valid_request_id
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Room = Callable[[int], Awaitable[Problem | None]]
-"""Waits for room for `int` bytes of a body; returns the problem when there is none."""
+"""Function that waits until a body of the given bytes may be received. It returns the problem if that is refused."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
@@ -29,7 +29,10 @@ CLIENT_CLOSED = 499
 
 
 class Exchange:
-    """One HTTP request and its answer. `style` selects the dialect of errors."""
+    """One HTTP request and its answer.
+
+    `style` selects the dialect of errors. `status` is that of the answer, `CLIENT_CLOSED` before an answer begins.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
         self.method: str = scope["method"]
@@ -42,34 +45,35 @@ class Exchange:
         self.status = CLIENT_CLOSED
 
     def header(self, name: bytes) -> bytes | None:
-        """Return a request header by its lower-case name; None when it is absent."""
+        """Return the value of a request header by its lower-case name; None if the header is absent."""
         return next((value for known, value in self.headers if known == name), None)
 
     def named(self) -> list[Header]:
-        """Return the headers with the request's id."""
+        """Return the headers that carry the id of the request, in the names of the dialect."""
         return [(name, self.request_id.encode()) for name in self.style.names]
 
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
-        """Send a whole JSON answer; HEAD gets only its headers."""
+        """Send a whole JSON answer; a HEAD request gets only its headers."""
         self.status = status
         head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.named()]
         await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
-        """Send a problem as the answer."""
+        """Send a problem as the answer, with `headers` in addition to its own."""
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
     async def respond(self, found: bytes | Problem) -> None:
-        """Send a body, or the problem in its place."""
+        """Send a JSON body with status 200, or a problem."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
     async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
-        """Read a body up to the limit; return None when the client left before its end.
+        """Receive the body, within the limits of size and time in `settings`.
 
-        When more than MAX_INLINE_BYTES have arrived, `room` is awaited once with the maximum size of the body. A
-        problem that `room` returns ends the reading.
+        Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
+        When more than `MAX_INLINE_BYTES` have arrived, `room` is awaited once with the maximum size of the body. A
+        problem that `room` returns ends the reception and is returned.
         """
         limit = settings.max_body_bytes
         length = self.header(b"content-length")
@@ -119,7 +123,7 @@ async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -
 
 
 class DisconnectWatch:
-    """Watcher that calls `gone` when the client leaves."""
+    """Watcher that calls `gone` when the client leaves. It starts at its creation and must be closed."""
 
     __slots__ = ("_gone", "_receive", "_stepper")
 
@@ -130,7 +134,7 @@ class DisconnectWatch:
         self._stepper.run(self._receive())
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; `gone` is not called any more."""
         self._gone = _nothing
         self._stepper.close()
 

@@ -27,7 +27,10 @@ Collected = BufferedRequest | multi_prompt.MergedResponse
 async def generate(
     exchange: Exchange, dispatcher: Dispatcher, asked: ParsedRequest, jobs: Sequence[RequestSpec]
 ) -> None:
-    """Answer a request with a valid body."""
+    """Answer a request with a valid body: submit one job per prompt, and send the combined answer.
+
+    `asked` encodes the answer in the client's dialect. A job that is refused or fails is answered with the problem.
+    """
     tickets: list[ActiveRequest] = []
 
     def let_go() -> None:
@@ -94,7 +97,8 @@ def _about(ticket: Streamed | Collected) -> list[Header]:
 
 
 def optional_headers(ticket: ActiveRequest | Streamed | Collected) -> list[Header]:
-    """Return the optional headers: ignored fields and tools, and the state of the key's rates."""
+    """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
+    rates."""
     if not ticket.rates:
         return named(ticket.job.ignored)
     return named(ticket.job.ignored) + [
@@ -109,5 +113,5 @@ def optional_headers(ticket: ActiveRequest | Streamed | Collected) -> list[Heade
 
 
 def named(ignored: Sequence[str]) -> list[Header]:
-    """Return the header that names the ignored fields and tools of a request; empty without any."""
+    """Return the header that names the ignored fields and tools of a request; empty if there are none."""
     return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

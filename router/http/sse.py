@@ -25,25 +25,28 @@ _HEADERS: list[Header] = [
 
 
 class EventSink(Protocol):
-    """Output of a pump."""
+    """Output of a `StreamPump`: accepts events, as `EventStream` does."""
 
     busy: bool
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever a delayed push has been sent."""
+        """Register `then`, which is called after each delayed push that is not the last."""
         ...
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`."""
+        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`.
+
+        `last` ends the stream.
+        """
         ...
 
     def abandon(self) -> None:
-        """Abort a delayed push and the stream."""
+        """End the stream, and abort a delayed push."""
         ...
 
 
 class EventSource(Protocol):
-    """Input of a pump: a `StreamingRequest`, or several combined into one."""
+    """Input of a `StreamPump`: a `StreamingRequest`, or several combined into one."""
 
     sink: Callable[[], None] | None
     blocked: bool
@@ -69,12 +72,16 @@ class EventSource(Protocol):
         ...
 
     def take(self) -> list[Delta]:
-        """Return the pending deltas in order, and clear a keep-alive."""
+        """Return pending deltas in order, and clear a keep-alive. After the call, `pending` shows whether more deltas
+        are left."""
         ...
 
 
 class EventStream:
-    """Streamed answer with status 200. `busy` while a push waits for the transport."""
+    """Streamed answer of an exchange, with status 200.
+
+    `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
+    """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")
 
@@ -92,7 +99,10 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`."""
+        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`.
+
+        `last` ends the stream. If the transport raises at once, the exception is set on `done`.
+        """
         self._last = last
         step = self._send({"type": "http.response.body", "body": events, "more_body": not last})
         try:
@@ -109,11 +119,11 @@ class EventStream:
         return False
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever a delayed push has been sent."""
+        """Register `then`, which is called after each delayed push that is not the last."""
         self._ready = then
 
     def abandon(self) -> None:
-        """Abort a delayed push and the stream."""
+        """End the stream, and abort a delayed push."""
         self._finish()
 
     def _left(self, _value: object) -> None:
@@ -135,7 +145,8 @@ class EventStream:
 
 
 class StreamPump:
-    """Pump from a request's deltas to the events of its stream, as fast as the stream accepts them."""
+    """Pump from a request to its stream: takes deltas, encodes them with `chunks`, and pushes the events to
+    `stream`."""
 
     __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 
@@ -151,7 +162,7 @@ class StreamPump:
         self.pump()
 
     def pump(self) -> None:
-        """Send the pending deltas, the end, or a keep-alive. Every token of a stream passes here."""
+        """Send the pending deltas, the end, or a keep-alive. Called for every token of a stream."""
         if not self._stream.busy:
             self._send()
             while self._ticket.pending and not self._stream.busy:
@@ -187,7 +198,7 @@ class StreamPump:
 
 
 def problem_of(outcome: Outcome) -> Problem | None:
-    """Return the problem to send for an unsuccessful end; None when no client is there to receive it."""
+    """Return the problem to send for an outcome. Return None for a success, or if the client left or does not read."""
     if outcome is CANCELLED or outcome is SLOW or isinstance(outcome, Finished):
         return None
     return from_refused(outcome) if isinstance(outcome, Refused) else failed(outcome.code, outcome.message)

@@ -74,7 +74,10 @@ _RATIOS = (0.25, 64.0)
 
 @dataclass(frozen=True)
 class NodeView:
-    """State of one node."""
+    """State of one member for placement: its membership, and its newest report without impossible values.
+
+    `view_of` builds it.
+    """
 
     id: NodeId
     name: str
@@ -88,24 +91,25 @@ class NodeView:
     engine: EngineState = field(default_factory=EngineState)
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
+    """Highest sequence number of a request whose reservation `memory.reserved` counts."""
     draining: bool = False
     system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
     video_allowed: bool = False
-    """Whether an administrator allows the node to make videos."""
+    """Whether an administrator allows the node to generate videos."""
     sharing: Sharing = field(default_factory=Sharing)
 
     @cached_property
     def room(self) -> int | None:
-        """Headroom of the node in bytes according to its report; None where its memory cannot be read."""
+        """Headroom of the node in bytes according to its report; None if its memory cannot be read."""
         memory = self.memory
         return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
 
     @property
     def life(self) -> int:
-        """Identifier of the engine process; changes when the engine restarts."""
+        """Identifier of the engine process, which changes when the engine restarts or the node gets a new link."""
         return hash((self.epoch, self.engine.restarts, self.engine.recycles))
 
     def is_loading(self, model: Model) -> bool:
@@ -118,22 +122,23 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Fingerprints that members hold under one model name."""
+    """Fingerprints that members have under one model name."""
 
     fingerprint: str = ""
-    """Fingerprint that serves new requests."""
+    """Fingerprint that serves new requests; empty without any."""
     holders: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Number of members that hold each fingerprint."""
+    """Number of members that have each fingerprint."""
 
     @property
     def conflict(self) -> bool:
-        """Whether members hold different models under this name."""
+        """Whether members have different models under this name."""
         return len(self.holders) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All members, including sleeping and lost members: they count for "could ever fit"."""
+    """Immutable view of all members. Sleeping and lost members are included, because they count for "could ever
+    fit"."""
 
     nodes: tuple[NodeView, ...] = ()
     _identities: dict[str, ModelIdentity] = field(
@@ -168,19 +173,21 @@ class ClusterView:
         return next((folded[tail] for tail in tails if tail in folded), name)
 
     def conflicts(self) -> list[str]:
-        """List the names under which members hold different models."""
+        """Return the names under which members have different models, sorted."""
         return sorted(name for name in self.served() if self.identity(name).conflict)
 
     def models(self) -> dict[str, Model]:
-        """Return every model that some member knows, by name; of several fingerprints the served one."""
+        """Return every model that some member knows, by name. Of several fingerprints the served one is returned."""
         return self._of_names(lambda _: True)
 
     def served(self) -> dict[str, Model]:
-        """Return every model that some member has loaded or can load, by name; of several fingerprints the served."""
+        """Return every model that some member has loaded or can load, by name. Of several fingerprints the served one
+        is returned."""
         return self._of_names(lambda model: not model.cause)
 
     def loaded(self) -> dict[str, Model]:
-        """Return every model that some member has loaded, by name; of several fingerprints the served one."""
+        """Return every model that some member has loaded, by name. Of several fingerprints the served one is
+        preferred."""
         return self._of_names(lambda model: model.loaded)
 
     def _of_names(self, counts: Callable[[Model], bool]) -> dict[str, Model]:
@@ -192,7 +199,7 @@ class ClusterView:
         return found
 
     def node(self, node: NodeId) -> NodeView | None:
-        """Return one node; None when it is not a member."""
+        """Return the view of one node; None if the node is not a member."""
         return next((seen for seen in self.nodes if seen.id == node), None)
 
 
@@ -217,7 +224,7 @@ def _serves(node: NodeView) -> bool:
 
 
 def with_state(node: NodeView, state: str) -> NodeView:
-    """Return a copy of a node's view with another state."""
+    """Return a copy of a node's view with another state, which only placement sees."""
     return dataclasses.replace(node, state=state)
 
 
@@ -233,7 +240,10 @@ def view_of(
     labels: frozenset[str] = frozenset(),
     video_allowed: bool = False,
 ) -> NodeView:
-    """Build a node's view from its report and its membership record."""
+    """Build a node's view from its report and its membership record. `heard_at` is in monotonic seconds.
+
+    Impossible values of the report are corrected or left out.
+    """
     return NodeView(
         id=node,
         name=name if valid_name(name) else str(node),
@@ -256,7 +266,7 @@ def view_of(
 
 
 def sanitize_video(video: VideoState) -> VideoState:
-    """Return a node's video state without impossible values."""
+    """Return a node's video state without impossible values. Impossible packages and leases are left out."""
     packages = tuple(_honest_package(one) for one in video.packages[:MAX_PACKAGES] if _possible_package(one))
     leases = tuple(_honest_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""

@@ -34,7 +34,7 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
 class LoadPlacement(msgspec.Struct, frozen=True, gc=False):
-    """Node chosen for a load."""
+    """Node chosen to load a model. `name` is the node's display name."""
 
     node: NodeId
     name: str
@@ -57,7 +57,7 @@ def choose(
     """Return the node that should load a model, or the refusal if there is none.
 
     `tried` maps the nodes that have refused this load to their refusals. Only a model with this `fingerprint` counts;
-    an empty fingerprint allows any.
+    an empty fingerprint allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.
     """
 
     def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:

@@ -71,7 +71,7 @@ from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
 
 HEADROOM_SATURATION = 2
-"""Room for this many such requests counts as much as room for more. In simulations of tight memory 2 beats 4 and 8."""
+"""Number of such requests for which room gets full marks. In simulations of tight memory 2 beats 4 and 8."""
 PREFIX_HIT_SHARE = 0.5
 """Cached share of the prompt from which a node gets full marks wherever the request fits.
 
@@ -116,7 +116,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
     def tokens_on(self, model: Model) -> int:
-        """Return the prompt tokens: exact, or estimated and then never more than the context."""
+        """Return the prompt tokens on a model: the exact number, or an estimate that is at most the context."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
@@ -138,7 +138,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """Placement arithmetic of one node for one request."""
+    """Placement arithmetic of one node for one request, as `consider` computes it."""
 
     node: NodeId
     name: str
@@ -146,18 +146,21 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     why: str = ""
     """Reason why the node is infeasible; empty when it is feasible."""
     code: RefusalCode | None = None
-    """Refusal code of that reason."""
+    """Refusal code of `why`; None if the node is feasible."""
     need: int = 0
     """Bytes that the request needs on the node."""
     headroom: int | None = None
+    """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read."""
     withheld: int = 0
     """Bytes reserved on the node since its reading."""
     memory: Memory = Memory()
     prompt_tokens: int = 0
     output_tokens: int = 0
+    """Output tokens to reserve for each choice."""
     expected_ttft: float = 0.0
     """Expected seconds to the first token."""
     in_flight: int = 0
+    """Number of this router's requests on the node."""
     model: Model | None = None
     weights: int = 0
     """Part of `need` that a load takes, in bytes."""
@@ -166,7 +169,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     ahead: int = 0
     """Queued tokens in front of this request."""
     reading: int = 0
-    """Tokens of this request to prefill."""
+    """Tokens that the node must prefill for this request: those that are probably not cached."""
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
     delay: float = 0.0
@@ -174,7 +177,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def feasible(self) -> bool:
-        """Whether the node may be picked."""
+        """Whether the node can take the request now."""
         return not self.why
 
     @property
@@ -188,7 +191,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return most_bytes(self.memory)
 
     def numbers(self) -> MemoryNumbers:
-        """Return the numbers of the verdict, `error.memory` of an answer."""
+        """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer."""
         memory = self.memory
         now = occupied(memory)
         reserved = memory.reserved + self.withheld
@@ -207,19 +210,20 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Chosen node, with the arithmetic of every node."""
+    """Chosen node for a request, with the arithmetic of every examined node."""
 
     chosen: Candidate
     candidates: tuple[Candidate, ...]
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """Refusal: no node can take the request now."""
+    """Result without a node: the refusal, with the arithmetic of every examined node."""
 
     refused: Refused
     candidates: tuple[Candidate, ...]
     ask: Candidate | None = None
-    """Node to ask all the same, without a reservation, because only that node can know.
+    """Node that gets the request all the same, without a reservation, because only that node can know; None if there is
+    none.
 
     There are two cases. By the estimate no member could ever hold the request, and this node can count it exactly. Or
     the model is loaded nowhere, and this node may unload idle models for it.
@@ -227,7 +231,7 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
 
 
 class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
-    """Earlier attempts of this request."""
+    """Earlier attempts of a request, which exclude nodes from the next attempt."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     """Nodes that refused the request, with the arrival time of the report under which they refused."""
@@ -248,25 +252,31 @@ FIRST = AttemptHistory()
 
 
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
-    """Maximum headroom in bytes of a node that refused although the view had room; valid until its next report."""
+    """Maximum headroom in bytes of a node that refused a request although its view had room.
+
+    `heard_at` is the arrival of the report to which the correction applies; the next report ends it.
+    """
 
     heard_at: float
     headroom: int
 
 
 class Policy(Protocol):
-    """Order of feasible nodes: the smallest tuple wins, chance decides between equal tuples."""
+    """Order of feasible nodes. The smallest tuple wins; chance decides between equal tuples."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Return the rank of one feasible node for one request."""
+        """Return the rank of a feasible node for a request; smaller is better."""
         ...
 
 
 class Balanced:
-    """Policy: saturating headroom first, then the shortest time, which includes the delay of other requests."""
+    """Policy `balanced`: enough headroom first, then the shortest time, which includes the delay of other requests."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by marks, time, requests in flight relative to speed, cached share of the prompt, share of headroom."""
+        """Rank by headroom up to `HEADROOM_SATURATION` such requests, then by time.
+
+        Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
+        """
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = HEADROOM_SATURATION
         if candidate.warm < PREFIX_HIT_SHARE and room < HEADROOM_SATURATION * need and not candidate.idle:
@@ -279,7 +289,7 @@ class Balanced:
 
 
 class MostHeadroom:
-    """Policy: most bytes of headroom wins."""
+    """Policy `most_headroom`: the node with most bytes of headroom wins."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by headroom in bytes, then requests in flight."""
@@ -303,8 +313,9 @@ def place(
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
 
-    `now` is in monotonic seconds of the clock of `heard_at`. `draw` returns numbers in [0, 1) for ties. `warm` maps
-    nodes to the share of the prompt in their prefix cache.
+    `now` is in monotonic seconds of the clock of `heard_at`. `draw` returns numbers in [0, 1) for ties. `corrections`
+    limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in their prefix
+    cache.
     """
     seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
     feasible = [candidate for candidate in seen if not candidate.why]
@@ -325,7 +336,10 @@ def consider(
     trials: AttemptHistory,
     warm: Mapping[NodeId, float],
 ) -> Candidate:
-    """Compute one node's arithmetic for a request, with the reason if the node is infeasible."""
+    """Compute the placement arithmetic of one node for a request, with the reason if the node is infeasible.
+
+    Arguments are those of `place`.
+    """
     if not request.labels <= node.labels:
         lacking = ", ".join(sorted(request.labels - node.labels))
         return Candidate(node.id, node.name, node.state, f"has no label {lacking}", RefusalCode.NOT_ALLOWED)
@@ -400,12 +414,12 @@ def consider(
 
 
 def prefill_wait(account: NodeReservations, ahead: int, reading: int, speed: float) -> tuple[float, float]:
-    """Return the seconds until a prompt of `reading` tokens is prefilled, and the wait in seconds that it adds for
-    other prompts.
+    """Return two times in seconds: until a prompt of `reading` tokens is prefilled, and the wait that it adds to other
+    prompts.
 
     The prompts of a node alternate between the shortest and the oldest. `ahead` is the number of tokens in front. It
     covers the rest of the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long
-    ones.
+    ones. `speed` is in prompt tokens per second.
     """
     mine, others, known = reading / speed, ahead / speed, account.unread_tokens
     if not known or others < TTFT_STEP_SECONDS / 2:  # below the noise of the measured speed
@@ -454,7 +468,11 @@ def _unfit(
 
 
 def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code why a node takes no request at all now; an empty reason when it does."""
+    """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if it
+    does.
+
+    `now` is in monotonic seconds.
+    """
     if node.state == NodeState.PAUSED:
         return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
     if node.state != NodeState.READY:
@@ -678,7 +696,10 @@ def _nobody(request: ResourceDemand, offers: list[Candidate]) -> Refused:
 
 
 def retry_after(candidate: Candidate) -> float:
-    """Estimate the seconds until a full node has room: until one of its requests should end, 1 s to 60 s."""
+    """Estimate the seconds until a full node has room, because one of its requests ends: 1 s to 60 s.
+
+    Without a request or model to estimate from, return `UNKNOWN_RETRY_SECONDS`.
+    """
     model = candidate.model
     if model is None or candidate.in_flight == 0:
         return UNKNOWN_RETRY_SECONDS
@@ -687,7 +708,7 @@ def retry_after(candidate: Candidate) -> float:
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
-    """Render a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
+    """Return the arithmetic of each candidate as a plain row, for `cluster place` and `cluster explain`."""
     return [_row(candidate, candidate.node == chosen) for candidate in candidates]
 
 

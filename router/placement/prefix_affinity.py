@@ -41,14 +41,14 @@ NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 
 
 class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
-    """Hashes of a prompt."""
+    """Chain of hashes of a prompt, each over the prompt from its beginning."""
 
     links: tuple[tuple[int, int], ...]
     """Hashes with the number of characters up to each, shortest first."""
     size: int
     """Characters of the whole prompt."""
     session: int = 0
-    """Hash of the session that the client named, 0 if it named none."""
+    """Hash of the session that the client named; 0 if it named none."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Session:
 def chain_of(
     root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
 ) -> PrefixHashChain:
-    """Compute the chain of a prompt.
+    """Compute the hash chain of a prompt.
 
     `root` holds everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
     conversation. Both belong to `scope`, the key that may reuse the cached tokens. Where the first message is `shared`
@@ -93,8 +93,10 @@ def chain_of(
 
 
 class PrefixAffinity:
-    """Index of prompts by node. Each engine process of a node has a number (`engine`), which invalidates all entries of
-    an earlier process at once."""
+    """Index of prompts by node, with at most `entries` hashes, prompts and sessions each.
+
+    Each engine process of a node has a number, which invalidates all entries of an earlier process at once.
+    """
 
     def __init__(self, entries: int = MAX_ENTRIES) -> None:
         self._most = entries
@@ -109,7 +111,7 @@ class PrefixAffinity:
         return len(self._links) + len(self._sessions) + len(self._prompts)
 
     def shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
-        """Return the cached share of a prompt on each node, 0 to 1; nodes without any are left out."""
+        """Return the probably cached share of a prompt by node, 0 to 1. Nodes without a share are left out."""
         found: dict[NodeId, float] = {}
         for link, size in reversed(chain.links):
             nodes = self._links.get(link)
@@ -127,8 +129,10 @@ class PrefixAffinity:
     def read(
         self, chain: PrefixHashChain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int
     ) -> None:
-        """Record that a node has prefilled a prompt, and how many tokens were cached. Without a `prompt_hash` the node
-        caches nothing."""
+        """Record that a node has prefilled a prompt, of which `cached_tokens` were in its prefix cache.
+
+        Without a `prompt_hash` the node caches nothing, and nothing is recorded.
+        """
         if not prompt_hash or not chain.size:
             return
         engine = self._engines.setdefault(node, self._new_life(node))
@@ -156,9 +160,11 @@ class PrefixAffinity:
             self._sessions.popitem(last=False)
 
     def apply_report(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
-        """Apply a report: `life` changes when the engine restarts.
+        """Remove the entries that a node's report shows to be evicted. All are removed if `life` shows a new engine
+        process.
 
-        `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`.
+        `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks
+        the hashes of some evictions, all entries of the node are removed.
         """
         if self._lives.setdefault(node, life) != life:
             self._lives[node] = life
@@ -183,7 +189,7 @@ class PrefixAffinity:
         return self._engines.get(node, 0) + 1
 
     def forget(self, node: NodeId) -> None:
-        """Remove all entries of a removed node."""
+        """Remove all entries of a node that is no longer a member."""
         for nodes in self._links.values():
             nodes.pop(node, None)
         for link in [link for link, nodes in self._links.items() if not nodes]:

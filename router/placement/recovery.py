@@ -23,7 +23,7 @@ MAX_LOSSES = 3
 MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
 """Minimum and maximum seconds of silence after which a stream is resumed elsewhere."""
 MAX_KNOWN_TOKENS = 1_000_000
-"""Maximum remembered tokens of an answer without a limit."""
+"""Maximum stored token ids of an answer without a limit."""
 MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
 """Failure codes of requests that a node gave up to keep its other requests and the machine running."""
 
@@ -47,17 +47,21 @@ _FALLS = {
 
 
 def loss_kind(code: str) -> LossKind | None:
-    """Return the cause for a failure code of a node; None when the request cannot be recovered anywhere."""
+    """Return the cause that a node's failure code stands for; None if no node could recover the request."""
     return _FALLS.get(code)
 
 
 def is_fault(code: str) -> bool:
-    """Return whether a failure code is a fault of the engine: an impossible grammar is a fault of the client."""
+    """Return whether a failure code is a fault of the engine, which its circuit breaker counts.
+
+    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults.
+    """
     return code != FailureCode.GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
 def may_recover(fall: LossKind, losses: int, crashes: int) -> bool:
-    """Return whether a request may be recovered; `losses` and `crashes` already count this event."""
+    """Return whether a request may be recovered. `losses` and `crashes` are its totals, which include the present
+    event."""
     if fall is LossKind.FORWARD:
         return False
     return crashes < MAX_CRASHES if fall is LossKind.ENGINE else losses <= MAX_LOSSES

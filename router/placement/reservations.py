@@ -30,7 +30,7 @@ from wire.identity import NodeId
 
 
 class LedgerError(AssertionError):
-    """Inconsistent reservations: a bug, never a consequence of a node's or client's action."""
+    """Inconsistent reservations, which only a bug can cause: never a consequence of a node's or client's action."""
 
 
 class _Reservation(msgspec.Struct, gc=False):
@@ -47,17 +47,17 @@ class _Reservation(msgspec.Struct, gc=False):
 
 
 class PendingPrefill(msgspec.Struct, frozen=True, gc=False):
-    """Prompt that a node has not prefilled yet."""
+    """Prompt that a node has not prefilled yet, as far as the router knows."""
 
     tokens: int
     """Tokens left to prefill."""
     seconds: float
-    """Expected prefill time on that node."""
+    """Expected prefill time on that node, in seconds."""
 
 
 @dataclass(slots=True)
 class NodeReservations:
-    """Open requests and reservations of one node."""
+    """Open requests and reservations of one node, as sums over its requests."""
 
     need: int = 0
     """Reserved bytes that the node's report does not contain."""
@@ -66,16 +66,16 @@ class NodeReservations:
     rows: int = 0
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
-    """All requests on the node."""
+    """Numbers of all requests on the node."""
     promised: set[int] = field(default_factory=set[int])
-    """Requests whose reservation the report does not contain."""
+    """Numbers of the requests whose reservation the report does not contain."""
     unread: dict[int, PendingPrefill] = field(default_factory=dict[int, PendingPrefill])
-    """Prompts of the requests without a first token."""
+    """Prompts without a first token, by request number."""
     unread_tokens: int = 0
     """Sum of the tokens in `unread`."""
 
     def has_read(self, request: int) -> None:
-        """Remove a prompt from the prompts left to prefill, if present."""
+        """Remove the prompt of a request from `unread`, if present."""
         prompt = self.unread.pop(request, None)
         if prompt is not None:
             self.unread_tokens -= prompt.tokens
@@ -95,24 +95,26 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     leaving: frozenset[str]
     """Models to unload."""
     ticket: int
-    """Number of the waiting request."""
+    """Number of the queued request for which the node swaps."""
     began: float
     """Start of the swap, in monotonic seconds."""
     asked_at: float | None = None
     """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
     def bars(self, model: str, loaded: bool) -> bool:
-        """Return whether the node takes no new request for a model during this swap."""
+        """Return whether the node takes no new request for a model during this swap. `loaded`: the node has the model
+        loaded."""
         return model != self.model and (model in self.leaving or not loaded)
 
     @property
     def models(self) -> str:
-        """Models to unload and model to load, as text."""
+        """Models to unload and the model to load, as text for a person."""
         return f"{', '.join(sorted(self.leaving))} -> {self.model}"
 
 
 class ReservationLedger:
-    """Reservations of one router in bytes and prompt tokens, by request and by node."""
+    """Reservations of one router in bytes and prompt tokens, by request and by node. Requests are identified by attempt
+    number."""
 
     def __init__(self) -> None:
         self._promises: dict[int, _Reservation] = {}
@@ -120,10 +122,10 @@ class ReservationLedger:
         self._holds: dict[int, tuple[NodeId, int]] = {}
         self._touched: set[NodeId] = set()
         self.turns: dict[NodeId, SwapTurn] = {}
-        """Nodes with a model swap under way (`router.dispatch.model_swaps`)."""
+        """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
 
     def take_touched(self) -> set[NodeId]:
-        """Return the nodes whose account has changed since the last call."""
+        """Return the nodes whose reservations or holds have changed since the last call."""
         touched, self._touched = self._touched, set()
         return touched
 
@@ -141,9 +143,10 @@ class ReservationLedger:
         """Reserve memory, prefill and decode rows on a node for a request.
 
         `need` is in bytes, of which `weights` are for a load. `tokens` is the number of prompt tokens to prefill, which
-        take `seconds`. `rows` is the number of decode rows, one for each choice.
+        take `seconds`. `rows` is the number of decode rows, one for each choice. `seq` is the sequence number of the
+        request; `acknowledge` compares it with `acked_seq` of a report.
 
-        Raise LedgerError when the request already holds a reservation.
+        Raise `LedgerError` if the request already has a reservation.
         """
         if request in self._promises:
             raise LedgerError(f"request {request} has two reservations")
@@ -161,19 +164,21 @@ class ReservationLedger:
         account.promised.add(request)
 
     def admitted(self, request: int) -> None:
-        """Record that the node has committed the request; unknown requests are ignored."""
+        """Record that the node has committed memory for the request. Unknown requests are ignored."""
         promise = self._promises.get(request)
         if promise is not None:
             promise.admitted = True
 
     def read(self, request: int) -> None:
-        """Record that the node has prefilled the prompt, or that no first token is expected for it."""
+        """Record that the node has prefilled the prompt of a request, or that no first token is expected. Unknown
+        requests are ignored."""
         promise = self._promises.get(request)
         if promise is not None:
             self._accounts[promise.node].has_read(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
-        """Settle the reservations that a report already counts: admitted ones up to `acked_seq`."""
+        """Settle the reservations that a node's report already counts: admitted ones with a sequence number up to
+        `acked_seq`."""
         account = self._accounts.get(node)
         if account is None:
             return
@@ -183,7 +188,7 @@ class ReservationLedger:
                 self._settle(account, request, promise)
 
     def read_in(self, request: int) -> None:
-        """Release the weights of a request's reservation, because the node's report counts them now."""
+        """Release the weights in a request's reservation, because the node's report counts them now."""
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
@@ -193,7 +198,7 @@ class ReservationLedger:
         promise.weights = 0
 
     def release(self, request: int) -> bool:
-        """Release a reservation in any state; return False when the request holds none."""
+        """Release a reservation in any state. Return False if the request has none."""
         promise = self._promises.pop(request, None)
         if promise is None:
             return False
@@ -207,7 +212,8 @@ class ReservationLedger:
         return True
 
     def forget(self, node: NodeId) -> None:
-        """Remove the account of a departed node without open requests, and the holds on that node."""
+        """Remove the account of a node that is no longer a member, unless it has open requests, and the holds on that
+        node."""
         if not self.in_flight(node):
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
@@ -223,40 +229,45 @@ class ReservationLedger:
         account.promised.discard(request)
 
     def hold(self, waiting: int, node: NodeId, need: int) -> None:
-        """Reserve room on a node for a queued request, in place of its earlier hold."""
+        """Hold `need` bytes on a node for a queued request, in place of its earlier hold.
+
+        `waiting` is the number of the queued request.
+        """
         self.drop_hold(waiting)
         self._touched.add(node)
         self._holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
-        """Release the hold of a queued request."""
+        """Release the hold of a queued request, if it has one."""
         kept = self._holds.pop(waiting, None)
         if kept is not None:
             self._touched.add(kept[0])
 
     def holder(self, node: NodeId) -> int | None:
-        """Return the number of the queued request that has a hold on a node."""
+        """Return the number of the queued request that has a hold on a node; None if there is none."""
         return next((who for who, (where, _) in self._holds.items() if where == node), None)
 
     def held_on(self, waiting: int) -> NodeId | None:
-        """Return the node on which a queued request has a hold."""
+        """Return the node on which a queued request has a hold; None if it has none."""
         kept = self._holds.get(waiting)
         return None if kept is None else kept[0]
 
     def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
-        """Return the reserved bytes on a node that its report does not contain, including holds of requests other than
-        `waiting`."""
+        """Return the reserved bytes on a node that its report does not contain.
+
+        They include the holds on the node, except that of the queued request `waiting`.
+        """
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
         return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
 
     def account(self, node: NodeId) -> NodeReservations:
-        """Return the account of a node, read-only."""
+        """Return the account of a node, read-only; an empty one for a node without requests."""
         return self._accounts.get(node, _EMPTY)
 
     def unacknowledged_tokens(self, node: NodeId) -> int:
-        """Return the prompt tokens sent to a node that its report does not count as queued yet."""
+        """Return the prompt tokens sent to a node that its report does not contain yet."""
         return self._accounts.get(node, _EMPTY).tokens
 
     def in_flight(self, node: NodeId) -> int:
@@ -268,11 +279,11 @@ class ReservationLedger:
         return self._accounts.get(node, _EMPTY).rows
 
     def promised(self) -> set[int]:
-        """Return the requests that hold a reservation."""
+        """Return the numbers of the requests that have a reservation."""
         return set(self._promises)
 
     def holders(self) -> set[int]:
-        """Return the queued requests that have a hold."""
+        """Return the numbers of the queued requests that have a hold."""
         return set(self._holds)
 
     @property
@@ -286,7 +297,7 @@ class ReservationLedger:
         )
 
     def check(self) -> None:
-        """Raise LedgerError unless every account is the sum of its reservations."""
+        """Check that every account is the sum of its reservations. Raise `LedgerError` otherwise."""
         for node, account in self._accounts.items():
             mine = {number: promise for number, promise in self._promises.items() if promise.node == node}
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}

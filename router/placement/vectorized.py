@@ -64,22 +64,22 @@ Column = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class RankInputs:
-    """Columns that a policy may rank by, one number per node."""
+    """Columns by which a policy may rank the nodes of a model, one number per node."""
 
     need: Column
-    """Bytes needed."""
+    """Bytes needed; 1 for a node that gets full marks."""
     room: Column
     """Bytes of headroom."""
     time: Column
-    """Weighted seconds of the policy."""
+    """Expected time of the request in seconds, with the weights of `place.Balanced`."""
     fraction: Column
-    """Share of the ceiling that is free."""
+    """Share of the memory that is free, weighted as the last criterion."""
     noise: Column
-    """Noise below 1."""
+    """Noise below 1, which separates equal nodes."""
 
 
 def rank_balanced(rows: RankInputs) -> Column:
-    """Rank like `place.Balanced`: the smallest number leads."""
+    """Return the rank of each node in the order of `place.Balanced`. The smallest rank leads."""
     marks = rows.room / rows.need
     np.floor(np.minimum(marks, HEADROOM_SATURATION, out=marks), out=marks)
     marks *= _MARK
@@ -93,7 +93,7 @@ def rank_balanced(rows: RankInputs) -> Column:
 
 
 def rank_most_headroom(rows: RankInputs) -> Column:
-    """Rank like `place.MostHeadroom`."""
+    """Return the rank of each node in the order of `place.MostHeadroom`. The smallest rank leads."""
     return rows.noise - rows.room
 
 
@@ -127,7 +127,7 @@ class _Table:
         self.resting = np.zeros(count, dtype=np.bool_)
         """Whether the node has the model loaded and no queued prompt, according to its report."""
         self.idle = np.zeros(count, dtype=np.bool_)
-        """Whether the node is resting and nothing was reserved there since the report."""
+        """Whether the node is resting and has no request of this router."""
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Apply a report to a row."""
@@ -167,7 +167,10 @@ class _Table:
 
 
 class VectorIndex:
-    """Tables of one router; every new view must pass through `apply_view`."""
+    """Placement index of a large cluster, with one table of columns per model.
+
+    Every new view must pass through `apply_view`.
+    """
 
     def __init__(self, ledger: ReservationLedger) -> None:
         self._ledger = ledger
@@ -188,7 +191,7 @@ class VectorIndex:
         trials: AttemptHistory = FIRST,
         warm: Mapping[NodeId, float] = NOWHERE,
     ) -> Placement | NoPlacement:
-        """Pick a node like `place.place`. The result holds only the examined candidates."""
+        """Pick a node like `place.place`. The result may hold only the candidates that were examined."""
         ranks = RANKS.get(policy)
         if view is self._view and ranks is not None and request.choices == 1:
             self._settle()
@@ -251,7 +254,7 @@ class VectorIndex:
     # updates
 
     def apply_view(self, view: ClusterView) -> None:
-        """Apply a new view: rewrite the rows of the nodes that changed."""
+        """Apply a new view: rewrite the rows of the changed nodes, or all tables if the members have changed."""
         old, self._view = self._view, view
         if len(view.nodes) != len(old.nodes):
             self._begin(view)

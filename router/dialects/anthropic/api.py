@@ -21,12 +21,12 @@ ANTHROPIC = DialectStyle(error_of, names=(b"request-id", b"x-request-id"))
 
 
 class MessagesRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed messages body. `thoughts`: the client wants to see the reasoning."""
+    """Parsed body of `/v1/messages`. `thoughts`: the answer includes the reasoning."""
 
     thoughts: bool = True
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return message(job, answer, finished, self.thoughts)
 
     def chunks(self, reader: AnswerReader) -> MessageChunks:
@@ -35,7 +35,7 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class MessagesRoute:
-    """Messages route; `strict` refuses unknown fields."""
+    """Dialect of `/v1/messages`. With `strict`, unknown fields are refused."""
 
     style = ANTHROPIC
 
@@ -43,20 +43,23 @@ class MessagesRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = MESSAGES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
 
 
 class CountRequest(NamedTuple):
-    """Prompt to count, with the ignored fields of its body."""
+    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the ignored fields."""
 
     asked: CountTokens
     ignored: tuple[str, ...]
 
 
 def count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
-    """Parse the body of a count; `created` is in seconds since 1970."""
+    """Parse the body of `/v1/messages/count_tokens`. Return the request, or a 400 problem.
+
+    `created` is in Unix seconds. With `strict`, unknown fields are refused.
+    """
     found = COUNT.read(body, strict=strict)
     if isinstance(found, Problem):
         return found

@@ -29,7 +29,7 @@ _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
 def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
-    """Convert the messages, or return the problem with the misplaced block."""
+    """Convert Anthropic's messages, or return a 400 problem with the path of the wrong block. `system` comes first."""
     messages: list[Message] = []
     if system:
         messages.append(Message("system", joined(system, _JOINT["system"])))
@@ -42,7 +42,7 @@ def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicM
 
 
 def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
-    """Return the text of a content that consists of text only."""
+    """Return the text of a content of text blocks, joined by `joint`; empty without content."""
     return content if isinstance(content, str) else joint.join(block.text for block in content or ())
 
 

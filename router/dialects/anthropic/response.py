@@ -36,7 +36,7 @@ Block = dict[str, object]
 
 
 def error_of(problem: Problem, request_id: str) -> bytes:
-    """Render an error in Anthropic's shape; additional fields are next to its message."""
+    """Encode an error in Anthropic's shape. Macpool's additional fields are next to its message."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
     if problem.memory is not None:
@@ -45,12 +45,16 @@ def error_of(problem: Problem, request_id: str) -> bytes:
 
 
 def event(kind: str, **parts: object) -> bytes:
-    """Render one event."""
+    """Encode one server-sent event of this kind, with its type in the data."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **parts}))
 
 
 class MessageChunks:
-    """Encoder of one stream. `prompt_tokens` is the initial count; without `thoughts` no reasoning is sent."""
+    """Encoder of one streamed answer into Anthropic's events.
+
+    `prompt_tokens` is the count for the first event, 0 if no node has counted yet. Without `thoughts`, reasoning is
+    left out.
+    """
 
     def __init__(self, job: RequestSpec, prompt_tokens: int, thoughts: bool) -> None:
         self._job = job
@@ -61,16 +65,16 @@ class MessageChunks:
         self._open: Channel | None = None
 
     def keepalive(self, why: str) -> bytes:
-        """Render a ping, after a comment where there is a reason to report."""
+        """Encode a ping, after a comment with the reason of the wait if there is one."""
         return (comment(why) if why else b"") + event("ping")
 
     def opening(self) -> bytes:
-        """Render the message without its content."""
+        """Encode the first event: the message without its content."""
         usage = _usage(self._prompt_tokens, 0, 0)
         return event("message_start", message=_message(self._job, [], None, None, usage))
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render some deltas."""
+        """Encode deltas as events of content blocks; may be empty."""
         events = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -84,14 +88,14 @@ class MessageChunks:
         return events
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the stop reason, the usage, and the end of the message."""
+        """Encode the end of a complete stream: stop reason, usage, and the end of the message."""
         reason, stop = stop_of(finished, self._pieces.calls)
         usage = _usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.thought)
         ended = event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
         return self._close() + ended + event("message_stop")
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the event that ends a failed stream."""
+        """Encode the error event that ends a failed stream."""
         return b"event: error\ndata: %s\n\n" % error_of(problem, self._job.request_id)
 
     def _called(self, call: AnswerToolCall) -> bytes:
@@ -121,7 +125,7 @@ class MessageChunks:
 
 
 def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
-    """Render the whole answer to a request without a stream."""
+    """Encode the whole answer to a request without a stream. Without `thoughts`, reasoning is left out."""
     said = assemble_answer(answer)
     content: list[Block] = []
     if said.reasoning and thoughts:
@@ -139,7 +143,10 @@ def _use(call: AnswerToolCall, given: Block) -> Block:
 
 
 def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
-    """Return the stop reason, and the stop sequence if one ended the answer."""
+    """Return Anthropic's stop reason, and the stop sequence; None if no stop sequence ended the answer.
+
+    `calls` is the number of tool calls in the answer.
+    """
     reason = finished.reasons[0] if finished.reasons else "stop"
     stop = finished.stops[0] if finished.stops else ""
     if stop:

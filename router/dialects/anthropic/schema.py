@@ -63,13 +63,13 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class CacheablePart(StrictPart):
-    """Base of parts that may be marked for a cache."""
+    """Base of parts that may have `cache_control`, which has no effect."""
 
     cache_control: Any = None
 
 
 class TextBlock(CacheablePart):
-    """Text part."""
+    """Text block of a message, a system prompt or a tool result."""
 
     type: Literal["text"]
     text: str
@@ -77,7 +77,7 @@ class TextBlock(CacheablePart):
 
 
 class ToolUseBlock(CacheablePart):
-    """Call that the assistant made in an earlier turn."""
+    """Tool call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
     id: Named
@@ -87,7 +87,7 @@ class ToolUseBlock(CacheablePart):
 
 
 class ToolResultBlock(CacheablePart):
-    """Result of a call. Its text describes an error."""
+    """Result of a tool call. `is_error` has no effect, because the text describes the error."""
 
     type: Literal["tool_result"]
     tool_use_id: Named
@@ -129,7 +129,7 @@ Content = Annotated[
 
 
 class AnthropicMessage(StrictPart):
-    """Message. A message of the role system may be at any position."""
+    """Message of the conversation. A message of the role `system` may be at any position."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -164,7 +164,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(StrictPart):
-    """Permitted and forced tools."""
+    """Choice of the tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Named | None = None
@@ -172,7 +172,7 @@ class ToolChoice(StrictPart):
 
 
 class ThinkingOptions(StrictPart):
-    """Reasoning options."""
+    """Reasoning options. Only `type` and `display` have an effect."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -180,21 +180,21 @@ class ThinkingOptions(StrictPart):
 
 
 class JsonFormat(StrictPart):
-    """Format: JSON of a schema."""
+    """Answer format `json_schema`: the answer is JSON that follows the schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(StrictPart):
-    """Effort and format of the answer."""
+    """Reasoning effort and format of the answer."""
 
     effort: Effort | None = None
     format: JsonFormat | None = None
 
 
 class CountBody(StrictPart):
-    """Request body of a count."""
+    """Request body of `/v1/messages/count_tokens`."""
 
     model: Named
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
@@ -206,7 +206,7 @@ class CountBody(StrictPart):
 
 
 class MessagesBody(CountBody):
-    """Request body of a message."""
+    """Request body of `/v1/messages`."""
 
     max_tokens: Tokens
     stop_sequences: Stops | None = None
@@ -218,7 +218,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation, if its client gave one of at most MAX_NAME_CHARS characters."""
+        """Name of the conversation: `metadata.user_id`. Empty without one, or above `MAX_NAME_CHARS` characters."""
         found = (self.metadata or {}).get("user_id")
         return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
 

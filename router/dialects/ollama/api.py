@@ -36,15 +36,15 @@ MAX_WAITING_CALLS = 2 * MAX_CALLS
 
 
 class OllamaRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed body of either route."""
+    """Parsed body of `/api/chat` or `/api/generate`."""
 
     chat: bool = True
     """Whether the route is `/api/chat`."""
     text: str = ""
-    """Raw prompt."""
+    """Raw prompt without a template; empty for a conversation."""
 
     def job(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Build the job for the dispatcher; see `ConversationRequest`."""
+        """Return the job for the dispatcher; see `ConversationRequest`."""
         return RequestSpec(
             self.demand,
             key,
@@ -61,7 +61,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
         )
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return whole(AnswerShape(job, self.chat), answer, finished)
 
     def chunks(self, reader: AnswerReader) -> OllamaChunks:
@@ -70,7 +70,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class OllamaChatRoute:
-    """Route of conversations; `strict` refuses unknown fields."""
+    """Dialect of `/api/chat`. With `strict`, unknown fields are refused."""
 
     style = OLLAMA
 
@@ -78,7 +78,7 @@ class OllamaChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = CHAT.read(body, strict=self._strict)
         if isinstance(found, Problem):
             return found
@@ -92,7 +92,7 @@ class OllamaChatRoute:
 
 
 class OllamaGenerateRoute:
-    """Route of single prompts; `strict` refuses unknown fields."""
+    """Dialect of `/api/generate`. With `strict`, unknown fields are refused."""
 
     style = OLLAMA
 
@@ -100,13 +100,13 @@ class OllamaGenerateRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = GENERATE.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
 
 
 def plain_name(model: str) -> str:
-    """Return a model's name as the cluster knows it: Ollama's clients append `:latest` to a name without a tag."""
+    """Return a model's name without `:latest`, which Ollama's clients append to a name without a tag."""
     return model.removesuffix(":latest") or model
 
 

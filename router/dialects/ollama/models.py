@@ -24,18 +24,18 @@ Row = dict[str, object]
 
 
 def version() -> bytes:
-    """Render the emulated version of Ollama."""
+    """Return the emulated version of Ollama as JSON."""
     return msgspec.json.encode({"version": OLLAMA_VERSION})
 
 
 def tags(view: ClusterView, created: int) -> bytes:
-    """List every model that a member can serve."""
+    """Return every model that a member can serve, as JSON in Ollama's shape. `created` is in Unix seconds."""
     served = view.served()
     return msgspec.json.encode({"models": [_row(served[name], modified_at=moment(created)) for name in sorted(served)]})
 
 
 def running(view: ClusterView) -> bytes:
-    """List every model that is loaded on some node; sizes are those of one copy."""
+    """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of one copy."""
     loaded = view.loaded()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode(
@@ -48,7 +48,10 @@ def running(view: ClusterView) -> bytes:
 
 
 def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
-    """Render one model."""
+    """Return the model that a body names, as JSON in Ollama's shape. `created` is in Unix seconds.
+
+    Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
+    """
     found = SHOW.read(body)
     if isinstance(found, Problem):
         return found

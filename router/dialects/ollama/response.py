@@ -17,7 +17,7 @@ Line = dict[str, object]
 
 
 def error_of(problem: Problem, request_id: str) -> bytes:
-    """Render an error in Ollama's shape: a text, with additional fields next to it."""
+    """Encode an error in Ollama's shape: a text, with additional fields next to it."""
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)
@@ -28,12 +28,13 @@ OLLAMA = DialectStyle(error_of, b"application/x-ndjson")
 
 
 def moment(seconds: int) -> str:
-    """Format a time in seconds since 1970 as Ollama does."""
+    """Return Unix seconds as text in Ollama's format (RFC 3339, UTC)."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class AnswerShape:
-    """Answer format of the two routes. With `chat` a piece is in a message, else at the top level."""
+    """Format of answers of `/api/chat` and `/api/generate`. With `chat`, text is in `message`, otherwise in
+    `response`."""
 
     def __init__(self, job: RequestSpec, chat: bool) -> None:
         self.job = job
@@ -43,7 +44,7 @@ class AnswerShape:
     def line(
         self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
     ) -> Line:
-        """Return one answer or one piece of it."""
+        """Return a whole answer, or one line of a stream. `end` are the additional fields of the last line."""
         said: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             said["thinking"] = thinking
@@ -53,7 +54,7 @@ class AnswerShape:
         return {**self._about, **({"message": said} if self._chat else said), "done": False, **(end or {})}
 
     def end(self, finished: Finished) -> Line:
-        """Return the additional fields of the last line: stop reason, tokens, and durations in nanoseconds."""
+        """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds."""
         timings = finished.timings
         waiting, prefill, decode = map(_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"
@@ -70,22 +71,22 @@ class AnswerShape:
 
 
 class OllamaChunks:
-    """Encoder of one stream."""
+    """Encoder of one streamed answer into lines of JSON."""
 
     def __init__(self, shape: AnswerShape) -> None:
         self._shape = shape
         self._pieces = StreamSplitter()
 
     def keepalive(self, why: str) -> bytes:
-        """Render an empty piece; lines have no comments."""
+        """Encode a line without text, because lines have no comments. `why` is left out."""
         return _written(self._shape.line(""))
 
     def opening(self) -> bytes:
-        """Return nothing: no bytes precede the first piece."""
+        """Return nothing, because no bytes precede the first text."""
         return b""
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render a line for each piece."""
+        """Encode deltas as one line per text or call; may be empty."""
         lines = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -96,16 +97,16 @@ class OllamaChunks:
         return lines
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the last line."""
+        """Encode the last line of a complete stream."""
         return _written(self._shape.line("", end=self._shape.end(finished)))
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the line that ends a failed stream."""
+        """Encode the line with the error that ends a failed stream."""
         return error_of(problem, self._shape.job.request_id) + b"\n"
 
 
 def whole(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
-    """Render the whole answer to a request without a stream."""
+    """Encode the whole answer to a request without a stream."""
     said = assemble_answer(answer)
     return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
 

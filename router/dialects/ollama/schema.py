@@ -123,7 +123,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class OllamaOptions(StrictPart):
-    """Sampling options."""
+    """Sampling options of a request, the field `options`."""
 
     num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
     stop: StopOrStops | None = None
@@ -138,7 +138,7 @@ class OllamaOptions(StrictPart):
 
 
 class OllamaCalledFunction(StrictPart):
-    """Function that the assistant called."""
+    """Function in a tool call of the assistant, with its arguments as an object."""
 
     name: Named
     arguments: dict[str, Any]
@@ -146,7 +146,7 @@ class OllamaCalledFunction(StrictPart):
 
 
 class OllamaCall(StrictPart):
-    """Call that the assistant made in an earlier turn."""
+    """Tool call that the assistant made in an earlier turn."""
 
     id: Name | None = None
     type: Literal["function"] | None = None
@@ -154,7 +154,7 @@ class OllamaCall(StrictPart):
 
 
 class OllamaMessage(StrictPart):
-    """Message."""
+    """Message of the conversation."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -187,7 +187,7 @@ Format = Annotated[
 
 
 class OllamaBody(StrictPart):
-    """Common fields of both bodies."""
+    """Common fields of the bodies of `/api/chat` and `/api/generate`."""
 
     model: Named
     stream: bool | None = None
@@ -219,7 +219,7 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaShowBody(StrictPart):
-    """Request body of `/api/show`; older clients send `name` instead of `model`."""
+    """Request body of `/api/show`. Older clients send `name` instead of `model`."""
 
     model: Named | None = None
     name: Named | None = None

@@ -16,7 +16,7 @@ UNSUPPORTED_ROUTES = frozenset(
 
 
 def unsupported_route(path: str) -> Problem:
-    """Build the 501 answer to one of `UNSUPPORTED_ROUTES`, with the command to use instead, if there is one."""
+    """Build the 501 problem for an unsupported route of Ollama, with the command to use instead, if there is one."""
     text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
     if path.startswith("/api/embed"):
         text = f"{path} is not supported: no model here computes embeddings"

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. All else is
-a 400 that names the parameter.
+Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. All else is a
+400 problem that names the parameter.
 """
 
 from functools import lru_cache
@@ -25,17 +25,18 @@ from router.errors import Problem, invalid
 from wire.frames import Finished, GrammarSpec
 
 MAX_CACHED_TOOLS = 64
-"""Cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
+"""Maximum cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
 class ChatRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed chat body. `custom` names the custom tools among its functions."""
+    """Parsed body of `/v1/chat/completions`. `custom` are the names of functions that the client knows as custom
+    tools."""
 
     custom: frozenset[str] = frozenset()
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self.custom)
 
     def chunks(self, reader: AnswerReader) -> ChatChunks:
@@ -44,7 +45,7 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class ChatRoute:
-    """Chat route; `strict` refuses unknown fields."""
+    """Dialect of `/v1/chat/completions`. With `strict`, unknown fields are refused."""
 
     style = OPENAI
 
@@ -52,12 +53,13 @@ class ChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ChatRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         return parse(body, strict=self._strict)
 
 
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body (UTF-8 JSON), or return the problem with the parameter; `strict` refuses unknown fields."""
+    """Parse a body (UTF-8 JSON), or return a 400 problem with the parameter. With `strict`, unknown fields are
+    refused."""
     plain = chat_fast_parse.read(body, plain_tools)
     if plain is not None:
         return ChatRequest(*plain)
@@ -66,7 +68,8 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 @lru_cache(MAX_CACHED_TOOLS)
 def plain_tools(raw: bytes) -> str | None:
-    """Return the text of a body's tools, which an agent sends with every request.
+    """Return the text of a body's tools for the model, from their JSON. Results are cached, because agents repeat their
+    tools.
 
     Return None for tools that the fast parser cannot handle.
     """
@@ -77,7 +80,7 @@ def plain_tools(raw: bytes) -> str | None:
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse any body with the complete parser, including a valid one."""
+    """Parse a body like `parse`, but always with the complete parser."""
     found = CHAT.read(body, strict=strict)
     return found if isinstance(found, Problem) else _request(found.body, found.asked, found.ignored, strict=strict)
 

@@ -47,7 +47,7 @@ Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class PlainChatBody(NamedTuple):
-    """Parsed body: the first fields of a `ChatRequest`."""
+    """Result of the fast parser: the first fields of a `ChatRequest`."""
 
     demand: ResourceDemand
     messages: tuple[Message, ...]
@@ -117,9 +117,9 @@ def _without(body: bytes, part: bytes) -> bytes:
 
 
 def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBody | None:
-    """Return the request of a plain body, None where only the complete parser can decide.
+    """Parse a plain body. Return None if only the complete parser can decide, also for every invalid body.
 
-    `plain_tools` converts the JSON of tools to their text for the model, None where that needs the complete parser.
+    `plain_tools` converts the JSON of tools to their text for the model; None if that needs the complete parser.
     """
     if len(body) > MAX_BODY_BYTES:
         return None

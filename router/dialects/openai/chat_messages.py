@@ -22,7 +22,7 @@ _ONLY = (
 
 
 def messages_of(found: list[ChatMessage]) -> tuple[Message, ...] | Problem:
-    """Convert the messages, or return the problem with the path of a missing or surplus field."""
+    """Convert the messages of a chat body, or return a 400 problem with the path of a missing or surplus field."""
     messages: list[Message] = []
     for index, message in enumerate(found):
         wrong = _wrong(message, f"messages[{index}]")

@@ -28,7 +28,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """Encoder of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
+    """Encoder of one streamed answer into OpenAI's chunks.
+
+    `custom` names the custom tools, `fingerprint` is that of the model's files.
+    """
 
     def __init__(self, job: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
         self._custom = custom
@@ -51,16 +54,16 @@ class ChatChunks:
         self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def keepalive(self, why: str) -> bytes:
-        """Render a comment."""
+        """Encode a server-sent comment with the reason of the wait."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Render the chunk with the role, for every choice."""
+        """Encode a chunk with the role for every choice."""
         delta = '{"role":"assistant","content":""}'
         return "".join(self._choice(choice, delta) for choice in range(self._choices)).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render some deltas; empty when they hold nothing for a client."""
+        """Encode deltas as chunks; empty if they hold nothing for a client."""
         prefixes = self._prefixes
         suffix = self._suffix
         events = ""
@@ -77,7 +80,7 @@ class ChatChunks:
         return events.encode()
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the finish reasons of all choices, the usage if requested, and the end of the stream."""
+        """Encode the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
             self._choice(choice, "{}", reason=f'"{_reason(finished, choice, calls)}"')
             for choice, calls in enumerate(self._calls)
@@ -86,7 +89,7 @@ class ChatChunks:
         return (ends + usage).encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the event that ends a failed stream; no `[DONE]` follows it."""
+        """Encode the error event that ends a failed stream; no `[DONE]` follows."""
         return problem.event(self._request_id)
 
     def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -126,7 +129,10 @@ class ChatChunks:
 
 
 def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
-    """Return a call in OpenAI's shape, of a `custom` tool or of a function; None for an invalid piece."""
+    """Return a tool call of the engine in OpenAI's shape. Return None if it is invalid.
+
+    A call of a tool in `custom` is that of a custom tool, any other that of a function.
+    """
     call = call_of(piece)
     if call is None:
         return None
@@ -144,7 +150,7 @@ class _Written(msgspec.Struct, gc=False):
 
 
 class UsageField(msgspec.Struct, gc=False):
-    """`usage` of an answer."""
+    """Field `usage` of an answer: token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -179,7 +185,7 @@ class _Completion(msgspec.Struct, gc=False):
 
 
 def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()) -> bytes:
-    """Render the whole answer to a request without a stream; `custom` names its custom tools."""
+    """Encode the whole answer to a request without a stream. `custom` names its custom tools."""
     choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
     name = f"chatcmpl-{job.request_id}"
     return _encode(
@@ -197,7 +203,7 @@ def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, cus
 
 @lru_cache(maxsize=64)
 def system_fingerprint(fingerprint: str) -> str | None:
-    """Return `system_fingerprint`: it changes with the model's files; None while no node has the request."""
+    """Return OpenAI's `system_fingerprint`, which changes with the model's files; None without a fingerprint."""
     return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
 
 
@@ -230,7 +236,7 @@ def _json(value: object) -> str:
 
 
 def usage_of(finished: Finished) -> UsageField:
-    """Return the exact token counts of a finished request."""
+    """Return the token counts of a finished request in OpenAI's shape."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
     return UsageField(
         prompt, written, prompt + written, _UsageDetails(finished.cached_tokens), _Written(finished.thought)

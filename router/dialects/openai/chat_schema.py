@@ -1,8 +1,8 @@
 """Schema of the body of `/v1/chat/completions` for pydantic: OpenAI's shape with common extra parameters.
 
-Three tables define the other fields. `NEUTRAL` fields are not offered, but their neutral values pass. `HARMLESS` fields
-pass, because they have no effect here. Any other field is unknown. A feature that some models of this cluster lack
-(`ResourceDemand.features`) is accepted here and checked by placement.
+Three tables define the other fields. `NEUTRAL` fields are not supported, but their neutral values pass. `HARMLESS`
+fields pass, because they have no effect here. `INSTEAD` has alternatives and notes. Any other field is unknown. A
+feature that some models of this cluster lack (`ResourceDemand.features`) is accepted here and checked by placement.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "web_search_options": "the server does not search: send a search tool",
     }
 )
-"""Fields without an effect on the answer of such a cluster, with the reason."""
+"""Fields without an effect on an answer of this server, with the reason."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -116,7 +116,7 @@ Content = Annotated[
 
 
 class CalledFunction(StrictPart):
-    """Function that the assistant called. `arguments` is JSON text, as far as the model produced valid JSON."""
+    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     name: Named
     arguments: str
@@ -124,7 +124,7 @@ class CalledFunction(StrictPart):
 
 
 class MessageToolCall(StrictPart):
-    """Call that the assistant made in an earlier turn.
+    """Function call that the assistant made in an earlier turn.
 
     Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
     """
@@ -136,7 +136,7 @@ class MessageToolCall(StrictPart):
 
 
 class CalledCustom(StrictPart):
-    """Custom tool that the assistant called."""
+    """Custom tool in a tool call of the assistant. `input` is plain text."""
 
     name: Named
     input: str
@@ -184,14 +184,14 @@ class FunctionSpec(StrictPart):
 
 
 class ChatTool(StrictPart):
-    """Tool that the model may call."""
+    """Function tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionSpec
 
 
 class CustomToolSpec(StrictPart):
-    """Custom tool, which takes a text."""
+    """Custom tool, whose input is a text. `format` may describe that text by a grammar."""
 
     name: FunctionName
     description: str | None = None
@@ -222,7 +222,10 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 class ChatBody(FormattedBody):
-    """Request body. A field that is not offered is refused with `unsupported_parameter`; ignored fields are named."""
+    """Request body of `/v1/chat/completions`.
+
+    An unsupported field is refused with `unsupported_parameter`; the answer names ignored fields.
+    """
 
     model: Named
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

@@ -28,7 +28,7 @@ Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed completion body; with `echo` every choice begins with its prompt."""
+    """Parsed body of `/v1/completions`. With `echo`, every choice begins with its prompt."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -66,7 +66,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
         return [text for text in texts for _ in range(self.params.n)]
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self._echoes())
 
     def chunks(self, reader: AnswerReader) -> CompletionChunks:
@@ -75,7 +75,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionRoute:
-    """Completion route; `strict` refuses unknown fields."""
+    """Dialect of `/v1/completions`. With `strict`, unknown fields are refused."""
 
     style = OPENAI
 
@@ -83,7 +83,7 @@ class CompletionRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = COMPLETION.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored)
 

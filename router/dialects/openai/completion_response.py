@@ -16,7 +16,8 @@ from wire.frames import Channel, Delta, Finished, Logprob
 
 
 class CompletionChunks:
-    """Encoder of one stream; `echoes` precede the text of each choice."""
+    """Encoder of one streamed answer into OpenAI's older chunks. `echoes` precede the text of each choice; may be empty
+    texts."""
 
     def __init__(self, job: RequestSpec, echoes: Sequence[str]) -> None:
         self._job = job
@@ -26,16 +27,16 @@ class CompletionChunks:
         self._offsets = [len(echo) for echo in echoes]
 
     def keepalive(self, why: str) -> bytes:
-        """Render a comment."""
+        """Encode a server-sent comment with the reason of the wait."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Render the prompts where `echo` is set."""
+        """Encode the prompts of a request with `echo`, else nothing."""
         told = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
         return "".join(told).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render some deltas."""
+        """Encode deltas as chunks; may be empty."""
         return "".join(self._delta(delta) for delta in deltas).encode()
 
     def _delta(self, delta: Delta) -> str:
@@ -51,7 +52,7 @@ class CompletionChunks:
         return self._event(choice, text, logprobs) if text or logprobs != "null" else ""
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the finish reasons of all choices, the usage if requested, and the end of the stream."""
+        """Encode the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
             self._event(choice, "", "null", f'"{reason}"')
             for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
@@ -61,7 +62,7 @@ class CompletionChunks:
         return ends.encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the event that ends a failed stream; no `[DONE]` follows it."""
+        """Encode the error event that ends a failed stream; no `[DONE]` follows."""
         return problem.event(self._job.request_id)
 
     def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -71,7 +72,8 @@ class CompletionChunks:
 
 
 def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
-    """Render the whole answer to a request without a stream."""
+    """Encode the whole answer to a request without a stream. `echoes` precede the text of each choice; may be empty
+    texts."""
     reasons = _reasons(finished, len(echoes))
     choices = [
         {
@@ -99,7 +101,7 @@ def _reasons(finished: Finished, choices: int) -> list[str]:
 
 
 class LegacyLogprobs(msgspec.Struct, gc=False):
-    """`choices[].logprobs`, one list for each of its parts."""
+    """Field `choices[].logprobs` in the older shape: parallel lists with one item per token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -114,9 +116,10 @@ def _logprobs(job: RequestSpec, answer: CompleteAnswer, choice: int, offset: int
 
 
 def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:
-    """Convert log probabilities to the older shape; `offset` is the number of characters before the first token.
+    """Convert log probabilities to the older shape, with at most `top` alternatives per token.
 
-    A token that is a part of a character is rendered by its bytes, as OpenAI does.
+    `offset` is the number of characters before the first token. A token that is a part of a character is represented by
+    its bytes, as in OpenAI's answers.
     """
     known = list(logprobs)
     alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)

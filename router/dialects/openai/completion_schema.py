@@ -56,7 +56,7 @@ Prompt = Annotated[
 
 
 class CompletionBody(FormattedBody):
-    """Request body of a completion."""
+    """Request body of `/v1/completions`."""
 
     model: Named
     prompt: Prompt

@@ -24,14 +24,14 @@ _BY_FEATURE = {
 
 
 def listing(view: ClusterView, created: int) -> bytes:
-    """Render every model that a member can serve, by name; `created` is in seconds since 1970."""
+    """Return every model that a member can serve, by name, as JSON in OpenAI's shape. `created` is in Unix seconds."""
     served, loaded = view.served(), view.loaded()
     models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
     return msgspec.json.encode({"object": "list", "data": models})
 
 
 def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Render one model, or return the 404 that names it."""
+    """Return a model as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
     name = view.canonical_name(name)
     found = view.served().get(name)
     if found is not None:
@@ -70,7 +70,10 @@ def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
 
 
 def anthropic_listing(view: ClusterView, created: int) -> bytes:
-    """Render every model that a member can serve in Anthropic's shape, all on one page."""
+    """Return every model that a member can serve, as JSON in Anthropic's shape, all on one page.
+
+    `created` is in Unix seconds.
+    """
     served = view.served()
     models = [_anthropic(served[name], created) for name in sorted(served)]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
@@ -78,7 +81,7 @@ def anthropic_listing(view: ClusterView, created: int) -> bytes:
 
 
 def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Render one model in Anthropic's shape, or return the 404 that names it."""
+    """Return a model as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
     found = view.served().get(view.canonical_name(name))
     return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
 

@@ -33,18 +33,18 @@ from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCa
 
 
 class ResponsesRequest(ConversationRequest, frozen=True):
-    """Parsed responses body."""
+    """Parsed body of `/v1/responses`, with the store for its answer."""
 
     outline: ResponseMeta | None = None
     said: tuple[Message, ...] = ()
-    """Conversation without its instructions."""
+    """Conversation up to the answer, without the instructions."""
     kept: ResponseStore | None = None
-    """Store for the answer; None where the answer is not stored."""
+    """Store for the answer; None if the answer is not stored."""
     owner: str = ""
     """Id of the API key."""
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer, and store it if requested; see `router.dialects.shared.interface.ParsedRequest`."""
         body, said = response(cast("ResponseMeta", self.outline), job, answer, finished)
         self._keep(body, said)
         return body
@@ -62,7 +62,7 @@ class ResponsesRequest(ConversationRequest, frozen=True):
 
 
 class ResponsesRoute:
-    """Responses routes with their stored answers; `strict` refuses unknown fields."""
+    """Dialect of `/v1/responses`, with its stored answers. With `strict`, unknown fields are refused."""
 
     style = OPENAI
 
@@ -71,17 +71,17 @@ class ResponsesRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = RESPONSES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
 
     def get(self, key: str, name: str) -> bytes | Problem:
-        """Return a stored answer of this key."""
+        """Return a stored answer of an API key as JSON, or a 404 problem. `name` is the id of the answer."""
         kept = self.kept.get(key, name)
         return _unknown(name) if kept is None else kept.body
 
     def delete(self, key: str, name: str) -> bytes | Problem:
-        """Delete a stored answer of this key."""
+        """Delete a stored answer of an API key. Return the confirmation as JSON, or a 404 problem."""
         if not self.kept.drop(key, name):
             return _unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})

@@ -23,7 +23,8 @@ from wire.frames import Message, ToolCall
 
 
 def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
-    """Convert the items, or return the problem with the surplus item."""
+    """Convert the items of a body to messages, or return a 400 problem with the surplus item. A text is one user
+    message."""
     if isinstance(found, str):
         return [Message("user", found)]
     messages: list[Message] = []

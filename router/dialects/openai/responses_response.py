@@ -25,9 +25,11 @@ _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "
 
 
 class ResponseMeta:
-    """Request data in an answer. `name` is the answer's id without the prefix.
+    """Fields of a request that each answer of `/v1/responses` repeats.
 
-    `origins` are the tools that the client and the model know in different forms.
+    `name` is the id of the answer without its prefix. `body` is the validated body. `asked` is the body as received,
+    for fields that are repeated unchanged. `origins` maps function names to tools that the client knows in another
+    form.
     """
 
     def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, ClientTool]) -> None:
@@ -52,7 +54,7 @@ class ResponseMeta:
         }
 
     def shape(self, job: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
-        """Return a whole answer in this state."""
+        """Return an answer as a JSON object, with this status and these items. `more` overrides further fields."""
         return {
             "id": f"resp_{self.name}",
             "object": "response",
@@ -68,7 +70,8 @@ class ResponseMeta:
         }
 
     def finished(self, job: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
-        """Return a whole finished answer."""
+        """Return a finished answer as a JSON object, with its usage. An answer cut by its token limit is
+        `incomplete`."""
         cut = cut_short(finished)
         return self.shape(
             job,
@@ -79,7 +82,10 @@ class ResponseMeta:
         )
 
     def call(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
-        """Return the item of a call as the client knows the tool, without its text where it has only `begun`."""
+        """Return the output item of a tool call, as the client knows the tool. `name` is the id of the item.
+
+        If the call has only `begun`, its arguments are left out.
+        """
         origin = self._origins.get(call.name, ClientTool(call.name))
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
         about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
@@ -88,7 +94,7 @@ class ResponseMeta:
         return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
 
     def item(self, at: int, channel: Channel) -> str:
-        """Return the id of an item by its position."""
+        """Return the id of an output item by its position in the answer."""
         return f"{_PREFIX[channel]}_{self.name}_{at}"
 
 
@@ -98,7 +104,7 @@ def cut_short(finished: Finished) -> bool:
 
 
 def whole_output(outline: ResponseMeta, said: SingleChoiceAnswer) -> list[Shape]:
-    """Return the items of a whole answer."""
+    """Return the output items of a whole answer: reasoning, text, and calls."""
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, said.reasoning), (Channel.CONTENT, said.content)):
         if text:
@@ -109,7 +115,7 @@ def whole_output(outline: ResponseMeta, said: SingleChoiceAnswer) -> list[Shape]
 
 
 def usage_of(finished: Finished) -> Shape:
-    """Return the exact token counts of a finished request."""
+    """Return the token counts of a finished request in the shape of `/v1/responses`."""
     return {
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
@@ -122,13 +128,16 @@ def usage_of(finished: Finished) -> Shape:
 def response(
     outline: ResponseMeta, job: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
-    """Return the whole answer to a request without a stream, and its content."""
+    """Return the whole answer to a request without a stream as JSON, and its content."""
     said = assemble_answer(answer)
     return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
 
 
 class ResponseChunks:
-    """Encoder of one stream. `kept` is called with the answer and its content at the end."""
+    """Encoder of one streamed answer into numbered events.
+
+    `kept` is called at the end of a complete answer, with its JSON and its content.
+    """
 
     def __init__(
         self, outline: ResponseMeta, job: RequestSpec, kept: Callable[[bytes, SingleChoiceAnswer], None]
@@ -145,16 +154,16 @@ class ResponseChunks:
         self._calls: list[AnswerToolCall] = []
 
     def keepalive(self, why: str) -> bytes:
-        """Render a comment."""
+        """Encode a server-sent comment with the reason of the wait."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Render the events that announce the answer."""
+        """Encode the events that announce the answer, which has no items yet."""
         begun = self._outline.shape(self._job, "in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render some deltas."""
+        """Encode deltas as events of output items; may be empty."""
         events = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -167,7 +176,7 @@ class ResponseChunks:
         return events
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the end, which repeats the whole answer."""
+        """Encode the end of a complete stream. The last event repeats the whole answer."""
         events = self._close("incomplete" if cut_short(finished) else "completed")
         whole = self._outline.finished(self._job, self._output, finished)
         thought, content = ("".join(self._said[one]) for one in (Channel.REASONING, Channel.CONTENT))
@@ -176,7 +185,7 @@ class ResponseChunks:
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the event with the reason of a failure."""
+        """Encode the event that ends a failed stream, with the reason."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
         whole = self._outline.shape(self._job, "failed", self._output, error=error)

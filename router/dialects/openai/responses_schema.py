@@ -75,7 +75,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class InputText(StrictPart):
-    """Text part of an input message."""
+    """Text part of a message from the client."""
 
     type: Literal["input_text"]
     text: str
@@ -83,7 +83,7 @@ class InputText(StrictPart):
 
 
 class OutputText(StrictPart):
-    """Text part of a model's message."""
+    """Text part of a message from the model."""
 
     type: Literal["output_text"]
     text: str
@@ -92,7 +92,7 @@ class OutputText(StrictPart):
 
 
 class OutputRefusal(StrictPart):
-    """Text part of a model's refusal."""
+    """Text part of a refusal by the model."""
 
     type: Literal["refusal"]
     refusal: str
@@ -112,14 +112,14 @@ Content = Annotated[
 
 
 class ReturnedItem(StrictPart):
-    """Base of items that may come from an earlier answer."""
+    """Base of input items that may come from an earlier answer."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(ReturnedItem):
-    """Message."""
+    """Input item: a message of the conversation."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -128,7 +128,8 @@ class MessageItem(ReturnedItem):
 
 
 class CallItem(ReturnedItem):
-    """Call that the model made. `arguments` is JSON text, as far as the model produced valid JSON."""
+    """Input item: a function call that the model made. `arguments` is JSON text, as far as the model produced valid
+    JSON."""
 
     type: Literal["function_call"]
     call_id: Named
@@ -140,7 +141,7 @@ class CallItem(ReturnedItem):
 
 
 class OutputItem(ReturnedItem):
-    """Result of a call."""
+    """Input item: the result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Named
@@ -151,7 +152,7 @@ class OutputItem(ReturnedItem):
 
 
 class CustomCallItem(ReturnedItem):
-    """Call of a custom tool that the model made."""
+    """Input item: a call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
     call_id: Named
@@ -162,7 +163,7 @@ class CustomCallItem(ReturnedItem):
 
 
 class CustomOutputItem(ReturnedItem):
-    """Result of a call of a custom tool."""
+    """Input item: the result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
     call_id: Named
@@ -173,14 +174,14 @@ class CustomOutputItem(ReturnedItem):
 
 
 class ReasoningText(StrictPart):
-    """Part of the reasoning."""
+    """Text part of a reasoning item or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(ReturnedItem):
-    """Reasoning of the model. The encrypted content of another server cannot be read here."""
+    """Input item: reasoning of the model. The encrypted content of another server cannot be read here."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -233,7 +234,7 @@ class ResponsesCustomTool(CustomToolSpec):
 
 
 class Namespace(StrictPart):
-    """Tools under one name. Its client accepts calls by both names."""
+    """Group of tools under one name. The client accepts calls by both names."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -261,7 +262,7 @@ AnyTool = Annotated[
 
 
 class Reasoning(StrictPart):
-    """Reasoning options."""
+    """Reasoning options of a request. Only `effort` has an effect."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -271,7 +272,7 @@ class Reasoning(StrictPart):
 
 
 class SchemaFormat(NamedSchema):
-    """Format: JSON of a schema."""
+    """Answer format `json_schema`: the answer is JSON that follows the schema."""
 
     type: Literal["json_schema"]
 
@@ -285,13 +286,13 @@ Format = Annotated[
 
 
 class ChosenTool(NamedFunction):
-    """Function that must be called."""
+    """Choice of the function that must be called."""
 
     type: Literal["function"]
 
 
 class ChosenCustomTool(NamedFunction):
-    """Custom tool that must be called."""
+    """Choice of the custom tool that must be called."""
 
     type: Literal["custom"]
 
@@ -305,20 +306,20 @@ ToolChoice = Annotated[
 
 
 class TextConfig(StrictPart):
-    """Format options of the answer."""
+    """Field `text`: the format of the answer. `verbosity` has no effect."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseStreamOptions(StrictPart):
-    """Optional content of a stream."""
+    """Field `stream_options`: optional content of a stream."""
 
     include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesBody(StrictPart):
-    """Request body of a response."""
+    """Request body of `/v1/responses`."""
 
     model: Named
     input: Input

@@ -1,8 +1,8 @@
 """Stored answers of `/v1/responses`: in memory, per API key, bounded by newer answers.
 
-The store is bounded by count and by bytes, for each key and in all. The oldest are removed first, those of the same key
-before those of other keys. Nothing survives the process: an id is a convenience, and a client that must be sure sends
-the whole conversation.
+The store is bounded by count and by bytes, for each key and for all keys together. A key over its own limits loses its
+oldest answers; over the limits of all, the oldest answers of any key are removed. Nothing survives the process. A
+client that must be sure sends the whole conversation.
 """
 
 from collections import OrderedDict
@@ -13,19 +13,19 @@ from wire.frames import Message
 from wire.units import MIB
 
 MAX_RESPONSES = 4096
-"""Maximum answers in all."""
+"""Maximum answers of all keys together."""
 MAX_STORED_BYTES = 128 * MIB
-"""Maximum bytes in all."""
+"""Maximum bytes of the answers of all keys together."""
 MAX_RESPONSES_PER_KEY = 512
 """Maximum answers of one key."""
 MAX_BYTES_PER_KEY = 32 * MIB
-"""Maximum bytes of one key."""
+"""Maximum bytes of the answers of one key."""
 MESSAGE_BYTES = 256
 """Bytes charged for a message in addition to its text."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
-    """One answer as sent, and the conversation up to it, without the instructions."""
+    """Stored answer: its JSON as sent, and the conversation up to and including it, without the instructions."""
 
     body: bytes
     messages: tuple[Message, ...]
@@ -33,14 +33,14 @@ class StoredResponse(msgspec.Struct, frozen=True, gc=False):
 
 
 class KeyResponses(msgspec.Struct):
-    """Stored answers of one key."""
+    """Stored answers of one API key, by id, oldest first. `nbytes` is their size in bytes."""
 
     entries: OrderedDict[str, StoredResponse]
     nbytes: int = 0
 
 
 def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
-    """Build an entry and count its bytes."""
+    """Return an answer to store, with its size in bytes."""
     size = sum(
         MESSAGE_BYTES + len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.tool_calls)
         for one in messages
@@ -49,7 +49,8 @@ def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
 
 
 class ResponseStore:
-    """Store of answers. Its limits are parameters for the tests."""
+    """Store of the answers of all API keys, with limits in answers and bytes. The limits are parameters for the
+    tests."""
 
     def __init__(
         self,
@@ -68,7 +69,10 @@ class ResponseStore:
         return len(self._order)
 
     def put(self, key: str, name: str, kept: StoredResponse) -> None:
-        """Store an answer, unless it is larger than the limit of a key."""
+        """Store an answer of a key under its id, and remove the oldest answers above the limits.
+
+        An answer that is larger than a limit is not stored.
+        """
         self.drop(key, name)
         if kept.nbytes > min(self._key_bytes, self._most_bytes):
             return
@@ -83,12 +87,12 @@ class ResponseStore:
             self.drop(*next(iter(self._order)))
 
     def get(self, key: str, name: str) -> StoredResponse | None:
-        """Return a stored answer of this key."""
+        """Return a stored answer of a key by its id; None if it is unknown."""
         shelf = self._shelves.get(key)
         return None if shelf is None else shelf.entries.get(name)
 
     def drop(self, key: str, name: str) -> bool:
-        """Delete an answer; return False when this key has none of that name."""
+        """Delete an answer of a key. Return False if the key has none of that id."""
         shelf = self._shelves.get(key)
         gone = None if shelf is None else shelf.entries.pop(name, None)
         if shelf is None or gone is None:

@@ -53,14 +53,14 @@ def _number(value: object) -> object:
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(10**12), le=10**12)]
-"""Whole number whose real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
+"""Whole number. Its real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
 Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]
 
 
 class VideoBody(StrictPart):
-    """Request body of a video."""
+    """Request body of `POST /v1/videos`."""
 
     prompt: Prompt
     model: Named | None = None

@@ -51,13 +51,13 @@ SESSION_NOTE = "names the conversation, whose next request goes to the same node
 
 
 class StrictPart(BaseModel):
-    """Base of all parts: no unknown field, no conversion between types."""
+    """Base of all bodies and their parts: no unknown field, and no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ForeignPart(BaseModel):
-    """Part of a type that another server would have to execute. It is left out with any content."""
+    """Tool of a type that another server would have to execute. It is left out with its content."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -65,13 +65,13 @@ class ForeignPart(BaseModel):
 
 
 class TextFormat(StrictPart):
-    """Format: any text."""
+    """Response format `text`: the answer is not constrained."""
 
     type: Literal["text"]
 
 
 class GrammarFormat(StrictPart):
-    """Grammar for the input of a custom tool."""
+    """Grammar for the input of a custom tool. The model sees the grammar; it is not enforced."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -111,7 +111,7 @@ def by_type(*kinds: str) -> Discriminator:
 
 
 def by_offer(*kinds: str) -> Discriminator:
-    """Return a discriminator like `by_type` that tags a part of an unknown type `foreign_part`."""
+    """Return a discriminator like `by_type`. It tags a part of an unknown type as `foreign_part`."""
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def kind_of(part: object) -> str:
@@ -149,14 +149,14 @@ StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list
 
 
 class StreamOptions(StrictPart):
-    """Optional content of a stream."""
+    """Field `stream_options`: optional content of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class SamplingFields(StrictPart):
-    """Sampling, choice and stop fields of OpenAI's older bodies."""
+    """Fields for sampling, choices, stops and session of `/v1/chat/completions` and `/v1/completions`."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -179,7 +179,7 @@ class SamplingFields(StrictPart):
 
     @property
     def session(self) -> str:
-        """Name of the conversation, if its client gave one."""
+        """Name of the conversation, if its client gave one; else empty."""
         return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
 
@@ -191,7 +191,11 @@ def params_of(
     one_call: bool = False,
     grammar: GrammarSpec | None = None,
 ) -> GenerationParams:
-    """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities."""
+    """Return the generation parameters of a body.
+
+    `logprobs` is the number of alternatives per token; None for no log probabilities. With `one_call`, the answer ends
+    after its first tool call.
+    """
     top_k = body.top_k
     return GenerationParams(
         grammar=grammar,
@@ -216,12 +220,15 @@ def params_of(
 
 
 def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of either form."""
+    """Return the stop strings of a field that has none, one, or several."""
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def usage_wanted(body: SamplingFields) -> bool | Problem:
-    """Return whether a stream's last chunk carries the usage; stream options without a stream are refused."""
+    """Return whether the last chunk of a stream has the usage.
+
+    Return a 400 problem for stream options without a stream, and for `include_obfuscation`.
+    """
     options = body.stream_options
     if options is None:
         return False

@@ -8,24 +8,25 @@ from wire.frames import GenerationParams, Message
 
 
 class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of a conversation request."""
+    """Parsed body of a conversation: the base of `ParsedRequest` implementations with a single job."""
 
     demand: ResourceDemand
     messages: tuple[Message, ...]
     params: GenerationParams
     stream: bool
     include_usage: bool
+    """Whether the last chunk of a stream has the usage."""
     tools: str = ""
     """Tools as in `wire.frames.Generate`."""
     template: str = ""
     """Template variables as in `wire.frames.Generate`."""
     session: str = ""
-    """Name of the conversation."""
+    """Name of the conversation; empty without one."""
     ignored: tuple[str, ...] = ()
-    """Fields and tools that have no effect."""
+    """Fields and tools of the body that have no effect."""
 
     def job(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Build the job for the dispatcher; `created` is in seconds since 1970."""
+        """Return the job for the dispatcher. `key` is the id of the API key, `created` is in Unix seconds."""
         return RequestSpec(
             self.demand,
             key,

@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
 
 
 class FieldRow(NamedTuple):
-    """One row of the manual's table."""
+    """Row of the manual's table of fields."""
 
     name: str
     """Name of the field."""
@@ -40,22 +40,22 @@ class FieldRow(NamedTuple):
 
 
 class ParsedBody(NamedTuple, Generic[B]):
-    """Parsed body."""
+    """Result of `FieldTable.read`: a valid body."""
 
     body: B
     """Body as the pydantic model."""
     asked: Body
-    """Body as JSON, without the fields that have no effect."""
+    """Body as JSON, without the fields that are known to have no effect."""
     ignored: tuple[str, ...]
     """Names of the ignored fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldTable(Generic[B]):
-    """Field table of one body."""
+    """Table of the fields of one body, with the parser of that body."""
 
     body: type[B]
-    """Model of the honoured fields."""
+    """Pydantic model of the honoured fields."""
     ignored: Mapping[str, str]
     """Ignored fields, with the reason."""
     neutral: Mapping[str, tuple[object, ...]]
@@ -71,12 +71,13 @@ class FieldTable(Generic[B]):
         return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
 
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Parse a body (UTF-8 JSON), or return the 400 with the reason; `strict` refuses unknown fields."""
+        """Parse a body (UTF-8 JSON), or return a 400 problem with the reason. With `strict`, unknown fields are
+        refused."""
         found = read_object(raw, self.max_values)
         return found if isinstance(found, Problem) else self.parse(found, strict=strict)
 
     def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Parse a body, or a part with a table of its own, from parsed JSON."""
+        """Parse a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
         asked = self._strip(found)
         if isinstance(asked, Problem):
             return asked
@@ -93,7 +94,7 @@ class FieldTable(Generic[B]):
         return ParsedBody(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
 
     def rows(self) -> Iterator[FieldRow]:
-        """Yield the rows of the table, by name."""
+        """Yield the rows of the manual's table, by name."""
         for name in sorted(self.known):
             if name in self.ignored:
                 yield FieldRow(name, "ignored", self.ignored[name])
@@ -115,7 +116,10 @@ class FieldTable(Generic[B]):
 
 
 def nameable(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names that fit into a header: without duplicates and odd characters, at most MAX_IGNORED."""
+    """Return names that fit into a header: without duplicates, at most `MAX_IGNORED`.
+
+    A name with unusual characters becomes `(unprintable)`. A last entry has the number of further names.
+    """
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)
     return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")

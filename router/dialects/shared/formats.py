@@ -38,13 +38,13 @@ BACKENDS = ("auto", "guidance", "llguidance")
 
 
 class JsonObject(StrictPart):
-    """Format: any JSON object."""
+    """Response format `json_object`: the answer is any JSON object."""
 
     type: Literal["json_object"]
 
 
 class NamedSchema(StrictPart):
-    """JSON schema with its name."""
+    """JSON schema with its name. Only the schema has an effect."""
 
     name: str | None = None
     description: str | None = None
@@ -53,7 +53,7 @@ class NamedSchema(StrictPart):
 
 
 class JsonSchema(StrictPart):
-    """Format: JSON of a schema, as in chat bodies."""
+    """Response format `json_schema` of a chat body: the answer is JSON that follows the schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -80,7 +80,7 @@ Choices = Annotated[
 
 
 class StructuredOutputs(StrictPart):
-    """Format in vLLM's shape. All fields but `whitespace_pattern` are alternative forms of the format."""
+    """Answer format in vLLM's shape. All fields but `whitespace_pattern` are alternatives."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
@@ -91,7 +91,7 @@ class StructuredOutputs(StrictPart):
 
 
 class FormattedBody(SamplingFields):
-    """Body with a format, in OpenAI's fields or in vLLM's current or older fields."""
+    """Base of bodies with an answer format, in OpenAI's fields or in vLLM's current or older fields."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -103,7 +103,10 @@ class FormattedBody(SamplingFields):
     guided_decoding_backend: str | None = None
 
     def form(self) -> GrammarSpec | Problem | None:
-        """Return the grammar of the answer, None without one."""
+        """Return the grammar of the answer; None if the answer is not constrained.
+
+        Return a 400 problem for an invalid format, and for several formats.
+        """
         wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
             return wrong
@@ -123,37 +126,37 @@ class FormattedBody(SamplingFields):
 
 
 class NamedFunction(StrictPart):
-    """Function by its name."""
+    """Name of a tool, as a choice of tool refers to it."""
 
     name: FunctionName
 
 
 class NamedTool(StrictPart):
-    """Tool that must be called, as in chat bodies."""
+    """Choice of the function that must be called, as in chat bodies."""
 
     type: Literal["function"]
     function: NamedFunction
 
     @property
     def name(self) -> str:
-        """Name of the tool."""
+        """Name of the function."""
         return self.function.name
 
 
 class NamedCustomTool(StrictPart):
-    """Custom tool that must be called, as in chat bodies."""
+    """Choice of the custom tool that must be called, as in chat bodies."""
 
     type: Literal["custom"]
     custom: NamedFunction
 
     @property
     def name(self) -> str:
-        """Name of the tool."""
+        """Name of the custom tool."""
         return self.custom.name
 
 
 def choice_kind(choice: object) -> str:
-    """Return whether a choice is a word, a function or a custom tool: `word_part`, `named_part` or `custom_part`."""
+    """Return the tag of a `tool_choice`: `word_part`, `named_part` (a function) or `custom_part` (a custom tool)."""
     if not isinstance(choice, dict):
         return "word_part"
     return "custom_part" if cast("Body", choice).get("type") == "custom" else "named_part"
@@ -169,7 +172,10 @@ ToolChoice = Annotated[
 
 
 def format_of(asked: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
-    """Convert a format in OpenAI's shape to a grammar; `name` is its field."""
+    """Convert a response format in OpenAI's shape to a grammar. `name` is its field in the body, for errors.
+
+    Return None if the answer is not constrained, and a 400 problem for an invalid schema.
+    """
     if isinstance(asked, JsonObject):
         return GrammarSpec("json_object")
     if isinstance(asked, JsonSchema):
@@ -178,7 +184,10 @@ def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Gr
 
 
 def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
-    """Convert a schema to a grammar; a missing schema allows any JSON object."""
+    """Convert a JSON schema to a grammar, or return a 400 problem. `name` is its field in the body, for errors.
+
+    Without a schema, any JSON object is allowed.
+    """
     if schema is None:
         return GrammarSpec("json_object")
     text = write(schema, name, MAX_GRAMMAR_BYTES)
@@ -186,7 +195,7 @@ def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
 
 
 def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
-    """Convert every given form to a grammar, by the name of its field."""
+    """Convert every given field to a grammar or a 400 problem, by the name of the field with `prefix`."""
     found: dict[str, GrammarSpec | Problem] = {}
     if asked.json_ is not None:
         name, schema = f"{prefix}json", asked.json_
@@ -206,7 +215,10 @@ def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") ->
 def single_grammar(
     asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
 ) -> GrammarSpec | Problem | None:
-    """Return the single given grammar; a 400 that names them all where there are several."""
+    """Return the only given grammar, with the pattern of its whitespace; None if there is none.
+
+    Return a 400 problem for several grammars, for a grammar that is too long, and for whitespace without a JSON format.
+    """
     if len(asked) > 1:
         names = sorted(asked)
         return invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
@@ -224,7 +236,7 @@ def single_grammar(
 
 
 def backend(name: str | None, field: str) -> Problem | None:
-    """Refuse an unsupported grammar library by its name."""
+    """Return the 400 problem for an unsupported grammar library; None if the library is supported or not given."""
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
     return invalid(
@@ -235,10 +247,14 @@ def backend(name: str | None, field: str) -> Problem | None:
 def with_calls(
     form: GrammarSpec | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
 ) -> GrammarSpec | Problem | None:
-    """Add the constraints on tool calls to a grammar.
+    """Return the grammar of an answer with the constraints on tool calls.
 
-    `word` is none, auto or required. The tools are `names`, of which one may be `named`. The flag `strict` requires
-    that the arguments of one tool follow its schema.
+    `word` is none, auto or required. `names` are the tools, of which the request may name one in `named`. With
+    `required`, the grammar of calls replaces `form`. With `auto`, calls are allowed next to `form`. With `none`, `form`
+    is returned unchanged. `strict`: the arguments of at least one tool must follow its schema.
+
+    Return a 400 problem if `names` lacks the tool that `word` or `named` needs. Return None if nothing constrains the
+    answer.
     """
     known = set(names)
     if word == "required" and not known:

@@ -1,9 +1,9 @@
 """Interface between the HTTP routes and a dialect.
 
-    body ─ parse ─► Asked ─ jobs ─► dispatcher ─┬─ whole answer ─► whole ─► one JSON answer
-                      └ Problem ─ style.error   └─ streamed ─► chunks ─► opening, deltas …, closing or failing
+    body ─ parse ─┬─► ParsedRequest ─ jobs ─► dispatcher ─┬─ whole answer ─► whole ─► one JSON answer
+                  └─► Problem ─ style.error               └─ streamed ─► chunks ─► opening, deltas …, closing or failing
 
-The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. An `ParsedRequest`
+The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. A `ParsedRequest`
 belongs to one request and may store state for its answer.
 """
 
@@ -19,15 +19,15 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def comment(why: str) -> bytes:
-    """Render a server-sent comment with the reason of a wait."""
+    """Encode a server-sent comment with the reason of a wait, or `waiting` without a reason."""
     return f": {why or 'waiting'}\n\n".encode()
 
 
 class DialectStyle(NamedTuple):
-    """Common format of a dialect's answers."""
+    """Format of errors, streams and headers, common to all answers of a dialect."""
 
     error: Callable[[Problem, str], bytes] = Problem.body
-    """Renders the body of an error from a problem and the request's id."""
+    """Function that encodes the body of an error, from a problem and the id of the request."""
     stream: bytes = EVENTS
     """Content type of streams."""
     names: tuple[bytes, ...] = (b"x-request-id",)
@@ -38,7 +38,7 @@ OPENAI = DialectStyle()
 
 
 class AnswerReader(Protocol):
-    """State of a request during its answer."""
+    """Data of a request that an encoder reads when its stream begins."""
 
     @property
     def job(self) -> RequestSpec:
@@ -47,7 +47,7 @@ class AnswerReader(Protocol):
 
     @property
     def demand(self) -> ResourceDemand:
-        """Demand on a node; holds the exact prompt tokens once a node has counted them."""
+        """Demand on a node, with the exact prompt tokens once a node has counted them."""
         ...
 
     @property
@@ -57,57 +57,59 @@ class AnswerReader(Protocol):
 
 
 class Chunks(Protocol):
-    """Encoder of one stream."""
+    """Encoder of one streamed answer into the bytes of a dialect."""
 
     def keepalive(self, why: str) -> bytes:
-        """Render bytes that no client takes for an answer.
+        """Encode bytes that no client takes for an answer.
 
         Where the format has comments they carry `why`, the reason of the wait; it is empty without a special reason.
         """
         ...
 
     def opening(self) -> bytes:
-        """Render the bytes before the first delta."""
+        """Encode the bytes before the first delta; may be empty."""
         ...
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Render some deltas; the result may be empty."""
+        """Encode deltas; may be empty."""
         ...
 
     def closing(self, finished: Finished) -> bytes:
-        """Render the end of a complete stream."""
+        """Encode the end of a complete stream."""
         ...
 
     def failing(self, problem: Problem) -> bytes:
-        """Render the end of a failed stream."""
+        """Encode the end of a failed stream."""
         ...
 
 
 class ParsedRequest(Protocol):
-    """Parsed body."""
+    """Valid request of a client, which a dialect has parsed. It creates the jobs and encodes the answer."""
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
-        """Return the jobs for the dispatcher: one, or several with consecutive choices. `created` is in seconds since
-        1970."""
+        """Return the jobs for the dispatcher: one, or several with consecutive choices.
+
+        `key` is the id of the API key, `created` is in Unix seconds.
+        """
         ...
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the answer to a request without a stream."""
+        """Encode the answer to a request without a stream. `job` has all choices together."""
         ...
 
     def chunks(self, reader: AnswerReader) -> Chunks:
-        """Return the encoder for the stream of a request."""
+        """Return the encoder for the stream of this request."""
         ...
 
 
 class Dialect(Protocol):
-    """One route on which models answer."""
+    """Format of one route on which models answer: parser of its bodies, and format of its answers."""
 
     @property
     def style(self) -> DialectStyle:
-        """Format of the dialect's answers."""
+        """Format of errors, streams and headers of the route."""
         ...
 
     def parse(self, body: bytes, key: str) -> ParsedRequest | Problem:
-        """Parse a body, or return the problem. Never raises. `key` is the id of the client's key."""
+        """Parse a body, or return the problem. Never raise. `key` is the id of the client's API key."""
         ...

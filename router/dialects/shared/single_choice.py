@@ -11,7 +11,7 @@ from wire.frames import Channel, Delta
 
 
 class SingleChoiceAnswer(NamedTuple):
-    """Whole answer: reasoning, content and tool calls."""
+    """Whole answer of a request with one choice: reasoning, content and tool calls."""
 
     reasoning: str
     content: str
@@ -19,13 +19,16 @@ class SingleChoiceAnswer(NamedTuple):
 
 
 class StreamSplitter:
-    """Splitter of a stream into texts and calls; `calls` counts the calls passed on."""
+    """Splitter of streamed deltas into texts and tool calls. `calls` is the number of calls returned so far."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def of(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, AnswerToolCall | None]]:
-        """Yield the parts for a client: a text with its channel, or a call."""
+        """Yield the parts of the first choice: a text with its channel, or a call.
+
+        Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+        """
         for delta in deltas:
             if delta.choice:
                 continue
@@ -40,7 +43,10 @@ class StreamSplitter:
 
 
 def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
-    """Assemble a whole answer."""
+    """Return reasoning, content and tool calls of the first choice.
+
+    Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+    """
     calls = [call for call in map(call_of, answer.calls.get(0, ())) if call is not None]
     texts = answer.texts
     return SingleChoiceAnswer(
@@ -49,7 +55,7 @@ def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
 
 
 def arguments_of(call: AnswerToolCall) -> dict[str, object]:
-    """Return a call's arguments as an object; empty if they are not an object, which an engine never sends."""
+    """Return the arguments of a call as an object; empty if they are no JSON object, which an engine never sends."""
     try:
         found: object = msgspec.json.decode(call.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -31,7 +31,7 @@ class _UnusableError(ValueError):
 
 
 def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
-    """Parse one JSON object of at most `max_values` values; the 400 names the place and the reason."""
+    """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason."""
     refused = _too_wide(body) or _too_many(body, max_values)
     if refused is not None:
         return refused
@@ -97,8 +97,8 @@ def _values(text: bytes) -> int:
 def write(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
-    Return a 400 that names the part if it has more than `longest` bytes, exceeds MAX_JSON_DEPTH levels, or holds a
-    non-finite number.
+    Return a 400 problem that names the part if it has more than `longest` bytes, more than `MAX_JSON_DEPTH` levels, or
+    a non-finite number.
     """
     if _too_deep(value):
         return invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)

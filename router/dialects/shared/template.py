@@ -52,9 +52,10 @@ VARIABLES = frozenset(
 
 
 def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
-    """Encode the template's variables for `wire.frames.Generate`.
+    """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
 
-    A variable `given` by name overrides the value `meant` by another parameter. None means no value.
+    A variable `given` by name overrides the value `meant` by another parameter. None means no value. Return a 400
+    problem for a variable that is not in `VARIABLES`, or for too much content.
     """
     given = given or {}
     strange = sorted(given.keys() - VARIABLES)
@@ -66,20 +67,21 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
 
 
 class RequestedReasoning(NamedTuple):
-    """Requested reasoning of a client, in any spelling."""
+    """Reasoning that a client requests, combined from all of its fields."""
 
     effort: str | None
-    """Reasoning effort."""
+    """Reasoning effort; None without a choice."""
     thinks: bool | None
-    """Whether the model thinks; None without a choice."""
+    """Whether the model should reason; None without a choice."""
     ignored: tuple[str, ...] = ()
-    """Fields without a known meaning."""
+    """Names of fields that have no known meaning and are ignored."""
 
 
 def combine_reasoning(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
-    The fields are `thinking`, `think` and `reasoning`. A plain switch or effort takes precedence.
+    `said` has the fields `thinking`, `think` and `reasoning`. `effort` and `switch` are the values of the two plain
+    fields, which take precedence.
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
@@ -111,5 +113,5 @@ def _switch(said: object) -> bool | None:
 
 
 def thinking(effort: str | None) -> dict[str, object]:
-    """Return the template variables of an effort: `none` also turns thinking off where that is a switch."""
+    """Return the template variables of a reasoning effort. The effort `none` also turns reasoning off."""
     return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

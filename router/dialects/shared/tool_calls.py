@@ -19,7 +19,7 @@ MAX_CALLS_SENT = 1024
 MAX_CALL_CHARS = 1024 * 1024
 """Maximum characters of one call, in the node's JSON."""
 MAX_TOKEN_BYTES = 1024
-"""Maximum bytes of a token; no real vocabulary comes near."""
+"""Maximum bytes of a token. No token of a real vocabulary is nearly as long."""
 UNKNOWN_LOGPROB = -9999.0
 """OpenAI's value for an unknown log probability."""
 
@@ -27,7 +27,10 @@ _Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class AnswerToolCall(msgspec.Struct, gc=False):
-    """One tool call. The node's `index` is unused: the order of arrival counts, without duplicates and gaps."""
+    """Tool call of an answer, as an engine sends it. `arguments` is JSON text.
+
+    The node's `index` is unused: the order of arrival counts, without duplicates and gaps.
+    """
 
     id: _Named
     name: _Named
@@ -38,7 +41,7 @@ _calls = msgspec.json.Decoder(AnswerToolCall)
 
 
 def call_of(piece: str) -> AnswerToolCall | None:
-    """Parse a piece of the channel TOOL_CALL; return None when it is invalid."""
+    """Parse the text of a delta in the channel TOOL_CALL. Return None if it is invalid or too long."""
     if len(piece) > MAX_CALL_CHARS:
         return None
     try:
@@ -61,7 +64,7 @@ class _Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """`choices[].logprobs`; `content` is a list of tokens, encoded in slices."""
+    """Field `choices[].logprobs` of an answer. `content` is a list of tokens, encoded in slices."""
 
     content: msgspec.Raw
     refusal: None = None
@@ -84,13 +87,17 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
 
 def printable_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """Return a token's printable form, a finite log probability, and the token's bytes."""
+    """Return a token as printable text, its log probability, and its bytes, of which at most `MAX_TOKEN_BYTES` are
+    kept.
+
+    A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
+    """
     kept = token[:MAX_TOKEN_BYTES]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(kept)
 
 
 def finish_reason(reason: str, calls: int) -> str:
-    """Return OpenAI's finish reason.
+    """Return OpenAI's finish reason for an engine's `reason` and the number of tool calls in the answer.
 
     `tool_calls` needs at least one call. It then applies to every answer not cut by its length, including one ended by
     a stop string or the limit of one call.

@@ -27,7 +27,8 @@ _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
 class ClientTool(NamedTuple):
-    """Tool as its client knows it, where that differs from the model's function."""
+    """Tool as its client knows it, where that differs from the function that the model gets. `namespace` may be
+    empty."""
 
     name: str
     custom: bool = False
@@ -35,7 +36,10 @@ class ClientTool(NamedTuple):
 
 
 class OfferedTool(NamedTuple):
-    """One tool as the model gets it. `origin` is None where the client knows it as the same function."""
+    """Tool of a request as the model gets it: a function in OpenAI's JSON.
+
+    `origin` is None if the client knows the tool as the same function.
+    """
 
     body: Body
     strict: bool = False
@@ -48,32 +52,32 @@ class OfferedTool(NamedTuple):
 
 
 class ToolSet(NamedTuple):
-    """All tools of a request."""
+    """All tools of a request, as `collect_tools` returns them."""
 
     text: str = ""
-    """Text for `wire.frames.Generate`."""
+    """JSON of the functions for `wire.frames.Generate`; empty if the model is not shown any."""
     names: tuple[str, ...] = ()
     """Names of the functions."""
     strict: bool = False
-    """Whether one of them is strict."""
+    """Whether the arguments of at least one tool must follow its schema."""
     origins: Mapping[str, ClientTool] = {}
     """Tools that the client knows in another form, by function name."""
     left_out: tuple[str, ...] = ()
-    """Tools that were left out."""
+    """Tools that were left out, as `path=type`."""
 
 
 NO_TOOLS = ToolSet()
 
 
 def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
-    """Build one function without its None values."""
+    """Return a function in OpenAI's shape. Members without a value are left out; a missing schema has no parameters."""
     named = {"name": name, "description": description, **more}
     named["parameters"] = NO_PARAMETERS if parameters is None else parameters
     return {"type": "function", "function": {key: value for key, value in named.items() if value is not None}}
 
 
 def custom(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
-    """Build the function of a custom tool; a grammar of its input is shown to the model and not enforced."""
+    """Return a custom tool as a function with a text. A grammar of its input is shown to the model and not enforced."""
     told = [description] if description else []
     if isinstance(form, GrammarFormat):
         told.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
@@ -90,7 +94,7 @@ def as_written(tool: Body) -> Body:
 
 
 def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
-    """Yield the tools that would have to run on a server, also in namespaces, as (path, type)."""
+    """Yield the tools that would have to run on a server, including those in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
         if isinstance(one, ForeignPart):
             yield f"{path}[{at}].type", one.type
@@ -100,7 +104,11 @@ def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterato
 def collect_tools(
     offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
 ) -> ToolSet | Problem:
-    """Check and combine the tools of a request; the result has no text where the model is not `told` of them."""
+    """Check and combine the tools of a request. Return a 400 problem for too many or too long tools.
+
+    With `strict`, also refuse tools in `foreign` that would have to run on a server; else list them in `left_out`. If
+    the model is not `told` of the tools, the result has no text.
+    """
     without = tuple(server_tools(foreign))
     if strict and without:
         where, kind = without[0]
@@ -135,7 +143,7 @@ def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
 
 
 def input_of(call: AnswerToolCall) -> str:
-    """Return the input of a custom tool's call; arguments of another shape are returned unchanged."""
+    """Return the input of a call to a custom tool. Arguments of another shape are returned unchanged."""
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -143,7 +151,7 @@ def input_of(call: AnswerToolCall) -> str:
 
 
 def arguments_for(text: str) -> str:
-    """Encode the arguments of a model's call to a custom tool's function."""
+    """Return the input of a custom tool as JSON arguments of its function."""
     return msgspec.json.encode(_Input(text)).decode()
 
 

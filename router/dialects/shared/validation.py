@@ -1,4 +1,4 @@
-"""Conversion of pydantic's errors into one 400 that names the parameter.
+"""Conversion of pydantic's errors into one 400 problem that names the parameter.
 
 A body may be wrong in many places. A field that is not offered is reported first, because no correction of the rest
 would help.
@@ -33,14 +33,18 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 
 def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
-    """Build the 400 for a field that no model here offers, with the alternative."""
+    """Build the 400 problem for a field that no model here supports, with the alternative from `instead_of`, if there
+    is one."""
     text = why or f"{param} is not supported by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
-    """Build the 400. `known` are the fields of the body, `instead` the alternatives of fields that are not offered."""
+    """Build the 400 problem for the errors of a body.
+
+    `known` are the fields of the body, `instead` the alternatives to unsupported fields.
+    """
     found = _errors(error)
     later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
     if later is not None:
@@ -55,8 +59,8 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
 def asks_only_for_more(error: ValidationError) -> bool:
     """Return whether the only errors of a body are unknown fields that may be ignored.
 
-    A field that other servers or dialects treat as a part of the question, or that defines the answer's format, may
-    not.
+    Fields of the prompt, fields of the answer's format, and fields for unsupported features such as audio are never
+    ignored.
     """
     return all(
         one.type == "extra_forbidden"
