@@ -36,7 +36,7 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             ge=1,
             description=(
                 "Maximum open requests of one API key, queued requests included. Further requests are refused "
-                "with 429. A lower limit of the key takes precedence."
+                "with 429. The concurrency limit of a key, if it has one, applies instead."
             ),
         ),
     ] = 2048
