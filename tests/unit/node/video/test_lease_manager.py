@@ -3,6 +3,8 @@
 Checked are the released memory, the frames to the coordinator, and the files.
 """
 
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -302,11 +304,20 @@ async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, c
 
 
 async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(make: Make):
-    """The engine reads the request before the lower ceiling. Only the second check of the memory can detect it."""
+    """The engine reads the request before the lower ceiling. Only the second check of the memory can detect it.
+
+    The engine is stopped until the ceiling is lowered: otherwise its report could arrive before the first check.
+    """
     node = await make(memory__cap="20GiB", engine__scripted__kv_per_token=1024**2)
     before = node.ceiling
+    assert node.supervisor.pid is not None
+    os.kill(node.supervisor.pid, signal.SIGSTOP)
     node.chat(1, tokens=10_000)
     node.ask(size=14 * GIB)
+    try:
+        await node.until(lambda: node.limiter.leases == 14 * GIB)
+    finally:
+        os.kill(node.supervisor.pid, signal.SIGCONT)
     refused = await node.answer()
     assert isinstance(refused, LeaseRefused)
     assert (refused.code, refused.message) == ("no_headroom", "requests arrived while the ceiling was lowered")
