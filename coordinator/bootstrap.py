@@ -17,13 +17,13 @@ from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_config import check_http
 from host.log_setup import open_journal
 from host.private_files import private_folder
-from router.admission.api_keys import KeyRing, nobody_known
+from router.admission.api_keys import KeyRing, anonymous_key
 
 DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorHome:
+class CoordinatorState:
     """Open state folder of the coordinator."""
 
     state: Path
@@ -39,7 +39,7 @@ class CoordinatorHome:
     version: str
 
 
-def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorHome:
+def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorState:
     """Open the state folder and its log. Raise `SupersededError` if another coordinator of this cluster has a newer
     generation."""
     state = private_folder(folder)
@@ -53,7 +53,7 @@ def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> 
         store.found(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
-    return CoordinatorHome(
+    return CoordinatorState(
         state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool")
     )
 
@@ -69,17 +69,17 @@ class Credentials:
     admin: AccessAdmin
 
 
-def open_access(home: CoordinatorHome, http: HttpSettings, listen: str) -> Credentials:
+def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint at `listen`. Raise `AuthorityError` if the settings admit every client."""
     check_http(http, listen)
     tokens, approvals, pepper = (
-        JoinTokens(home.store, home.authority.ca, time.time),
+        JoinTokens(state.store, state.authority.ca, time.time),
         Approvals(),
-        load_pepper(home.state),
+        load_pepper(state.state),
     )
     ring = KeyRing(pepper)
     if http.anonymous:
-        ring.anonymous = nobody_known(time.time())
-    admin = AccessAdmin(home.store, tokens, ring, pepper, time.time)
+        ring.anonymous = anonymous_key(time.time())
+    admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
     admin.load()
     return Credentials(tokens, approvals, pepper, ring, admin)

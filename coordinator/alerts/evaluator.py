@@ -89,21 +89,21 @@ class Conditions:
             holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Scalar) else found)}
         self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
-            self._tell(self._active.pop(key), began=False)
+            self._log_change(self._active.pop(key), began=False)
         for key, rule in holding.items():
             if key not in self._active and now - self._since[key] >= rule.seconds:
                 self._active[key] = Condition(rule, key[1], self._since[key])
-                self._tell(self._active[key], began=True)
+                self._log_change(self._active[key], began=True)
 
-    def _tell(self, condition: Condition, *, began: bool) -> None:
+    def _log_change(self, condition: Condition, *, began: bool) -> None:
         for listener in self.listeners:
             listener(condition, began)
 
 
 def log_conditions(condition: Condition, began: bool) -> None:
     """Log the begin or end of a condition, which `cluster events` shows."""
-    tell = log.warning if began else log.info
-    tell(
+    write = log.warning if began else log.info
+    write(
         "condition began" if began else "condition ended",
         condition=condition.rule.name,
         severity=condition.rule.severity.value,

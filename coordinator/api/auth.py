@@ -59,6 +59,6 @@ def _subject(given: Mapping[str, Any], answer: Any) -> str:
     """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
     named = [value for value in given.values() if isinstance(value, str)]
     body = next((value for value in given.values() if isinstance(value, Body)), None)
-    told = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
     named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
-    return " ".join([*named, *([str(told["id"])] if "id" in told and told["id"] not in named else [])])[:300]
+    return " ".join([*named, *([str(fields["id"])] if "id" in fields and fields["id"] not in named else [])])[:300]

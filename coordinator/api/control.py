@@ -73,10 +73,10 @@ class ControlApi:
         ring: KeyRing,
         traffic: DispatcherApi,
         loads: ModelOperations,
-        conductor: VideoController,
+        controller: VideoController,
         facts: ServerInfo,
         paths: Mapping[str, Any],
-        visitors: BrowserSessions,
+        sessions: BrowserSessions,
         seen: Observability,
     ) -> None:
         self._ring = ring
@@ -96,10 +96,10 @@ class ControlApi:
             nodes,
             models,
             joins,
-            VideoRoutes(registry, conductor, ring),
+            VideoRoutes(registry, controller, ring),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
-            PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
+            PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
             LogRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),
         )
@@ -148,7 +148,7 @@ def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> No
     """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
     plain = app.openapi
 
-    def whole() -> dict[str, Any]:
+    def full_document() -> dict[str, Any]:
         document = plain()
         for route in routes:
             document["paths"][route.path][route.method.lower()]["responses"] = route.responses()
@@ -159,4 +159,4 @@ def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> No
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return document
 
-    app.openapi = whole
+    app.openapi = full_document

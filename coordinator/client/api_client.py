@@ -304,7 +304,7 @@ def table(
     *,
     numbers: Collection[str] = (),
     fold: Collection[str] = (),
-    whole: bool = False,
+    full_width: bool = False,
 ) -> None:
     """Print a table.
 
@@ -317,7 +317,7 @@ def table(
     from rich.text import Text
 
     lines = [tuple(row) for row in rows]
-    bound = sys.stdout.isatty() and not whole
+    bound = sys.stdout.isatty() and not full_width
     console = Console(highlight=False) if bound else Console(highlight=False, width=UNLIMITED_COLUMNS, height=25)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
@@ -328,4 +328,4 @@ def table(
         grid.add_row(
             *(Text(cell, "bold red" if cell in alarming else "") for cell in line)
         )  # never markup: names come from other machines
-    console.print(grid, soft_wrap=whole)
+    console.print(grid, soft_wrap=full_width)

@@ -38,7 +38,7 @@ class RunningProcesses:
     has changed since the start (`host.settings_loader.SettingDrift`, as dictionaries).
     """
 
-    who: tuple[str, ...]
+    roles: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
     drift: tuple[dict[str, Any], ...]
 
@@ -55,8 +55,8 @@ def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningPr
 
     A process that does not answer is treated as not running.
     """
-    told: dict[str, list[dict[str, Any]]] | None = node.get("running")
-    halves = {} if told is None else {"node": told}
+    running: dict[str, list[dict[str, Any]]] | None = node.get("running")
+    halves = {} if running is None else {"node": running}
     ours = _coordinator(session)
     if ours is not None:
         halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}

@@ -7,7 +7,7 @@ enrolment itself (`coordinator.joining.enrollment`).
 
 Rules
 - The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
-- A peer without a certificate (a stranger) has `STRANGER_TIMEOUT_SECONDS` and `MAX_STRANGER_BYTES` to enrol. Only
+- A peer without a certificate (a stranger) has `UNLINKED_TIMEOUT_SECONDS` and `MAX_UNLINKED_BYTES` to enrol. Only
 enrolment frames
   are decoded for it. Only the wait for a person's approval may take longer.
 - A node has budgets (`link_budgets`) for its frames, reports, renewals and links. A link that exceeds them ends with
@@ -57,13 +57,13 @@ from wire.link.endpoint import LinkEndpoint
 HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
 """Longest time in one turn of the loop for frames of one link. The last frame may exceed it."""
-STRANGER_TIMEOUT_SECONDS = 5.0
-MAX_STRANGER_BYTES = 16 * 1024
+UNLINKED_TIMEOUT_SECONDS = 5.0
+MAX_UNLINKED_BYTES = 16 * 1024
 CLOSE_DELAY_SECONDS = 0.5
 """Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
-MAX_STRANGERS = 64
+MAX_UNLINKED = 64
 """Most connections without a certificate; a quarter of them from one address.
 
 A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
@@ -166,12 +166,12 @@ class Connection(LinkEndpoint):
         if certificate:
             known = read_certificate(certificate)
             self.peer, self.serial, self.life = parse_uri(known.uri), known.serial, (known.issued, known.expires)
-        self._deadline = self._loop.call_later(STRANGER_TIMEOUT_SECONDS, self._too_slow)
+        self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._too_slow)
         if self._server.admit_connection(self) and not certificate:
             self._begin_enrolment()
 
     def _too_slow(self) -> None:
-        self.abort(f"no Hello within {STRANGER_TIMEOUT_SECONDS:.0f} s")
+        self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
         """Split bytes into frames. Bytes of a peer without a certificate go to its enrolment only, and are counted
@@ -181,8 +181,8 @@ class Connection(LinkEndpoint):
             return
         if self.node is None:
             self._bytes += len(data)
-            if self._bytes > MAX_STRANGER_BYTES:
-                self.abort(f"more than {MAX_STRANGER_BYTES} bytes before a Hello")
+            if self._bytes > MAX_UNLINKED_BYTES:
+                self.abort(f"more than {MAX_UNLINKED_BYTES} bytes before a Hello")
                 return
         frames = self._splitter.feed(data)
         if self._resting:
@@ -268,11 +268,11 @@ class Connection(LinkEndpoint):
     def _converse(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
-            self._server.when_stored(lambda: self._say(frames))
+            self._server.when_stored(lambda: self._send_frames(frames))
         else:
-            self._say(frames)
+            self._send_frames(frames)
 
-    def _say(self, frames: list[Frame]) -> None:
+    def _send_frames(self, frames: list[Frame]) -> None:
         assert self._conversation is not None  # noqa: S101  the callers have one
         for frame in frames:
             self.send(frame)
@@ -350,13 +350,13 @@ class LinkServer:
     def __init__(self, owner: LinkHandler) -> None:
         self.owner = owner
         self._server: asyncio.Server | None = None
-        self._strangers: set[Connection] = set()
+        self._unlinked: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}
         self._retired: set[Connection] = set()
         self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
-        self._asks: dict[tuple[NodeId, int], _FetchWindow] = {}
-        self._ask_numbers = itertools.count(1)
+        self._fetches: dict[tuple[NodeId, int], _FetchWindow] = {}
+        self._fetch_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.made = self.denied = 0
@@ -382,7 +382,7 @@ class LinkServer:
             self._ping_timer.cancel()
         if self._server is not None:
             self._server.close()
-        for connection in [*self._strangers, *self._links.values(), *self._retired]:
+        for connection in [*self._unlinked, *self._links.values(), *self._retired]:
             connection.close("the coordinator stops")
 
     # -- connections --------------------------------------------------------------
@@ -406,12 +406,12 @@ class LinkServer:
 
         A stranger has no certificate. A node with a certificate is never limited here.
         """
-        self._strangers.add(connection)
+        self._unlinked.add(connection)
         if connection.peer is not None:
             return True
-        addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
+        addresses = [one.address for one in self._unlinked if one.peer is None]
         here = addresses.count(connection.address)
-        if len(addresses) > MAX_STRANGERS or here > MAX_STRANGERS // 4:
+        if len(addresses) > MAX_UNLINKED or here > MAX_UNLINKED // 4:
             connection.abort(f"{len(addresses)} strangers are connected, {here} from this address")
             return False
         return True
@@ -432,7 +432,7 @@ class LinkServer:
             return
         self.made += 1
         node = NodeId(hello.node)
-        self._strangers.discard(connection)
+        self._unlinked.discard(connection)
         older = self._links.get(node)
         if older is not None:
             self._replace(older, hello)
@@ -465,7 +465,7 @@ class LinkServer:
 
     def on_connection_lost(self, connection: Connection, reason: str) -> None:
         """Record the end of a connection."""
-        self._strangers.discard(connection)
+        self._unlinked.discard(connection)
         self._retired.discard(connection)
         if connection.node is None:
             log.info("stranger gone", peer=connection.address, reason=reason)
@@ -478,7 +478,7 @@ class LinkServer:
         """Deliver an answer to its window, and any other frame to the owner."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
-            window = self._asks.get((connection.node, frame.ask))
+            window = self._fetches.get((connection.node, frame.number))
             if window is not None:
                 window.put(frame)
             return
@@ -490,9 +490,9 @@ class LinkServer:
         """Return the number of linked nodes."""
         return len(self._links)
 
-    def strangers(self) -> int:
+    def unlinked_count(self) -> int:
         """Return the number of connections that are not links (yet)."""
-        return len(self._strangers)
+        return len(self._unlinked)
 
     @property
     def retired(self) -> int:
@@ -574,8 +574,8 @@ class LinkServer:
             await asyncio.sleep(every)
 
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[FetchChunk]:
-        number = next(self._ask_numbers)
-        window = self._asks[node, number] = _FetchWindow(limit)
+        number = next(self._fetch_numbers)
+        window = self._fetches[node, number] = _FetchWindow(limit)
         try:
             if not self.send(node, FetchRequest(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
@@ -588,4 +588,4 @@ class LinkServer:
                 last = answer.last
                 yield answer
         finally:
-            del self._asks[node, number]
+            del self._fetches[node, number]

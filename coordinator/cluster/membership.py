@@ -51,7 +51,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     state: NodeState
     since: float
     """Start of the current state."""
-    heard: float | None = None
+    last_report_at: float | None = None
     """Time of the last report or connect; None before the first."""
     enrolled: bool = True
     cordoned: bool = False
@@ -64,7 +64,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """Consecutive reports while suspect."""
     reason: str = ""
     """Why the node is not ready, as text for people."""
-    fell: float | None = None
+    silent_at: float | None = None
     """When a living node last fell silent; None after its return or a goodbye."""
 
     @property
@@ -80,9 +80,9 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
             "link is not the newest" * (bool(self.link) and self.link != self.newest),
             "left but enrolled" * (self.state is NodeState.LEFT and self.enrolled),
             "counts reports but is not suspect" * (self.streak > 0 and self.state is not NodeState.SUSPECT),
-            "alive without a report" * (self.state in LINKED and self.heard is None),
+            "alive without a report" * (self.state in LINKED and self.last_report_at is None),
             "fell but is not missing"
-            * (self.fell is not None and self.state not in (NodeState.SUSPECT, NodeState.LOST)),
+            * (self.silent_at is not None and self.state not in (NodeState.SUSPECT, NodeState.LOST)),
         ]
         if any(wrong):
             raise InvariantError(f"{self.node}: {', '.join(filter(None, wrong))}: {self}")
@@ -133,7 +133,7 @@ class MemberDisconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSaidGoodbye:
+class MemberGoodbye:
     """The node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
 
     link: int
@@ -160,7 +160,7 @@ class MembershipTick:
     """Time has passed."""
 
 
-OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberSaidGoodbye
+OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
 Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemoved | MembershipTick
 
 
@@ -229,7 +229,7 @@ TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
     MemberConnected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
     MemberReported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
     MemberDisconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
-    MemberSaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
+    MemberGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
     MemberCordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     MemberUncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     MemberRemoved: {state: frozenset({_X}) for state in _NOT_LEFT},
@@ -283,8 +283,8 @@ def _apply(member: Member, event: Event, now: float) -> Step:
         case MemberReported():
             return _reported(member, event, now)
         case MemberDisconnected():
-            return _gone(member, NodeState.LOST, event.reason, now, fell=member.state in ALIVE)
-        case MemberSaidGoodbye():
+            return _gone(member, NodeState.LOST, event.reason, now, was_alive=member.state in ALIVE)
+        case MemberGoodbye():
             state, reason = _GOODBYE.get(event.reason, (NodeState.LOST, "stopped"))
             return _gone(member, state, reason, now, close=True)
         case MemberRemoved():
@@ -298,15 +298,15 @@ def _apply(member: Member, event: Event, now: float) -> Step:
 def _enrolled(member: Member, now: float) -> Step:
     if member.state not in GONE:
         return _seen(member, replace(member, enrolled=True))
-    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", fell=None))
+    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", silent_at=None))
 
 
 def _connected(member: Member, event: MemberConnected, now: float) -> Step:
     took_over = event.takeover and member.link != 0 and event.instance == member.instance
-    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, heard=now)
+    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, last_report_at=now)
     if took_over:
         return linked, (MemberChanged(member.node),)
-    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", fell=None)
+    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", silent_at=None)
     if not member.link:
         return after, (MemberChanged(member.node),)
     node = member.node
@@ -318,15 +318,15 @@ def _connected(member: Member, event: MemberConnected, now: float) -> Step:
 
 
 def _reported(member: Member, event: MemberReported, now: float) -> Step:
-    heard = replace(member, heard=now)
+    reported = replace(member, last_report_at=now)
     if member.state is NodeState.SUSPECT:
-        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER_SECONDS
+        in_a_row = member.last_report_at is not None and now < member.last_report_at + SUSPECT_AFTER_SECONDS
         streak = member.streak + 1 if in_a_row else 1
         if streak < RETURN_AFTER_REPORTS:
-            return replace(heard, streak=streak), ()
+            return replace(reported, streak=streak), ()
     state = NodeState.PAUSED if event.paused else NodeState.DRAINING if event.draining else NodeState.READY
     since = member.since if state is member.state else now
-    return _seen(member, replace(heard, state=state, since=since, streak=0, reason="", fell=None))
+    return _seen(member, replace(reported, state=state, since=since, streak=0, reason="", silent_at=None))
 
 
 def _mark(member: Member, *, cordoned: bool) -> Step:
@@ -335,12 +335,12 @@ def _mark(member: Member, *, cordoned: bool) -> Step:
 
 def _seen(before: Member, after: Member) -> Step:
     """Report a change only when something other than the time of the last report differs."""
-    changed = replace(before, heard=after.heard) != after
+    changed = replace(before, last_report_at=after.last_report_at) != after
     return after, (MemberChanged(after.node),) if changed else ()
 
 
 def _gone(
-    member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, fell: bool = False
+    member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, was_alive: bool = False
 ) -> Step:
     """End a node's link, if any, and return the actions that follow."""
     node = member.node
@@ -352,7 +352,7 @@ def _gone(
         streak=0,
         reason=reason,
         enrolled=member.enrolled and state is not NodeState.LEFT,
-        fell=None if state is not NodeState.LOST else now if fell else member.fell,
+        silent_at=None if state is not NodeState.LOST else now if was_alive else member.silent_at,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
     gone = (NodeGone(node, reason),) if member.link else ()
@@ -364,7 +364,7 @@ def _tick(member: Member, now: float) -> Step:
     if deadline is None or now < deadline or member.state in GONE:
         return member, ()
     if member.state in ALIVE:
-        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", fell=now))
+        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", silent_at=now))
     reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
     return _gone(member, NodeState.LOST, reason, now, close=True)
 
@@ -373,8 +373,10 @@ def _deadline(member: Member) -> float | None:
     """Return when time alone will change the state; None if never."""
     if member.state in GONE:
         return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
-    heard = member.since if member.heard is None or member.state is NodeState.JOINING else member.heard
-    return heard + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
+    reported_at = (
+        member.since if member.last_report_at is None or member.state is NodeState.JOINING else member.last_report_at
+    )
+    return reported_at + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
 
 
 # the pool
@@ -428,7 +430,7 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
     if node not in pool.members:
         actions = (MemberChanged(node),)
     changed = replace(pool, members={**pool.members, node: after})
-    same = (after.state, after.fell) == (member.state, member.fell)
+    same = (after.state, after.silent_at) == (member.state, member.silent_at)
     return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
 
 
@@ -475,10 +477,10 @@ def _doubt(pool: Membership, now: float) -> Membership:
     fallen = sum(
         1
         for member in pool.members.values()
-        if member.fell is not None and member.fell >= since - CORRELATION_WINDOW_SECONDS
+        if member.silent_at is not None and member.silent_at >= since - CORRELATION_WINDOW_SECONDS
     )
-    whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
-    half = whole >= 2 and 2 * fallen >= whole
+    total = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
+    half = total >= 2 and 2 * fallen >= total
     if pool.doubted is None:
         return replace(pool, doubted=now) if half else pool
     return pool if half and now < pool.doubted + FORGET_AFTER_SECONDS else replace(pool, doubted=None)

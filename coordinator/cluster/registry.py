@@ -107,14 +107,14 @@ class Registry:
             (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
         )
         self._reports: dict[NodeId, Report] = {}
-        self._heard: dict[NodeId, float] = {}
+        self._reported_at: dict[NodeId, float] = {}
         self._versions: dict[NodeId, str] = {}
         self._protocols: dict[NodeId, int] = {}
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._publishing: asyncio.TimerHandle | None = None
-        self._heard_of: dict[NodeId, asyncio.Event] = {}
+        self._report_events: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
         """When `_timer` fires. Kept here because uvloop's handle has no `when` within half a millisecond of its time.
         """
@@ -214,7 +214,7 @@ class Registry:
         linked = self.links.hello(node)
         if linked is None or linked.instance == hello.instance:
             return False
-        return self._loop.time() - self._heard.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
+        return self._loop.time() - self._reported_at.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link and return its number."""
@@ -247,8 +247,8 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         self._reports[node] = report
-        self._heard[node] = self._loop.time()
-        if (waited := self._heard_of.pop(node, None)) is not None:
+        self._reported_at[node] = self._loop.time()
+        if (waited := self._report_events.pop(node, None)) is not None:
             waited.set()
         self._happen(node, membership.MemberReported(number, report.draining, report.sharing.paused), always=True)
 
@@ -256,9 +256,9 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         log.info("node said goodbye", node=node, reason=goodbye.reason)
-        self._happen(node, membership.MemberSaidGoodbye(number, goodbye.reason))
+        self._happen(node, membership.MemberGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
-            self._strike_off(node, "it left")
+            self._deny_member(node, "it left")
 
     def _renew(self, node: NodeId, renew: RenewCertificate) -> None:
         row = self._store.members[node]
@@ -268,9 +268,9 @@ class Registry:
             self.links.disconnect_node(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
-        self.links.when_stored(lambda: self._hand_over(node, certificate))
+        self.links.when_stored(lambda: self._send_certificate(node, certificate))
 
-    def _hand_over(self, node: NodeId, certificate: bytes) -> None:
+    def _send_certificate(self, node: NodeId, certificate: bytes) -> None:
         """Send a renewed certificate whose serial is on disk."""
         self.links.send(node, CertificateRenewed(certificate))
 
@@ -311,7 +311,7 @@ class Registry:
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
                 while self._node_view(node).sharing.by_hand != (seconds != 0):
-                    await self._heard_of.setdefault(node, asyncio.Event()).wait()
+                    await self._report_events.setdefault(node, asyncio.Event()).wait()
                 return self._node_view(node).sharing
         return None
 
@@ -327,9 +327,9 @@ class Registry:
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
         self._happen(node, membership.MemberRemoved())
-        self._strike_off(node, "it was removed")
+        self._deny_member(node, "it was removed")
 
-    def _strike_off(self, node: NodeId, why: str) -> None:
+    def _deny_member(self, node: NodeId, why: str) -> None:
         row, now = self._row(node), self._wall()
         self._store.deny_node(node, now, why)
         self._store.put_member(replace(row, removed=now))
@@ -368,7 +368,14 @@ class Registry:
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
-        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._protocols, self._views):
+        for kept in (
+            self._reports,
+            self._reported_at,
+            self._report_events,
+            self._versions,
+            self._protocols,
+            self._views,
+        ):
             kept.pop(node, None)
         if self.placing is not None:
             self.placing.forget(node)
@@ -436,7 +443,7 @@ class Registry:
             node=node,
             name=name,
             state=member.state,
-            heard_at=self._heard[node],
+            reported_at=self._reported_at[node],
             cordoned=member.cordoned,
             epoch=member.link,
             labels=frozenset(self._row(node).labels),
@@ -484,12 +491,12 @@ class Registry:
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Return one node as a row of the API. Sizes are in bytes; None means unknown."""
-        heard = self._heard.get(node)
-        told = NodeFacts(
+        reported_at = self._reported_at.get(node)
+        facts = NodeFacts(
             reported=node in self._reports,
             version=self._versions.get(node, ""),
             protocol=self._protocols.get(node, 0),
             in_flight=in_flight,
-            heard_seconds=None if heard is None else round(self._loop.time() - heard, 3),
+            heard_seconds=None if reported_at is None else round(self._loop.time() - reported_at, 3),
         )
-        return node_row(self._node_view(node), self._pool.members[node], self._row(node), told)
+        return node_row(self._node_view(node), self._pool.members[node], self._row(node), facts)

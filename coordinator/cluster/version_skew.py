@@ -56,10 +56,10 @@ def _line(ours: tuple[int, ...], one: MemberVersion) -> SkewAdvice:
         return SkewAdvice(one, False, text, joinable=False)
     if not one.version:
         return SkewAdvice(one, False, "not seen since the coordinator started")
-    theirs = read_version(one.version)
-    if theirs == ours:
+    version = read_version(one.version)
+    if version == ours:
         return SkewAdvice(one, True, "")
-    if theirs > ours:
+    if version > ours:
         return SkewAdvice(one, False, "newer than the coordinator: update the coordinator first")
     return SkewAdvice(
         one, False, f"older: `cluster node drain {one.name} --wait 10m`, update macpool there, restart its node"

@@ -17,13 +17,13 @@ RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
 """Most concurrent TLS handshakes, over all addresses."""
-MAX_STRANGER_CONNECTIONS = 128
+MAX_NEW_CONNECTIONS = 128
 """Most connections of an address without a valid key; set by `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
 
-def room_for(files: int) -> int:
+def connections_for(files: int) -> int:
     """Return the number of connections that fit into `files` descriptors."""
     return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
@@ -62,9 +62,9 @@ class ConnectionSlot:
     proven: bool = False
     """Whether the client has presented a valid key."""
 
-    def greeted(self) -> None:
+    def handshake_done(self) -> None:
         """Record the end of the handshake."""
-        self.places.greeted(self)
+        self.places.handshake_done(self)
 
     def work(self) -> None:
         """Record the start of a request."""
@@ -99,12 +99,12 @@ class ConnectionSlots:
     def __init__(
         self,
         most: int = MAX_CONNECTIONS,
-        strangers: int = MAX_STRANGER_CONNECTIONS,
+        unauthenticated: int = MAX_NEW_CONNECTIONS,
         handshakes: int = MAX_HANDSHAKES,
         trusted: Callable[[str], bool] = is_this_machine,
     ) -> None:
         self._most = most
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._handshakes = handshakes
         self._trusted = trusted
         self._taken: set[ConnectionSlot] = set()
@@ -140,7 +140,7 @@ class ConnectionSlots:
         return place
 
     def _allowed(self, where: str) -> int:
-        return self._most // 2 if where in self._known or self._trusted(where) else self._strangers
+        return self._most // 2 if where in self._known or self._trusted(where) else self._unauthenticated
 
     def _shed(self, among: OrderedDict[ConnectionSlot, None]) -> bool:
         """Close the connection with the longest idle time. Return False if there is none."""
@@ -152,7 +152,7 @@ class ConnectionSlots:
         oldest.end()
         return True
 
-    def greeted(self, place: ConnectionSlot) -> None:
+    def handshake_done(self, place: ConnectionSlot) -> None:
         """Record the end of a handshake."""
         self._shaking.pop(place, None)
 
@@ -182,7 +182,7 @@ class ConnectionSlots:
         if place not in self._taken:
             return
         self.work(place)
-        self.greeted(place)
+        self.handshake_done(place)
         self._taken.discard(place)
         mine = self._origins[place.origin]
         mine.count -= 1

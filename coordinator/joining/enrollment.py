@@ -91,7 +91,7 @@ class EnrollmentServer:
 
 class _Stage(Enum):
     START = auto()
-    ASKED = auto()
+    AUTHORITY_SENT = auto()
     PENDING = auto()
 
 
@@ -106,8 +106,8 @@ class EnrollmentConnection:
         self._stage = _Stage.START
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._commitment = b""
-        self._asked: Enroll | None = None
-        self._ticket: ApprovalRequest | None = None
+        self._enroll: Enroll | None = None
+        self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
         """When `poll` is due."""
@@ -144,29 +144,29 @@ class EnrollmentConnection:
         match frame:
             case EnrollStart() if self._stage is _Stage.START:
                 return self._start(frame)
-            case Enroll() if self._stage is _Stage.ASKED:
+            case Enroll() if self._stage is _Stage.AUTHORITY_SENT:
                 return self._enrol(frame, now)
             case _:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
         """Return the frames that follow from a deadline or a person's decision."""
-        decision = self._ticket.decision if self._ticket else None
+        decision = self._approval.decision if self._approval else None
         if self.closed:
             return []
-        if decision is ApprovalDecision.APPROVED and self._asked:
-            before = self._member_without_proof(self._asked)
+        if decision is ApprovalDecision.APPROVED and self._enroll:
+            before = self._member_without_proof(self._enroll)
             if before is not None and (before.node != self._replaces or self._is_linked(before)):
                 return self._machine_taken(before)
-            return self._admit(self._asked, "an approved code")
+            return self._admit(self._enroll, "an approved code")
         if decision is ApprovalDecision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
-        if self._ticket and self._ticket.gave_way:
+        if self._approval and self._approval.gave_way:
             message = "too many machines at this address wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
             return []
-        if self._ticket:
+        if self._approval:
             return self._deny(
                 "approval_expired", f"the code was not approved within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
             )
@@ -175,8 +175,8 @@ class EnrollmentConnection:
     def withdraw(self) -> None:
         """Withdraw a pending approval after the end of the connection."""
         self.closed = True
-        if self._ticket:
-            self._cluster.approvals.withdraw(self._ticket)
+        if self._approval:
+            self._cluster.approvals.withdraw(self._approval)
 
     def _start(self, frame: EnrollStart) -> list[Frame]:
         if not OLDEST_PROTOCOL <= frame.protocol <= PROTOCOL:
@@ -184,7 +184,7 @@ class EnrollmentConnection:
             message = f"the node speaks protocol {frame.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}"
             return self._deny("protocol", f"{message}: update macpool on the {older}", final=True)
         self._commitment = frame.commitment
-        self._stage = _Stage.ASKED
+        self._stage = _Stage.AUTHORITY_SENT
         authority = self._cluster.authority
         return [EnrollAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
 
@@ -266,13 +266,13 @@ class EnrollmentConnection:
         waiting = WaitingNode(
             code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
         )
-        ticket = self._cluster.approvals.ask(waiting, now)
-        if not isinstance(ticket, ApprovalRequest):
+        approval = self._cluster.approvals.enqueue(waiting, now)
+        if not isinstance(approval, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
-            return self._deny("approvals_full", message, retry_after=ticket)
+            return self._deny("approvals_full", message, retry_after=approval)
         log.info("waiting for approval", name=frame.name, address=self._address)
-        ticket.wake = lambda: self.wake()
-        self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
+        approval.wake = lambda: self.wake()
+        self._enroll, self._approval, self._stage, self.deadline = frame, approval, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
     def _admit(self, frame: Enroll, by: str) -> list[Frame]:
@@ -331,7 +331,7 @@ def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
 
 
-def plain_hardware(told: Hardware) -> Hardware:
+def plain_hardware(hardware: Hardware) -> Hardware:
     """Remove unprintable characters and negative sizes from a machine's hardware description."""
-    chip, system, python = plain(told.chip), plain(told.system), plain(told.python)
-    return Hardware(chip, max(0, told.memory), max(0, told.cores), system, python)
+    chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
+    return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

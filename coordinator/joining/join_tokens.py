@@ -22,7 +22,7 @@ DEFAULT_TOKEN_SECONDS = 3600.0
 EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
 """Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
 
-_NOBODY = bytes(32)
+_UNKNOWN_DIGEST = bytes(32)
 """Key for the MAC check of an unknown token, because both answers must take the same time."""
 
 
@@ -105,7 +105,7 @@ class JoinTokens:
     def check(self, token: str, mac: bytes, csr: bytes) -> Redemption:
         """Return the result that `redeem` would have, without using the token."""
         row = self._store.tokens.get(token)
-        proven = hmac.compare_digest(request_mac(row.key if row else _NOBODY, csr), mac)
+        proven = hmac.compare_digest(request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
             return self._no(token, Redemption.UNKNOWN, "unknown")
         if not proven:

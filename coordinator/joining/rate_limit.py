@@ -22,11 +22,11 @@ class RateLimit:
 
     def wait(self, address: str, now: float) -> float:
         """Count an attempt and return 0. At the limit, count nothing and return the seconds until the next attempt."""
-        who = network_of(address)
-        left, at = self._buckets.pop(who, (self._burst, now))
+        network = network_of(address)
+        left, at = self._buckets.pop(network, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)
         allowed = left >= 1.0
-        self._buckets[who] = (left - 1.0 if allowed else left, now)
+        self._buckets[network] = (left - 1.0 if allowed else left, now)
         if len(self._buckets) > MAX_ADDRESSES:
             self._buckets.popitem(last=False)
         return 0.0 if allowed else (1.0 - left) / self._rate

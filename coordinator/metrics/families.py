@@ -76,9 +76,9 @@ class CollectedFamily(NamedTuple, Generic[P]):
     rows: list[Row]
 
 
-def collect(families: Iterable[MetricFamily[P]], picture: P) -> list[CollectedFamily[P]]:
+def collect(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
     """Read every family from one snapshot, without unknown values."""
-    return [CollectedFamily(one, [row for row in one.read(picture) if _tellable(row[1])]) for one in families]
+    return [CollectedFamily(one, [row for row in one.read(snapshot) if _tellable(row[1])]) for one in families]
 
 
 def _tellable(value: Value) -> bool:

@@ -95,19 +95,19 @@ class MetricsService:
     def node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
         """Return the snapshot of a node by its newest report."""
         wall = time.time()
-        heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
+        reported_at = wall - max(0.0, self._dispatcher.now() - view.reported_at)
         about = self._labels.about(view.id, self._registry.host_description(view.id))
-        return NodeSnapshot(view, heard, wall, about, self._labels.models(view.id, by_priority(view)), measures)
+        return NodeSnapshot(view, reported_at, wall, about, self._labels.models(view.id, by_priority(view)), measures)
 
     def nodes(self) -> list[NodeSnapshot]:
         """Return the snapshots of all linked nodes by their newest reports, without requests to nodes."""
         views = self._registry.view().nodes
-        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
+        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
 
     async def _measures(self, node: NodeId) -> NodeMeasures | None:
         """Ask a node; None when its answer makes no sense, which costs it its own histograms alone."""
         view = self._registry.view().node(node)
-        if view is None or view.state not in SCRAPABLE or not view.heard_at:
+        if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
         pieces = self._registry.links.fetch(node, "metrics", MAX_MEASURES_BYTES)
         try:
@@ -145,7 +145,7 @@ class MetricsService:
             keys_refused=self._ring.refused,
             certificates=self._our_lives(now),
             node_certificates=links.certificate_validity(),
-            links=LinkCounts(links.open(), links.strangers(), links.made, links.denied),
+            links=LinkCounts(links.open(), links.unlinked_count(), links.made, links.denied),
             conditions=self.conditions(),
             process=self._process(),
             video=self.video(),

@@ -31,24 +31,24 @@ class NodeFacts:
     """Seconds since the last report; None without one."""
 
 
-def node_row(view: NodeView, member: Member, row: MemberRow, told: NodeFacts) -> dict[str, Any]:
+def node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:
     """Return a node as a row of the API. None means unknown."""
     return {
-        **_member(member, row, told, view.sharing),
-        **_memory(view.memory, reported=told.reported),
+        **_member(member, row, facts, view.sharing),
+        **_memory(view.memory, reported=facts.reported),
         **_enforced(view),
-        "in_flight": told.in_flight,
+        "in_flight": facts.in_flight,
         "running": view.engine.running,
         "waiting": view.engine.waiting,
-        "heard_seconds": told.heard_seconds,
+        "heard_seconds": facts.heard_seconds,
         "joined": row.joined,
-        "engine": _engine(view.engine, reported=told.reported),
+        "engine": _engine(view.engine, reported=facts.reported),
         "models": [_model(model) for model in view.models.values()],
         "video": video_row(view.video, allowed=view.video_allowed),
     }
 
 
-def _member(member: Member, row: MemberRow, told: NodeFacts, sharing: Sharing) -> dict[str, Any]:
+def _member(member: Member, row: MemberRow, facts: NodeFacts, sharing: Sharing) -> dict[str, Any]:
     return {
         "id": row.node,
         "name": row.name,
@@ -60,8 +60,8 @@ def _member(member: Member, row: MemberRow, told: NodeFacts, sharing: Sharing) -
         "chip": row.hardware.chip,
         "memory": row.hardware.memory,
         "system": row.hardware.system,
-        "version": told.version,
-        "protocol": told.protocol,
+        "version": facts.version,
+        "protocol": facts.protocol,
     }
 
 

@@ -59,7 +59,7 @@ class ServiceState:
     running: bool = False
     pid: int | None = None
     last_exit: str = ""
-    told: dict[str, str] = field(default_factory=dict[str, str])
+    properties: dict[str, str] = field(default_factory=dict[str, str])
 
 
 def refused_arguments(arguments: tuple[str, ...]) -> str | None:

@@ -39,7 +39,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
-AskNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
+FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
 """`coordinator.cluster.link_server.LinkServer.ask`."""
 
 
@@ -50,9 +50,9 @@ class FetchInterrupted(Exception):
 class ArtifactFolder:
     """The folder `folder`, made with the first file."""
 
-    def __init__(self, folder: Path, ask: AskNode) -> None:
+    def __init__(self, folder: Path, fetch: FetchFromNode) -> None:
         self._folder = folder
-        self._ask = ask
+        self._fetch_from_node = fetch
 
     async def fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
@@ -104,7 +104,9 @@ class ArtifactFolder:
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
-            async for piece in self._ask(NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size):
+            async for piece in self._fetch_from_node(
+                NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size
+            ):
                 size += len(piece)
                 if size > artifact.size:
                     break

@@ -63,7 +63,7 @@ class IdempotentJob:
 
 
 class VideoController:
-    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.heard_at`."""
+    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class VideoController:
         self.counters = VideoCounters()
         self.board = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
-        self._heard: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._permits: dict[NodeId, tuple[int, bool]] = {}
@@ -177,8 +177,8 @@ class VideoController:
         self.view = view
         for node in view.nodes:
             self._permit(node)
-            if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
-                self._heard[node.id] = node.heard_at
+            if node.reported_at and self._reported_at.get(node.id) != node.reported_at and self._concerns(node):
+                self._reported_at[node.id] = node.reported_at
                 self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
             self._look()
@@ -209,7 +209,7 @@ class VideoController:
 
     def forget(self, node: NodeId) -> None:
         """Delete the data of a node that is no longer a member."""
-        self._heard.pop(node, None)
+        self._reported_at.pop(node, None)
         self._permits.pop(node, None)
         self.apply_event(events.NodeRemoved(node))
 
@@ -239,7 +239,7 @@ class VideoController:
         for action in actions:
             self._act(action)
         if before.jobs != self.board.jobs:
-            self._tell_of_moves(before)
+            self._log_transitions(before)
         if before.holds != self.board.holds:
             self._count_grants(before)
 
@@ -249,7 +249,7 @@ class VideoController:
             if hold.granted and old is not None and not old.granted:
                 self.counters.count_grant(self._wall() - hold.since)
 
-    def _tell_of_moves(self, before: JobTable) -> None:
+    def _log_transitions(self, before: JobTable) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
@@ -290,7 +290,7 @@ class VideoController:
             case events.SaveJob(job):
                 self._save(lambda: self._store.put_job(job))
             case events.AskForLease(job):
-                self._ask(job)
+                self._request_lease(job)
             case events.GiveBackLease(node, lease, generation, cause):
                 self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):
@@ -311,7 +311,7 @@ class VideoController:
         except StoreError as error:
             self.broken = str(error)
 
-    def _ask(self, job: VideoJob) -> None:
+    def _request_lease(self, job: VideoJob) -> None:
         lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"

@@ -55,7 +55,7 @@ def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
 def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, Any]:
     """Return a lease with its node's report."""
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
-    told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
+    state = _reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
         "id": hold.lease,
         "node": hold.node,
@@ -65,15 +65,15 @@ def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, 
         "size": hold.size,
         "since": hold.since,
         "granted": hold.granted,
-        "phase": told.phase or ("granted" if hold.granted else "asked"),
-        "progress": told.progress,
-        "footprint": told.footprint,
-        "peak": told.peak,
+        "phase": state.phase or ("granted" if hold.granted else "asked"),
+        "progress": state.progress,
+        "footprint": state.footprint,
+        "peak": state.peak,
         "orphan": not _runs(hold, job),
     }
 
 
-def _told(hold: LeaseHold, video: VideoState) -> LeaseState:
+def _reported_state(hold: LeaseHold, video: VideoState) -> LeaseState:
     return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
 
 

@@ -73,7 +73,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             lease_seconds=self.lease_ack_timeout_seconds,
             start_seconds=self.start_timeout_seconds,
             away_seconds=self.node_loss_timeout_seconds,
-            room_seconds=self.queue_timeout_seconds,
+            headroom_seconds=self.queue_timeout_seconds,
             keep_seconds=self.keep_hours * 3600,
             keep_count=self.keep_count,
             keep_bytes=parse_size(self.keep_bytes),

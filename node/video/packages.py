@@ -152,8 +152,8 @@ def _component(folder: Path, digest: Digest) -> Component:
 
 def _bits(raw: bytes) -> int:
     """Return the quantization bits that the engine wrote to a header; 0 without quantization."""
-    said: object = json.loads(raw).get("__metadata__")
-    level = cast("dict[str, object]", said).get("quantization_level") if isinstance(said, dict) else None
+    metadata: object = json.loads(raw).get("__metadata__")
+    level = cast("dict[str, object]", metadata).get("quantization_level") if isinstance(metadata, dict) else None
     return int(level) if isinstance(level, str) and level.isdigit() else 0
 
 

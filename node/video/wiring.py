@@ -26,23 +26,23 @@ class VideoSubsystem:
     ) -> None:
         folder = state / "node" / "video"
         self.offer = VideoCapability(settings, state)
-        self.lender = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed: Callable[[], None] = lambda: None
         self._paused = ""
 
-    def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
+    def connect(self, send: Callable[[Frame], None], changed: Callable[[], None]) -> None:
         """Set the callbacks that send a frame to the coordinator and report a change."""
         self._changed = changed
-        self.lender.say, self.lender.changed = tell, self._offered
-        self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
-        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lender.not_started, self._offered
+        self.lease_manager.send, self.lease_manager.changed = send, self._offered
+        self.lease_manager.begin, self.lease_manager.finish = self.ray.begin, self.ray.end
+        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered
 
     async def start(self) -> None:
         """Recover leases of an earlier agent, and start the search for packages."""
         try:
-            await self.lender.start()
+            await self.lease_manager.start()
         except OSError as error:
             log.error("video disabled", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
             return
@@ -52,16 +52,16 @@ class VideoSubsystem:
     async def stop(self) -> None:
         """End the job, then Ray."""
         await self.offer.stop()
-        await self.lender.stop()
+        await self.lease_manager.stop()
         await self.ray.stop()
 
     def pause(self, why: str) -> None:
         """Refuse new leases because of `why`, and stop Ray once no lease is held. An empty text ends the pause."""
         self._paused = why
-        self.lender.pause(why)
+        self.lease_manager.pause(why)
         self._offered()
 
     def _offered(self) -> None:
-        self.ray.set_running(on=self.lender.holding)
-        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
+        self.ray.set_running(on=self.lease_manager.holding)
+        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lease_manager.holding))
         self._changed()

@@ -88,11 +88,11 @@ class ModelRoutes:
 
     async def unload(self, body: OneModel) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded."""
-        return _told(body, *await self._loads.unload(_model(body), self._node(body)))
+        return _command_result(body, *await self._loads.unload(_model(body), self._node(body)))
 
     async def profile(self, body: OneModel) -> dict[str, Any]:
         """Measure the memory of a model again, on a node or wherever it is loaded. Returns when measured."""
-        return _told(body, *await self._loads.profile(_model(body), self._node(body)))
+        return _command_result(body, *await self._loads.profile(_model(body), self._node(body)))
 
     def _node(self, body: OneModel) -> NodeView | None:
         return None if body.node is None else self._registry.view().node(find_node(self._registry, body.node))
@@ -104,7 +104,9 @@ def _model(body: OneModel) -> str:
     return body.model
 
 
-def _told(body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None) -> dict[str, Any]:
+def _command_result(
+    body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None
+) -> dict[str, Any]:
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_problem(wrong))

@@ -31,13 +31,13 @@ class PageRoutes:
     def __init__(
         self,
         base_url: str,
-        visitors: BrowserSessions,
+        sessions: BrowserSessions,
         ring: KeyRing,
         store: Database,
         sections: Callable[[], Mapping[str, object]],
     ) -> None:
         self._url = base_url.removesuffix("/v1")
-        self._visitors = visitors
+        self._sessions = sessions
         self._ring = ring
         self._store = store
         self._live = LiveStream(sections)
@@ -53,11 +53,11 @@ class PageRoutes:
 
     async def invite(self) -> dict[str, Any]:
         """Create a link that signs in to the page as an administrator, once, within 2 minutes."""
-        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.create_code()}", "seconds": CODE_SECONDS}
+        return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCode) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key."""
-        entered = self._visitors.enter(body.code)
+        entered = self._sessions.enter(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
         self._store.note(time.time(), PAGE, "entered", "")
@@ -65,7 +65,7 @@ class PageRoutes:
 
     async def leave(self) -> dict[str, Any]:
         """End the session of this key."""
-        if not self._visitors.end_session(KEY.get()):
+        if not self._sessions.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
 

@@ -72,20 +72,20 @@ class RequestRoutes:
         """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
         return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
 
-    def _rows(self, stories: Iterable[RequestRecord]) -> list[dict[str, Any]]:
+    def _rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
         names = self._ring.names()
         return [
-            {**story_row(story, self._clock), "key_name": names.get(story.key, f"{story.key} (ended)")}
-            for story in stories
+            {**record_row(record, self._clock), "key_name": names.get(record.key, f"{record.key} (ended)")}
+            for record in records
         ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
         """Return the record of a request: phase while running, steps, end, and each placement decision with the
         memory arithmetic of every node."""
         history = self._traffic.history
-        stories, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
-        tickets = [ticket for ticket in self._traffic.open_requests() if ticket.job.request_id == request_id]
-        if not stories and not decisions and not tickets:
+        records, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
+        open_requests = [one for one in self._traffic.open_requests() if one.job.request_id == request_id]
+        if not records and not decisions and not open_requests:
             raise ProblemError(
                 Problem(
                     404,
@@ -95,8 +95,8 @@ class RequestRoutes:
             )
         return {
             "schema": 1,
-            "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],
-            "requests": self._rows(stories),
+            "under_way": [_under_way(one, self._traffic.now()) for one in open_requests],
+            "requests": self._rows(records),
             "decisions": [
                 {
                     "seconds_ago": round(self._traffic.now() - one.at, 3),
@@ -130,53 +130,53 @@ class WallClock:
         return round(at + self._offset, 3)
 
 
-def story_row(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
+def record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return a request that has ended, with its steps by name."""
-    row: dict[str, Any] = msgspec.to_builtins(story)
+    row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,
-        **summary(story, clock),
-        "steps": _steps(story.steps),
-        "timings": None if story.timings is None else msgspec.structs.asdict(story.timings),
+        **summary(record, clock),
+        "steps": _steps(record.steps),
+        "timings": None if record.timings is None else msgspec.structs.asdict(record.timings),
     }
 
 
-def summary(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
+def summary(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
 
     Absent values are None.
     """
-    first = next((at for at, what, _ in story.steps if what == "first token"), None)
-    nodes = [node for _, _, node in story.steps if node]
-    decoding = 0.0 if first is None else story.seconds - first
-    if story.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
-        decoding = max(decoding, story.timings.decode)
-    tokens = story.completion_tokens - 1
+    first = next((at for at, what, _ in record.steps if what == "first token"), None)
+    nodes = [node for _, _, node in record.steps if node]
+    decoding = 0.0 if first is None else record.seconds - first
+    if record.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
+        decoding = max(decoding, record.timings.decode)
+    tokens = record.completion_tokens - 1
     rate = round(tokens / decoding, 1) if tokens > 0 and decoding >= MIN_DECODE_SECONDS else None
     return {
-        "at": clock.unix(story.arrived),
+        "at": clock.unix(record.arrived),
         "node": nodes[-1] if nodes else "",
         "ttft_seconds": None if first is None else round(first, 3),
         "tokens_per_second": rate,
     }
 
 
-def phase_of(ticket: ActiveRequest) -> str:
+def phase_of(request: ActiveRequest) -> str:
     """Return the phase of an open request: queue, model swap, prefill or decode."""
-    if ticket.node is None:
-        return ticket.swap or "queued"
-    return "prefill" if ticket.first_at is None else "decode"
+    if request.node is None:
+        return request.swap or "queued"
+    return "prefill" if request.first_at is None else "decode"
 
 
-def _under_way(ticket: ActiveRequest, now: float) -> dict[str, Any]:
+def _under_way(request: ActiveRequest, now: float) -> dict[str, Any]:
     """Describe a request that has not ended, `now` in monotonic seconds."""
     return {
-        "request_id": ticket.job.request_id,
-        "key": ticket.job.key,
-        "model": ticket.job.demand.model,
-        "phase": phase_of(ticket),
-        "seconds": now - ticket.arrived,
-        "steps": _steps(ticket.steps),
+        "request_id": request.job.request_id,
+        "key": request.job.key,
+        "model": request.job.demand.model,
+        "phase": phase_of(request),
+        "seconds": now - request.arrived,
+        "steps": _steps(request.steps),
     }
 
 

@@ -95,7 +95,7 @@ def _in_force(folder: Path) -> SettingsReport:
     found = settings_in_force(
         ApiSession(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ())
     )
-    if not found.who:
+    if not found.roles:
         raise CommandError(
             UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or omit --running"
         )

@@ -71,7 +71,7 @@ node.add_command(nodes, "list")
 def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
     """Print the table of all nodes."""
     if wide:
-        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, whole=True)
+        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
     else:
         columns, rows = NARROW, [narrow_row(one) for one in answer["nodes"]]
         if all(row[-1] == "-" for row in rows):

@@ -106,7 +106,7 @@ def up(
         if output == "json":
             print(json.dumps(facts), flush=True)
         else:
-            _welcome(facts, listen)
+            _print_welcome(facts, listen)
             if not with_node and local_node is None:
                 click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
             if facts["local_node_ready"] is False:
@@ -214,7 +214,7 @@ def _tree(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file}: {error}") from None
 
 
-def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
+def _print_welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     click.echo(f"endpoint  {facts['base_url']}")
     if listen[0] in ALL_INTERFACES:
         import socket

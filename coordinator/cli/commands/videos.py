@@ -173,14 +173,14 @@ def _raise_if_failed(made: dict[str, Any]) -> None:
 
 
 def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
-    began, told, pause = time.monotonic(), "", threading.Event()
+    began, last_phase, pause = time.monotonic(), "", threading.Event()
     with _progress(session) as bar:
         while (made := _get(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise CommandError(
                     TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
                 )
-            told = bar.show_progress(made["progress"], harmless(made["phase"]), told)
+            last_phase = bar.show_progress(made["progress"], harmless(made["phase"]), last_phase)
             pause.wait(POLL_INTERVAL_SECONDS)
     return made
 
@@ -188,7 +188,7 @@ def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, A
 class ProgressOutput(Protocol):
     """Output for progress."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
         ...
 
@@ -196,9 +196,9 @@ class ProgressOutput(Protocol):
 class ProgressLines:
     """Prints one line for each phase, to a file or a pipe."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Show progress and phase."""
-        if phase != told:
+        if phase != last_phase:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
 
@@ -206,7 +206,7 @@ class ProgressLines:
 class NoProgress:
     """Prints no progress, because the answer is for a program."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Show nothing."""
         return phase
 
@@ -218,7 +218,7 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Show progress and phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase

@@ -49,12 +49,12 @@ def admit(
     package = _package(body, view)
     if isinstance(package, Problem):
         return package
-    clip = plan(_wish(body), settings.limits, package, settings.default_steps)
+    clip = plan(_clip_request(body), settings.limits, package, settings.default_steps)
     if isinstance(clip, Impossible):
         return invalid(clip.message, clip.param)
     return (
         _too_large(view, package, clip, profiles, settings)
-        or _nobody_ready(view, package.name)
+        or _no_node_ready(view, package.name)
         or _full(board, settings)
         or _wanted(body, package, clip, limits)
     )
@@ -82,7 +82,7 @@ def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
 
 
-def _wish(body: VideoBody) -> ClipRequest:
+def _clip_request(body: VideoBody) -> ClipRequest:
     size = None
     if body.size is not None:
         width, _, height = body.size.partition("x")
@@ -110,7 +110,7 @@ def _too_large(
     return Problem(413, "video_memory_exceeded", text, "size", numbers)
 
 
-def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
+def _no_node_ready(view: ClusterView, model: str) -> Problem | None:
     """Return a 503 if every node with the model is present and cannot use it. An absent node may return."""
     nodes = [node for node, _ in packages_of(view, model)]
     here = [node for node in nodes if node.state == NodeState.READY]

@@ -32,7 +32,7 @@ class JobRules:
     lease_seconds: float = 30.0
     start_seconds: float = 90.0
     away_seconds: float = 60.0
-    room_seconds: float = 3600.0
+    headroom_seconds: float = 3600.0
     keep_seconds: float = 86400.0
     keep_count: int = 50
     keep_bytes: int = 50 * 2**30

@@ -167,8 +167,8 @@ def to_row(job: VideoJob) -> dict[str, Any]:
         "status": SHOWN.get(job.state, str(job.state)),
         "progress": 100 if job.state == JobState.COMPLETED else job.progress,
         "created_at": int(job.created),
-        "completed_at": _whole(job.ended) if job.state == JobState.COMPLETED else None,
-        "expires_at": _whole(job.expires),
+        "completed_at": _unix_seconds(job.ended) if job.state == JobState.COMPLETED else None,
+        "expires_at": _unix_seconds(job.expires),
         "error": None if job.fault is None else {"code": job.fault.code, "message": job.fault.message},
         "prompt": wanted.prompt,
         "remixed_from_video_id": None,
@@ -187,5 +187,5 @@ def to_row(job: VideoJob) -> dict[str, Any]:
     }
 
 
-def _whole(moment: float | None) -> int | None:
+def _unix_seconds(moment: float | None) -> int | None:
     return None if moment is None else int(moment)

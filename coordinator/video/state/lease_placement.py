@@ -34,7 +34,7 @@ class NodeReadiness(IntEnum):
     """It refused just now."""
     TIGHT = 4
     """It has to make room first, and may not be able to."""
-    ROOMY = 5
+    FITS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class LeaseCandidate:
 
     node: str
     name: str
-    standing: NodeReadiness
+    readiness: NodeReadiness
     why: str
     headroom: int = 0
 
@@ -91,7 +91,7 @@ def choose(
 ) -> LeaseChoice | NoLeaseChoice | None:
     """Choose the node for the first queued job. Return None if the queue is empty, or a node has yet to answer.
 
-    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.heard_at`.
+    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.reported_at`.
     """
     job = board.head
     if job is None:
@@ -101,42 +101,42 @@ def choose(
             candidate(board, node, package, job, profiles, now, at)
             for node, package in packages_of(view, job.wanted.model, job.wanted.labels)
         ),
-        key=lambda one: (-one.standing, -one.headroom, one.node),
+        key=lambda one: (-one.readiness, -one.headroom, one.node),
     )
     best = found[0] if found else None
-    if best is not None and best.standing >= NodeReadiness.TIGHT:
+    if best is not None and best.readiness >= NodeReadiness.TIGHT:
         return LeaseChoice(job, best.node)
-    return NoLeaseChoice(job, _phase(job, best), best is not None and best.standing == NodeReadiness.BUSY)
+    return NoLeaseChoice(job, _phase(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
 
 
 def candidate(
     board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
 ) -> LeaseCandidate:
     """Classify a node for a job."""
-    memory, held = node.memory, board.hold_of(node.id)
-    room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
+    memory, lease = node.memory, board.hold_of(node.id)
+    free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
-    def stands(standing: NodeReadiness, why: str) -> LeaseCandidate:
-        return LeaseCandidate(node.id, node.name, standing, f"{node.name}: {why}", room)
+    def classified(readiness: NodeReadiness, why: str) -> LeaseCandidate:
+        return LeaseCandidate(node.id, node.name, readiness, f"{node.name}: {why}", free_bytes)
 
     need = profile_of(package, profiles).need(job.wanted.tokens)
     if need > job.size:
-        return stands(
+        return classified(
             NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
     if not could_ever(node, job.size):
-        return stands(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+        return classified(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
     absent = _absent(node, at)
     if absent:
-        return stands(NodeReadiness.ABSENT, absent)
-    if held is not None and held.granted:
-        return stands(NodeReadiness.BUSY, "it makes another video")
-    if held is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
-        return stands(NodeReadiness.PAUSED, job.phase)
+        return classified(NodeReadiness.ABSENT, absent)
+    if lease is not None and lease.granted:
+        return classified(NodeReadiness.BUSY, "it makes another video")
+    if lease is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
+        return classified(NodeReadiness.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):
-        return stands(NodeReadiness.ROOMY, "")
-    return stands(NodeReadiness.TIGHT, fits.message)
+        return classified(NodeReadiness.FITS, "")
+    return classified(NodeReadiness.TIGHT, fits.message)
 
 
 def could_ever(node: NodeView, size: int) -> bool:
@@ -155,7 +155,7 @@ def _absent(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
-    if node.state != NodeState.READY or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
+    if node.state != NodeState.READY or at - node.reported_at > MAX_REPORT_AGE_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:
         return "it is cordoned" if node.cordoned else "it is being drained"
@@ -170,7 +170,7 @@ def _phase(job: VideoJob, best: LeaseCandidate | None) -> str:
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
         return f"waiting for a node that has {job.wanted.model}{labels}"
-    return job.phase if best.standing == NodeReadiness.PAUSED else f"waiting: {best.why}"
+    return job.phase if best.readiness == NodeReadiness.PAUSED else f"waiting: {best.why}"
 
 
 def fits_nowhere(

@@ -109,7 +109,7 @@ def _text(made: bytes) -> str:
 
 def apply_report(turn: Transition, event: LeasesReported) -> None:
     """Apply a node's report: its listed leases, and the leases that it no longer lists."""
-    told = {state.lease: state for state in event.leases}
+    reported = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
             cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
@@ -117,12 +117,12 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
         else:
             _progress(turn, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
-        _told(turn, hold, hold.lease in told)
+        _apply_presence(turn, hold, hold.lease in reported)
     for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == JobState.FINALIZING]:
-        _files_told(turn, job, job.lease in told)
+        _apply_file_presence(turn, job, job.lease in reported)
 
 
-def _files_told(turn: Transition, job: VideoJob, present: bool) -> None:
+def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None:
     if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
         turn.fail(job, "artifact_lost", "its node came back without its files")
     else:
@@ -161,7 +161,7 @@ def _progress(turn: Transition, state: LeaseState) -> None:
     )
 
 
-def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
+def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if present:
         turn.holds[hold.lease] = changed(hold, misses=0)
         return

@@ -160,23 +160,23 @@ def fitting_fps(seconds: int, most: int, step: int) -> int | None:
     return fps if fps >= MIN_FPS else None
 
 
-def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
+def plan(request: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
     """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
-    fps = package.fps if wish.fps is None else wish.fps
+    fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:
         return Impossible("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
-    steps = steps if wish.steps is None else wish.steps
+    steps = steps if request.steps is None else request.steps
     if not 1 <= steps <= limits.steps:
         return Impossible("steps", f"steps must be 1 to {limits.steps}, not {steps}")
-    frame = _frame(*(wish.size or DEFAULT_SIZE), limits, package.token_side)
+    frame = _frame(*(request.size or DEFAULT_SIZE), limits, package.token_side)
     if isinstance(frame, Impossible):
         return frame
-    frames = _frames(wish, fps, limits, package.token_frames)
+    frames = _frames(request, fps, limits, package.token_frames)
     if isinstance(frames, Impossible):
         return frames
     width, height = frame
     tokens = (width // package.token_side) * (height // package.token_side)
-    return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(wish, frame, frames)))
+    return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(request, frame, frames)))
 
 
 def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
@@ -191,15 +191,15 @@ def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int
     return wide, high
 
 
-def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
-    if wish.frames is not None:
-        if wish.seconds is not None:
+def _frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
+    if request.frames is not None:
+        if request.seconds is not None:
             return Impossible("frames", "frames and seconds say the same in two ways: give one of them")
-        frames = rounded_frames(wish.frames, step)
-        if wish.frames < 1 or frames > limits.frames:
-            return Impossible("frames", f"frames must be 1 to {limits.frames}, not {wish.frames}")
+        frames = rounded_frames(request.frames, step)
+        if request.frames < 1 or frames > limits.frames:
+            return Impossible("frames", f"frames must be 1 to {limits.frames}, not {request.frames}")
         return frames
-    seconds = DEFAULT_SECONDS if wish.seconds is None else wish.seconds
+    seconds = DEFAULT_SECONDS if request.seconds is None else request.seconds
     if seconds < 1:
         return Impossible("seconds", f"seconds must be 1 or more, not {seconds}")
     frames = rounded_frames(seconds * fps, step)
@@ -213,12 +213,14 @@ def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int |
     )
 
 
-def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
+def _warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
     found: list[str] = []
-    if wish.size is not None and frame != wish.size:
-        found.append(f"size {wish.size[0]}x{wish.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens")
-    if wish.frames is not None and frames != wish.frames:
-        found.append(f"{wish.frames} frames are made as {frames}: the decoder makes groups, and one")
+    if request.size is not None and frame != request.size:
+        found.append(
+            f"size {request.size[0]}x{request.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens"
+        )
+    if request.frames is not None and frames != request.frames:
+        found.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
     if frames > DRIFTS_FROM:
         found.append(
             f"{frames} frames are more than the {DRIFTS_FROM} that the model was trained on: the end may drift"

@@ -68,11 +68,11 @@ class Transition:
             )
         )
 
-    def room_by(self, job: VideoJob) -> float:
-        """Return when this job fails for lack of room: `room_seconds` after it first found none."""
-        return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
+    def no_headroom_deadline(self, job: VideoJob) -> float:
+        """Return when this job fails for lack of room: `headroom_seconds` after it first found none."""
+        return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
-    def found_no_room(self, job: VideoJob) -> bool:
+    def no_headroom_timed_out(self, job: VideoJob) -> bool:
         """Return whether this job's time to find room is over."""
         return job.room_by is not None and job.room_by <= self.now
 

@@ -320,22 +320,22 @@ class DriverProcess:
 
     async def _live(self, address: str, variables: Mapping[str, str]) -> int:
         """Run one driver from start to end; return its exit code."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
                 "-m",
                 "node.video.ray.driver",
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 cwd=private_folder(self._files / "empty"),
                 start_new_session=True,
                 env=variables,
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=own_end)
         try:
             writer.write(encode(ConnectDriver(address)))
             messages = MessageReader(FromDriver)

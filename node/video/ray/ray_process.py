@@ -86,15 +86,15 @@ async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path
 
 async def until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
     """Return the output of Ray until it is up (with STARTED in it), has ended, or exceeds the timeout."""
-    said, out = bytearray(), _out(process)
+    output, out = bytearray(), _out(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while STARTED not in said and len(said) < MAX_OUTPUT_BYTES:
+            while STARTED not in output and len(output) < MAX_OUTPUT_BYTES:
                 piece = await out.read(4096)
                 if not piece:
                     break
-                said += piece
-    return bytes(said)
+                output += piece
+    return bytes(output)
 
 
 async def discard(process: asyncio.subprocess.Process) -> None:
@@ -108,9 +108,9 @@ def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
     return process.stdout
 
 
-def last_words(said: bytes) -> str:
+def last_words(output: bytes) -> str:
     """Return the last lines of the output, for a person."""
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[:500] or "it printed nothing"
 
 

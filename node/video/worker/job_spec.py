@@ -38,8 +38,10 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def job(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, with the package's defaults for fields that are not set."""
-        asked = cast("dict[str, object]", msgspec.to_builtins(self))
-        known = {name: value for name, value in asked.items() if value is not None and name not in ("timeout", "stall")}
+        fields = cast("dict[str, object]", msgspec.to_builtins(self))
+        known = {
+            name: value for name, value in fields.items() if value is not None and name not in ("timeout", "stall")
+        }
         return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
 
 

@@ -125,7 +125,7 @@ class FileTail:
         except OSError:
             return []
         self._at += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *complete, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
-        return [line for line in whole if len(line) <= MAX_LINE_BYTES]
+        return [line for line in complete if len(line) <= MAX_LINE_BYTES]

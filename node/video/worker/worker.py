@@ -137,12 +137,12 @@ def package_config(root: Path, config_class: Any) -> Any:
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
     base = config_class.wan2_2_t2v_a14b() if two else config_class.wan2_2_ti2v_5b()
-    shape, picture, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
+    shape, vae, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
     known = dict(base.transformer_overrides)
     known |= {name: shape[name] for name in TRANSFORMER if name in shape}
     known |= {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name) is not None}
     known["has_transformer_2"] = two
-    known["vae_config"] = _narrowed(known["vae_config"], picture)
+    known["vae_config"] = _narrowed(known["vae_config"], vae)
     return call_supported(
         config_class,
         priority=base.priority,
@@ -165,8 +165,8 @@ def _config(root: Path, part: str) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _narrowed(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: said.get(name, value) for name, value in known.items()}
+def _narrowed(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given.get(name, value) for name, value in known.items()}
 
 
 def bound(mx: Any, size: int, *, wire: bool = True) -> int:

@@ -78,7 +78,7 @@ class WorkerJob:
     mark: tuple[object, ...] = ()
     end: EndWorker | None = None
     made: dict[str, Any] | None = None
-    said_at: float = 0.0
+    ended_at: float = 0.0
 
     def handle_event(self, line: bytes, now: float) -> None:
         """Handle one event. An invalid event does not count as progress."""
@@ -110,8 +110,8 @@ class WorkerJob:
                 )
             case _:
                 return
-        if self.end is not None and not self.said_at:
-            self.said_at = now
+        if self.end is not None and not self.ended_at:
+            self.ended_at = now
 
     def _move(self, phase: LeasePhase, *what: object) -> None:
         blocks = self.mark[3:] if len(self.mark) > 3 else (0,)
@@ -128,9 +128,9 @@ class WorkerMonitor:
     """Watch of one granted lease, from its folder to the death of its worker."""
 
     def __init__(
-        self, held: LeaseRecord, folder: Path, bounds: WorkerBounds, start_timeout: float, grace: float
+        self, record: LeaseRecord, folder: Path, bounds: WorkerBounds, start_timeout: float, grace: float
     ) -> None:
-        self.held = held
+        self.record = record
         self.folder = folder
         self.job = WorkerJob()
         self.worker: WorkerGroup | None = None
@@ -193,7 +193,7 @@ class WorkerMonitor:
         if not alive or not attended:
             for line in self._tail.lines():  # the last events may have arrived by now
                 self.job.handle_event(line, now)
-        if self.job.end is not None and (not alive or now - self.job.said_at >= EXIT_TIMEOUT_SECONDS):
+        if self.job.end is not None and (not alive or now - self.job.ended_at >= EXIT_TIMEOUT_SECONDS):
             return self.job.end
         if not alive:
             self._gone_at = self._gone_at or now

@@ -90,12 +90,12 @@ class WorkerParent:
             self._claim(process.pid)
             threading.Thread(target=self._until_unguarded, daemon=True).start()
             if self._may_go():
-                self._hand_over(process, grant)
+                self._send_job(process, grant)
                 self._forward(process)
         finally:
             self._kill()
             code = process.wait()
-            self._tell_end(code)
+            self._write_exit(code)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with suppress(OSError):
@@ -140,7 +140,7 @@ class WorkerParent:
                 return True
         return False
 
-    def _hand_over(self, process: subprocess.Popen[bytes], grant: LeaseGrant) -> None:
+    def _send_job(self, process: subprocess.Popen[bytes], grant: LeaseGrant) -> None:
         assert process.stdin is not None  # noqa: S101  it was asked for
         with suppress(BrokenPipeError):  # the worker has ended, which its exit event reports
             process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
@@ -152,7 +152,7 @@ class WorkerParent:
         with os.fdopen(descriptor, "ab", buffering=0) as events:
             _copy(process.stdout, events)
 
-    def _tell_end(self, code: int) -> None:
+    def _write_exit(self, code: int) -> None:
         """Write an exit event, unless the attendant itself ended the worker."""
         if not self._stopped.is_set() and (self._folder / EVENTS).exists():
             with (self._folder / EVENTS).open("ab") as events:

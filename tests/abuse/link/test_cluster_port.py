@@ -18,7 +18,7 @@ import pytest
 from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cluster import link_server, registry
-from coordinator.cluster.link_server import MAX_STRANGERS
+from coordinator.cluster.link_server import MAX_UNLINKED
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
@@ -112,7 +112,7 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
 
 
 async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
-    """One address may have a quarter of MAX_STRANGERS. A machine that wants to join from there must retry until they
+    """One address may have a quarter of MAX_UNLINKED. A machine that wants to join from there must retry until they
     have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
         crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
@@ -120,7 +120,7 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
         late = await port.link(port.member("late"))
         assert await (await port.dial()).ended(30) == []
         ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]
-        assert ends == ["too_slow"] * (MAX_STRANGERS // 4)
+        assert ends == ["too_slow"] * (MAX_UNLINKED // 4)
         await asyncio.wait_for(_enrolling(port), 30)
         late.send(a_report(1))
 
@@ -128,7 +128,7 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
 async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_server, "MAX_STRANGERS", -1)
+    monkeypatch.setattr(link_server, "MAX_UNLINKED", -1)
     assert await (await port.dial()).ended() == []
     line = await port.link(port.member("known"))
     line.send(a_report(1))

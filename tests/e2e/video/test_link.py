@@ -53,7 +53,7 @@ class Linked(Node):
         identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
         agent = self.agent = Agent(remember(identity, address), self.settings, "0", HARDWARE, self.folder / "log")
         agent.supervisor, agent.limiter, agent.poll = self.supervisor, self.limiter, self.poll
-        agent.lender, agent.ray = self.lender, self.studio.ray
+        agent.lease_manager, agent.ray = self.lender, self.studio.ray
         self.studio.connect(self._said, agent.video_changed)
         return agent
 

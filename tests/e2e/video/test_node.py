@@ -456,7 +456,12 @@ async def test_a_lease_waits_for_what_is_in_use_and_ends_nothing(make: Make):
     assert node.ceiling == before
     assert node.supervisor.live == {1}, "the chat goes on"
     node.supervisor.end("the chat is over")
-    await node.until(lambda: not node.supervisor.live and node.supervisor.held >= node.supervisor.told > 0)
+    await node.until(
+        lambda: (
+            not node.supervisor.live
+            and node.supervisor.reported_limits_number >= node.supervisor.applied_limits_number > 0
+        )
+    )
     node.ask(10 * GIB, lease="l-2")
     began = time.monotonic()
     assert isinstance(await node.answer("l-2"), LeaseGranted)
@@ -473,7 +478,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
     assert not [one for one in node.frames if isinstance(one, LeaseGranted)]
     engine.resume()
     assert isinstance(await node.answer(), LeaseGranted)
-    assert node.supervisor.held == node.supervisor.told
+    assert node.supervisor.reported_limits_number == node.supervisor.applied_limits_number
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ import pytest
 
 from host import sleep_watch
 from host.iokit import PowerNotice
-from host.sleep_watch import NoSleepNotices, Said, SleepWatch, open_notice, system_clocks
+from host.sleep_watch import Acknowledge, NoSleepNotices, SleepWatch, open_notice, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -56,7 +56,7 @@ class Owner:
         self.heard: list[str] = []
         self.changed = asyncio.Event()
 
-    def slept(self, said: Said):
+    def slept(self, said: Acknowledge):
         self.heard.append("sleeps")
         said()
         self.changed.set()

@@ -320,7 +320,7 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     seen = one.seen(studio)
     assert seen is not before.node(studio)
     assert (seen.epoch, seen.name) == (number, "studio")
-    assert began <= seen.heard_at <= asyncio.get_running_loop().time()
+    assert began <= seen.reported_at <= asyncio.get_running_loop().time()
     assert one.registry.view().node(studio) is seen
 
 

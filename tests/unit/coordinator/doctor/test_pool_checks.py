@@ -150,7 +150,7 @@ def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
-        return None if command[0] == sys.executable else here.ask(command, seconds)
+        return None if command[0] == sys.executable else here.run(command, seconds)
 
     return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
@@ -190,7 +190,7 @@ def dialling(
         dialled.append((host, port))
         return reach.get(host, 61)
 
-    return HostProbe(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
+    return HostProbe(here.session, here.platform, here.environ, here.run, dial, here.root, here.power), dialled
 
 
 GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]

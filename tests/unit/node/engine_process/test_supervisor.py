@@ -64,7 +64,7 @@ class Agent:
             log_file=self.log_file,
             scratch=folder / "scratch",
             wired=lambda: self.wired,
-            patience=patience,
+            timeouts=patience,
             **instead,
         )
 
@@ -734,9 +734,9 @@ async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repe
     one = agent()
     await one.supervisor.start()
     await one.ready()
-    assert one.supervisor.roomed == 0
-    assert [one.supervisor.make_room(GIB), one.supervisor.make_room(GIB)] == [1, 2]
-    await one.until(lambda: one.supervisor.roomed == 2)
+    assert one.supervisor.freed_order == 0
+    assert [one.supervisor.free_memory(GIB), one.supervisor.free_memory(GIB)] == [1, 2]
+    await one.until(lambda: one.supervisor.freed_order == 2)
 
 
 @pytest.mark.slow

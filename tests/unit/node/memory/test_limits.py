@@ -215,7 +215,7 @@ def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_tha
     machine.free = None
     found = one.now(GIB)
     assert (found.cap, found.ceiling, found.bound_by) == (96 * GIB, 1, UNREADABLE)
-    assert one.standing.remedy
+    assert one.current_ceiling.remedy
 
 
 def told(one: Limiter, phys: int | None = 0) -> list[MemoryLimits]:
@@ -403,7 +403,7 @@ def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
 def test_a_poll_returns_the_limits_of_this_moment_and_the_standing_ceiling_is_known_from_the_start():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine, cap="64GiB")
-    assert (one.standing.bytes, one.standing.bound_by, one.leases) == (64 * GIB, "setting", 0)
+    assert (one.current_ceiling.bytes, one.current_ceiling.bound_by, one.leases) == (64 * GIB, "setting", 0)
     seen: list[MemoryLimits] = []
     assert one.poll(0, seen.append) == seen[0]
     machine.free = 32 * GIB - 1

@@ -84,10 +84,10 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     grant = read_grant(place(node))
     assert isinstance(grant, LeaseGrant)
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
-    told = node.supervisor.told
+    told = node.supervisor.applied_limits_number
     node.release("cancelled")
     ended = await node.ended()
-    assert node.supervisor.told == told + 1, "the engine has its ceiling back before the end is told"
+    assert node.supervisor.applied_limits_number == told + 1, "the engine has its ceiling back before the end is told"
     assert (ended.code, ended.message, ended.peak, ended.artifacts) == (
         "cancelled",
         "the coordinator ended the lease",

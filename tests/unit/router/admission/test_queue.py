@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.queue import (
-    HOLD_ROOM_AFTER_SECONDS,
+    HOLD_HEADROOM_AFTER_SECONDS,
     MAX_OVERTAKES,
     MIN_KEY_SHARE,
     MIN_QUEUE_LENGTH,
@@ -280,15 +280,15 @@ def test_room_is_kept_for_one_request_of_a_key_in_each_round():
         offer(queue, item, item[0])
     for _ in range(2):
         kept: list[str] = []
-        queue.place_waiting(HOLD_ROOM_AFTER_SECONDS, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
+        queue.place_waiting(HOLD_HEADROOM_AFTER_SECONDS, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
         assert kept == ["a0", "b0"]
 
 
 def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entry = offer(queue, "large", now=100.0)
-    assert not queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS - 0.1)
-    assert queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS)
+    assert not queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS - 0.1)
+    assert queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS)
     for _ in range(MAX_OVERTAKES):
         assert not queue.overdue(entry, 100.1)
         queue.count_overtake()

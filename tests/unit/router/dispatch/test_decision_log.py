@@ -33,7 +33,7 @@ def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
         NodeId(name),
         name,
         "ready",
-        heard_at=0.0,
+        reported_at=0.0,
         memory=memory,
         engine=EngineState("mlx", "ready"),
         models={"tiny": a_model(prefill_speed=speed)},
@@ -98,7 +98,7 @@ def test_the_rings_are_bounded():
         history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
     assert len(history.decisions) == MAX_DECISIONS_KEPT
     assert history.decisions_about("r0") == []
-    assert history.stories.maxlen == MAX_REQUESTS_KEPT
+    assert history.records.maxlen == MAX_REQUESTS_KEPT
 
 
 # Steps of a request

@@ -137,7 +137,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     for _ in range(int(2 * MIN_SLICE_SECONDS)):
         passes(mac, 1)
         await asyncio.sleep(0)
-    assert mac.dispatcher.ledger.held_on(other.number) is None
+    assert mac.dispatcher.ledger.node_of_hold(other.number) is None
     assert ask(mac, "one").node == A
 
 

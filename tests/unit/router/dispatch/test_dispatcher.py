@@ -96,7 +96,7 @@ class Cluster:
             node=node,
             name=f"node-{node}",
             state=self.state.get(node, "ready"),
-            heard_at=self.now,
+            reported_at=self.now,
             labels=self.labels.get(node, frozenset()),
         )
 
@@ -239,17 +239,17 @@ async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int
     whole, stream = BufferedRequest(job, WeightedKey(), 1, 0.0), StreamingRequest(job, WeightedKey(), 1, 0.0)
     whole.add(delta)
     stream.add(delta)
-    assert 1000 < whole.held <= 2000
-    assert 1000 < stream.held <= 2000
+    assert 1000 < whole.buffered <= 2000
+    assert 1000 < stream.buffered <= 2000
     whole.discard()
-    assert (whole.held, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
+    assert (whole.buffered, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
 
 
 async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
     assert isinstance(ticket, BufferedRequest)
     ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
-    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.held) == ({}, {}, 0)
+    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.buffered) == ({}, {}, 0)
     one.finish()
 
 
@@ -377,7 +377,7 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     one.now += 6
     one.report()
     await turn()
-    assert one.dispatcher.ledger.held_on(large.number) == A
+    assert one.dispatcher.ledger.node_of_hold(large.number) == A
     small = one.submit()
     assert small.entry is not None, "the room is kept, so nobody new takes it"
     roomy(one, A)
@@ -393,7 +393,7 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     one.now += 6
     one.report()
     await turn()
-    assert [one.dispatcher.ledger.held_on(ticket.number) for ticket in waiting] == [A, None, None]
+    assert [one.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting] == [A, None, None]
     need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
     one.memory[A] = a_memory(need + need // 2)
     one.report()
@@ -503,7 +503,7 @@ async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
     two.now += 6
     two.report()
     await turn()
-    held = [two.dispatcher.ledger.held_on(ticket.number) for ticket in waiting]
+    held = [two.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting]
     assert held[1] is None
     assert {held[0], held[2]} == {A, B}
 
@@ -767,10 +767,10 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     assert isinstance(ticket, StreamingRequest)
     async with asyncio.timeout(30):
         await ticket.wait()
-    assert ticket.nudged
+    assert ticket.keepalive_due
     assert ticket.ready
     ticket.take()
-    assert not ticket.nudged
+    assert not ticket.keepalive_due
     full(cluster, A)
     waiting = cluster.submit()
     cluster.now += 1
@@ -954,7 +954,7 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
         50,
         30,
     )
-    story = one.dispatcher.history.stories[-1]
+    story = one.dispatcher.history.records[-1]
     assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens) == (200, 50, 30)
     over = one.submit(max_tokens=1000)
     assert isinstance(over.outcome, Refused)

@@ -230,7 +230,7 @@ async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
     ticket.params = type(ticket.params)(max_tokens=4)
     say(two, *range(6))
     ticket.discard_excess()
-    assert ticket.heard == []
+    assert ticket.generated_ids == []
     assert not ticket.resumable
 
 
@@ -288,7 +288,7 @@ async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two:
     lose(two)
     assert ticket.entry is not None
     where = other(two)
-    assert two.dispatcher.ledger.held_on(ticket.number) == where
+    assert two.dispatcher.ledger.node_of_hold(ticket.number) == where
     assert len(two.generates()) == 1
     roomy(two, where)
     await turn()
@@ -430,7 +430,7 @@ async def test_moves_count_as_losses(two: Cluster):
 async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     """Make a node suspect for `seconds`, in two sweeps."""
     cluster.state[node] = "suspect"
-    heard_at = cluster.now
+    reported_at = cluster.now
     view = cluster.dispatcher.view
     cluster.report(node)
     cluster.dispatcher.set_view(
@@ -440,7 +440,7 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
                     one.id,
                     one.name,
                     one.state,
-                    heard_at=heard_at,
+                    reported_at=reported_at,
                     memory=one.memory,
                     engine=one.engine,
                     models=one.models,
@@ -451,7 +451,7 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
             )
         )
     )
-    cluster.now = heard_at + seconds
+    cluster.now = reported_at + seconds
     cluster.report(other_than(node))
     cluster.dispatcher.sweep()
     cluster.now += 0.01
@@ -599,7 +599,7 @@ class Story:
             dispatcher.move(node)
         elif action == "late" and self.old:
             where, number = self.old[which % len(self.old)]
-            if all(one.node is None or one.request != number for one in dispatcher.tickets):
+            if all(one.node is None or one.request != number for one in dispatcher.unclosed_requests):
                 dispatcher.receive(where, Deltas((Delta(number, 0, (99,), ((0, "late "),)),)))
                 dispatcher.receive(where, Failed(number, "engine_crashed", "late"))
         elif action == "take":

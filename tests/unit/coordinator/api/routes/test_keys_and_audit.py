@@ -12,7 +12,7 @@ import pytest
 from coordinator.api.routes.requests import WallClock, summary
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.database import MemberRow
-from router.admission.api_keys import nobody_known
+from router.admission.api_keys import anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.decision_log import RequestRecord, read_line
@@ -351,7 +351,7 @@ async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.
 async def test_without_a_key_nothing_is_answered_unless_it_was_allowed(built: Application):
     async with client(built, "sk-anything") as junk:
         assert (await junk.get("/v1/models")).status_code == 401
-        built.admin.ring.anonymous = nobody_known(0.0)
+        built.admin.ring.anonymous = anonymous_key(0.0)
         assert (await junk.get("/v1/models")).status_code == 200
         assert (await junk.get("/v1/models", headers={"authorization": ""})).status_code == 200
         assert (await junk.get("/api/v1/nodes")).status_code == 403

@@ -381,7 +381,7 @@ def refused(story: Story, job: VideoJob) -> None:
 
 
 def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
-    story = Story(room_seconds=60.0)
+    story = Story(headroom_seconds=60.0)
     story.submit(1, 2)
     began = story.now
     while story.job(1).state == JobState.QUEUED:
@@ -396,7 +396,7 @@ def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_tu
 
 
 def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
-    story = Story(room_seconds=60.0, attempts=3)
+    story = Story(headroom_seconds=60.0, attempts=3)
     story.submit(1)
     refused(story, story.place())
     assert story.job(1).room_by == story.now + 60

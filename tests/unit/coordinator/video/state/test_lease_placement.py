@@ -80,7 +80,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
     ("changes", "why"),
     [
         ({"state": "lost"}, "it is lost"),
-        ({"heard_at": -10.0}, "silent"),
+        ({"reported_at": -10.0}, "silent"),
         ({"cordoned": True}, "cordoned"),
         ({"draining": True}, "drained"),
         ({"memory": a_memory(80 * GIB, 128 * GIB, guard=False)}, "guard is off"),

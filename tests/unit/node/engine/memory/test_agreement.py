@@ -28,7 +28,7 @@ def reported(driver: Driver) -> ClusterView:
     ((tag, body),) = Splitter().feed(encode(report))
     arrived = decode(tag, body)
     assert isinstance(arrived, Report)
-    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", heard_at=100.0)
+    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", reported_at=100.0)
     return ClusterView((view,))
 
 
@@ -44,7 +44,7 @@ def tokens_of(driver: Driver, content: str) -> int:
     from wire.frames import Generate
 
     asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
-    prepared = driver.engine.door.prepare(asked)
+    prepared = driver.engine.preparer.prepare(asked)
     return len(prepared.ids)
 
 

@@ -90,7 +90,7 @@ def test_the_guard_passes_everything_only_when_it_is_off_by_name():
 
 def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_later_is_told():
     under_test = gate(None)
-    assert under_test.held == 0
+    assert under_test.limits_number == 0
     assert under_test.describe() == {"state": "closed"}
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
@@ -99,7 +99,7 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     assert refused is not None
     assert refused.retry_after == 1.0
     under_test.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
-    assert under_test.held == 7
+    assert under_test.limits_number == 7
     assert under_test.not_ready_refusal() is None
 
 

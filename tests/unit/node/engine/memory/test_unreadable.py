@@ -51,7 +51,7 @@ def two(tmp_path: Path) -> Driver:
     driver = Driver(tmp_path, max_batch_size=4, prefill_step_size=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
-    for seconds in (2 * reserve.ROOM_BEFORE_REFILL_SECONDS, 3 * reserve.ROOM_BEFORE_REFILL_SECONDS):
+    for seconds in (2 * reserve.HEADROOM_BEFORE_REFILL_SECONDS, 3 * reserve.HEADROOM_BEFORE_REFILL_SECONDS):
         driver.engine.emergency_reserve.maintain(time.monotonic() + seconds)
     assert driver.engine.emergency_reserve.nbytes
     assert driver.engine.prefix_cache.nbytes

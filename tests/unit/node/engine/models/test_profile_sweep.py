@@ -152,7 +152,7 @@ def test_its_row_is_given_up_before_a_request_is_refused():
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.model_manager.make_room(taken)
+    assert driver.engine.model_manager.free_memory(taken)
     assert sweeps.nbytes == 0
     driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
