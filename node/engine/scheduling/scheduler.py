@@ -72,10 +72,10 @@ OUTLIER_FACTOR = 4
 increase shows in the next step as well."""
 GATE_RETRY_SECONDS = 0.1
 """Seconds until the gate is tried again for work that waits for memory."""
-COALESCE_SECONDS, MAX_COALESCE_SECONDS, COALESCE_LOAD = 0.01, 0.03, 30.0
+COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
 """Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
-`MAX_COALESCE_SECONDS`: longest wait in all. `COALESCE_LOAD`: time after several concurrent requests during which waiting is
-worthwhile, because such clients send in bursts."""
+`MAX_COALESCE_SECONDS`: longest wait in all. `AFTER_BURST_SECONDS`: time after several concurrent requests during which
+waiting is worthwhile, because such clients send in bursts."""
 FIRST_JOIN_SECONDS = 10.0
 """Seconds that a first join may take, because kernels are compiled."""
 
@@ -366,7 +366,9 @@ class Scheduler:
         arrived = [one.sequence.arrived for one in waiting]
         first, last = min(arrived), max(arrived)
         return (
-            min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS) if first < self._crowded + COALESCE_LOAD else 0.0
+            min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS)
+            if first < self._crowded + AFTER_BURST_SECONDS
+            else 0.0
         )
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
