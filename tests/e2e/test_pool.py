@@ -212,7 +212,7 @@ def test_engine_killed_under_load(cluster_pool: Pool) -> None:
     (engine,) = node.children()
     engine.kill()
     words += [part.choices[0].delta.content or "" for part in parts if part.choices]
-    assert len("".join(words).split()) == 400, "it went on once the engine was there again"
+    assert len("".join(words).split()) == 400, "the answer was resumed after the engine's restart"
     until(lambda: cluster_pool.node("studio")["engine"]["restarts"] == 1, what="a restart")
     until(lambda: cluster_pool.serves("studio"), what="the engine again")
     assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
@@ -383,7 +383,7 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     assert "a node of another cluster" in away.stderr
     cluster_pool.cli("node", "remove", "--yes", "one")
     left = cluster_pool.run("leave", "--yes", "--state", str(state))
-    assert left.returncode == 0, "whoever was removed may leave"
+    assert left.returncode == 0, "a removed node may leave"
     assert not (state / "node" / "identity" / "identity.json").exists()
 
 
@@ -466,7 +466,7 @@ def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
     assert own.stop() == 0
     folder = cluster_pool.folder / "two"
     assert cluster_pool.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0, (
-        "nobody has to be told"
+        "a forced leave sends no message"
     )
     assert not (folder / "node" / "identity" / "identity.json").exists()
 

@@ -510,7 +510,7 @@ def test_clients_that_leave_at_once(served: Served, operation: str):
             dialed.sendall(sent)
     deadline = time.monotonic() + 10
     while not served.call(lambda: served.cluster.dispatcher.idle and served.cluster.dispatcher.ledger.empty):
-        assert time.monotonic() < deadline, "its ticket is still open"
+        assert time.monotonic() < deadline, "the dispatcher still holds the request"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -189,7 +189,7 @@ async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_p
         welcome = await line.until(Welcome)
         assert authority.sealed(welcome.generation, welcome.seal)
         line.close()
-    assert marks == [], "a node cannot end us by a word"
+    assert marks == [], "a node's message cannot end the coordinator"
     line = await port.dial(who)
     line.send(hello(who, generation=7, seal=authority.seal(7)))
     denied = the_no(await line.ended())

@@ -102,12 +102,14 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert said[0]["wired"] == LEASE // 2
     assert said[0]["isolated"] == 1
     known = set(watch.worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
-    assert set(said[0]["names"]) <= known, "nothing of ours is told to a worker"  # type: ignore[arg-type]
+    assert set(said[0]["names"]) <= known, "a worker gets no environment variable of Macpool"  # type: ignore[arg-type]
     node.lender.resend_ends()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
     node.release("acknowledged")
     node.release("acknowledged")
-    assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], "to thanks nobody answers"
+    assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], (
+        "an acknowledgement has no answer"
+    )
     assert node.lender.artifact("artifact:l-1/video.mp4") is None
     assert node.lender.states() == ()
     leases = node.folder / "node" / "video" / "leases"
@@ -361,7 +363,7 @@ async def test_a_paused_node_lends_nothing_new_and_ends_what_it_lends_when_its_g
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "node_paused"
     assert "paused by ann" in refused.message
-    assert node.lender.holding, "what was granted goes on"
+    assert node.lender.holding, "a granted lease continues"
     node.lender.end("paused by ann")
     ended = await node.ended()
     assert ended.code == "node_paused"
@@ -393,7 +395,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.frame(LeaseEnded)
     await node.until(lambda: node.limiter.leases == 0)
     code, said = await attend(node, "l-1", "1")
-    assert (code, "is not granted on this node" in said) == (1, True), "who comes late finds nothing"
+    assert (code, "is not granted on this node" in said) == (1, True), "a late worker finds no grant"
     node.frames.clear()
     node.ask(generation=0)
     refused = await node.answer()
@@ -454,7 +456,7 @@ async def test_a_lease_waits_for_what_is_in_use_and_ends_nothing(make: Make):
     assert refused.headroom < 10 * GIB
     assert "scripted-1 (in use)" in refused.waiting_for
     assert node.ceiling == before
-    assert node.supervisor.live == {1}, "the chat goes on"
+    assert node.supervisor.live == {1}, "the chat request continues"
     node.supervisor.end("the chat is over")
     await node.until(
         lambda: (

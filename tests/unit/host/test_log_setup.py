@@ -67,7 +67,7 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     assert told[0]["timestamp"].endswith("Z")
     assert all(line["exception"].startswith("KeyError: 'k'\ntest_log_setup.py:") for line in told[1:4])
     assert [line["level"] for line in told[1:]] == ["error", "error", "warning", "error", "info"]
-    assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the finished line is looked at, too"
+    assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the rendered line is redacted, too"
     assert "exception" not in told[4], "there was none"
     assert (told[2]["logger"], "exc_info" in told[1]) == ("library", False)
 
@@ -128,7 +128,7 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] loaded +header=.*", first)
     assert [part for part in ("key=[hidden]", "model=tiny", "Bearer [hidden]") if part not in first] == []
     assert second.rstrip().endswith("] prepare")
-    assert trace[0] == "KeyError: [hidden]", "the message of such an event may be somebody's text"
+    assert trace[0] == "KeyError: [hidden]", "the message of such an event may quote a client's text"
     assert trace[1].startswith("test_log_setup.py:")
 
 

@@ -204,7 +204,9 @@ def test_macos_is_answered_after_the_goodbye(library: Path):
     notice.stop()
     answers = ctypes.CDLL(str(library)).answers
     assert heard == ["sleeps, answered so far 11", "wakes"]
-    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], "asked, told, and nothing is to be answered at wake"
+    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], (
+        "two notices are answered, and a wake-up needs no answer"
+    )
 
 
 def test_a_system_that_does_not_let_us_listen_is_none_that_tells(library: Path, tmp_path: Path):

@@ -245,7 +245,7 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
         back, _ = advance(back, B, MemberReported(1), at)
     assert not back.self_suspect
     pool, _ = tick(pool, 3.0 + FORGET_AFTER_SECONDS)
-    assert not pool.self_suspect, "after 10 minutes it is theirs"
+    assert not pool.self_suspect, "after 10 minutes the nodes are the cause"
     alone, _ = tick(ready(), 3.0)
     assert not alone.self_suspect, "one node is no half"
 

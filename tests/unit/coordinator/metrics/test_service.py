@@ -307,7 +307,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
             await metrics.node(node, "")
     assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
     targets = [target["labels"]["node"] for target in metrics.targets("127.0.0.1", "http")]
-    assert targets == ["silent", "joining", "lost"], "one that left is none any more"
+    assert targets == ["silent", "joining", "lost"], "a node that left is no target"
 
 
 async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):

@@ -113,7 +113,9 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     service = {name: values[-1] for name, values in unit["Service"].items()}
     assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
     assert service["NoNewPrivileges"] == "yes"
-    assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], "who is superseded stays down"
+    assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], (
+        "a superseded coordinator is not restarted"
+    )
     assert "MemoryDenyWriteExecute" not in service, "MLX compiles its kernels"
     assert "PrivateTmp" not in service, "Ray's sockets are where the command looks for them"
     assert service["ExecStart"].endswith('--state "/var/pool/state dir" --lan --models "/srv/100%% mine"')

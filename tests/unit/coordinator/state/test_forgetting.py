@@ -130,7 +130,7 @@ async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path:
         made.registry.remove(A)
         made.registry.tick(asyncio.get_running_loop().time() + 1e6)
         kept = [path for path in found(made.registry, A, "registry", set()) if "_store" not in path]
-        assert kept == [], "the store keeps who was removed, so that it cannot come back"
+        assert kept == [], "the store keeps a removed node, so that it cannot return"
 
 
 @pytest.mark.parametrize("what", ["affinity", "breakers", "ledger"])

@@ -421,7 +421,7 @@ async def test_an_engine_that_does_not_return_its_memory_is_replaced_without_bla
     await order(one, LoadModel, 1, "a")
     await order(one, LoadModel, 2, "b")
     await order(one, UnloadModel, 3, "a")
-    assert one.supervisor.pid == first, "while a model is here its memory cannot be told from what is missing"
+    assert one.supervisor.pid == first, "with a loaded model its memory cannot be distinguished from missing memory"
     one.supervisor.send(encode(UnloadModel(4, "b")), UnloadModel, 4)
     await one.until(lambda: recycled(one))
     assert one.supervisor.pid != first
@@ -521,7 +521,7 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     assert not loaded()
     assert (one.supervisor.state.restarts, one.supervisor.state.recycles) == (0, 1)
     assert one.supervisor.report is not None
-    assert {model.name for model in one.supervisor.report.models} == {name}, "what could be served is still told"
+    assert {model.name for model in one.supervisor.report.models} == {name}, "the servable models are still reported"
     os.kill(one.supervisor.pid or 0, signal.SIGKILL)
     await one.until(lambda: one.supervisor.state.restarts == 1 and one.supervisor.ready is not None)
     assert not loaded(), "a death brings nothing back"

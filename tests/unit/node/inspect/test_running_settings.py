@@ -51,7 +51,9 @@ def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Pa
     (folder / FILE).write_bytes(left)
     assert running(folder, COORDINATOR_SECTIONS) is None, "its process has ended"
     with locked(folder, 8):
-        assert running(folder, COORDINATOR_SECTIONS) is None, "another one runs, and has not told its settings yet"
+        assert running(folder, COORDINATOR_SECTIONS) is None, (
+            "another process runs, and has not written its settings yet"
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"pid": "x", "settings": {}}'])

@@ -165,7 +165,7 @@ def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_l
     assert one.now(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
     machine.sysctl, machine.metal = None, 96 * GIB
     one.report_metal(8, 112 * GIB)
-    assert one.now(GIB).cap == 96 * GIB, "what was raised is gone, and the default is not known yet"
+    assert one.now(GIB).cap == 96 * GIB, "the raised limit is gone, and the default is not known yet"
 
 
 def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_new_limit_allows(tmp_path: Path):
@@ -332,7 +332,7 @@ def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monk
             assert one.worker_phys() == 0
             assert one.now(0).ceiling == before
         worker.communicate()
-    assert one.now(0).ceiling == 28 * GIB, "one that is gone holds nothing"
+    assert one.now(0).ceiling == 28 * GIB, "an ended lease holds no memory"
 
 
 def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():

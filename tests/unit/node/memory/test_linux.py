@@ -72,7 +72,7 @@ def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
     assert int(lifetime) >= -8 * MIB
     assert int(interval) >= -8 * MIB
     if begun == "True":
-        assert int(reset) >= 200 * MIB, "the interval began anew"
+        assert int(reset) >= 200 * MIB, "the interval started again"
     assert int(kept) == 0, "the mark of all time does not"
 
 

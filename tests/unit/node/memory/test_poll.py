@@ -193,7 +193,7 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
-    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
+    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models can be unloaded"
     assert leases.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
 
 
@@ -378,7 +378,7 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
         node.limiter.leases = size
         node.poll.poll_once()
         numbers.append(node.supervisor.applied_limits_number)
-    assert numbers == [2, 3, 4], "each was told at once"
+    assert numbers == [2, 3, 4], "each limit was sent at once"
     await node.until(lambda: node.supervisor.reported_limits_number == 4)
     assert node.supervisor.report
     assert node.supervisor.report.memory.leases == 36 * GIB

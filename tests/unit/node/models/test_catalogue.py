@@ -493,7 +493,7 @@ def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: 
     assert not made.unchanged(found)
     shutil.rmtree(folder)
     assert not made.unchanged(found)
-    assert made.known()["m"].context == 4096, "the next scan finds that it is gone"
+    assert made.known()["m"].context == 4096, "the next scan does not find the model"
 
 
 def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed(

@@ -211,7 +211,7 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
     assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
     assert charged([3, 2, 1], plugged=True) == [True] * 3
-    assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
+    assert charged([3, 80], plugged=None) == [False, True], "an unknown power source counts as battery"
     assert charged([3, 2], least=0) == [True] * 2
     why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert (

@@ -87,7 +87,9 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     told = node.supervisor.applied_limits_number
     node.release("cancelled")
     ended = await node.ended()
-    assert node.supervisor.applied_limits_number == told + 1, "the engine has its ceiling back before the end is told"
+    assert node.supervisor.applied_limits_number == told + 1, (
+        "the engine has its ceiling back before the end is reported"
+    )
     assert (ended.code, ended.message, ended.peak, ended.artifacts) == (
         "cancelled",
         "the coordinator ended the lease",
@@ -97,7 +99,7 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert (node.ceiling, node.limiter.leases, node.limiter.worker) == (before, 0, None)
     (state,) = node.lender.states()
     assert (state.size, state.phase, state.progress) == (0, LeasePhase.ENDED, 100)
-    assert not (place(node) / GRANT).exists(), "nobody may begin it any more"
+    assert not (place(node) / GRANT).exists(), "no worker may start the job"
     node.release("acknowledged")
     assert node.lender.states() == ()
     assert not place(node).exists()

@@ -83,7 +83,7 @@ def test_one_probe_at_a_time_closes_it_or_opens_it_for_longer():
     assert breakers.barred_nodes(now) == [NODE]
     breakers.record_fault(NODE, 2, now)
     breakers.record_success(NODE, 1)
-    assert breakers.barred_nodes(now) == [NODE], "what was begun before says nothing"
+    assert breakers.barred_nodes(now) == [NODE], "a request sent before the failure proves nothing"
     breakers.record_fault(NODE, 50, now)
     assert breakers.barred_nodes(now + 2 * MIN_OPEN_SECONDS - 0.1) == [NODE]
     now += 2 * MIN_OPEN_SECONDS

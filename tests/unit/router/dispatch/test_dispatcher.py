@@ -379,7 +379,7 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     await turn()
     assert one.dispatcher.ledger.node_of_hold(large.number) == A
     small = one.submit()
-    assert small.entry is not None, "the room is kept, so nobody new takes it"
+    assert small.entry is not None, "the headroom is held, so no new request takes it"
     roomy(one, A)
     await turn()
     assert large.node == small.node == A
@@ -398,7 +398,7 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     one.memory[A] = a_memory(need + need // 2)
     one.report()
     await turn()
-    assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
+    assert [ticket.node for ticket in waiting] == [A, None, None], "one request fits, and the first one is placed"
 
 
 async def test_one_of_two_keys_goes_to_a_node_whatever_is_in_front_of_it_there(one: Cluster):
@@ -433,7 +433,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     assert "other API keys use" in early.outcome.message
     for ticket in (*others, *greedy[:5]):
         one.dispatcher.close(ticket)
-    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
+    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "no other key has requests"
 
 
 async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_stays_free(one: Cluster):
@@ -460,7 +460,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the
         assert isinstance(outcome, Refused)
         assert outcome.code is RefusalCode.OVER_SHARE
         assert outcome.retry_after
-    assert one.submit(prompt_tokens=4000, key="ada").node == A, "there is room for others"
+    assert one.submit(prompt_tokens=4000, key="ada").node == A, "other keys have headroom"
 
 
 async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
@@ -729,7 +729,7 @@ async def test_what_is_about_no_live_request_is_ignored(two: Cluster):
     assert taken(ticket) == []
     two.refuse()
     two.say(lambda number: Finished(number, ("stop",), 1, 1), node=owner, request=request)
-    assert ticket.outcome is None, "what an earlier node still says is not about this attempt"
+    assert ticket.outcome is None, "a frame of an earlier node does not change this attempt"
 
 
 async def test_text_for_a_reader_that_is_stuck_is_bounded():

@@ -249,7 +249,7 @@ def test_a_node_turns_to_one_model_and_two_models_turn_two_nodes():
     world.waits("b")
     world.waits("c")
     assert world.begun(SLICE) == [(N1, "b", {"a"})]
-    assert world.begun(SLICE) == [], "its memory is promised"
+    assert world.begun(SLICE) == [], "the memory is reserved"
     world.node(N2, "d")
     world.runs(N2, "d")
     world.step()

@@ -42,7 +42,7 @@ def test_the_model_that_most_members_hold_is_served():
     assert identity(*three) == "y"
     assert identity(three[0], three[1]) == "x", "of equals the smallest"
     assert identity(node("a", "x"), node("b", "y", cause="broken")) == "x"
-    assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "who left holds nothing"
+    assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "a node that left does not count"
     assert identity(node("a", "x"), node("b", "y", cause="broken"), node("c", "y", cause="broken")) == "x"
     assert identity() == ""
     assert identity(node("a", ""), node("b", "y"), node("c", "")) == "y", (
@@ -55,7 +55,9 @@ def test_sleep_changes_nothing_until_nobody_can_serve_it():
     assert identity(node("a", "x"), asleep, node("c", "y")) == "y"
     assert identity(node("a", "x"), asleep, replace(node("c", "y"), state="lost")) == "x"
     assert identity(node("a", "x"), asleep, replace(node("c", "y"), cordoned=True)) == "x"
-    assert identity(node("a", "x", "lost"), replace(node("b", "y"), draining=True)) == "x", "nobody can: still one"
+    assert identity(node("a", "x", "lost"), replace(node("b", "y"), draining=True)) == "x", (
+        "without a ready node a name is still chosen"
+    )
     assert identity(node("a", "x", "suspect"), node("b", "y")) == "x", "a silence of seconds is no reason"
 
 

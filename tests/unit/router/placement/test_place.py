@@ -417,7 +417,7 @@ def test_while_a_node_reads_a_model_in_its_weights_count_once(policy: str):
     reading = a_model(loaded=False, loading=True, weights=4 * GIB)
     assert chosen(decide(node("a", a_memory(room), reading), policy=policy)) == "a"
     queued = node("a", a_memory(room), reading, a_model("other", loaded=False, loading=True))
-    assert isinstance(decide(queued, policy=policy), NoPlacement), "of two loads nobody knows which has begun"
+    assert isinstance(decide(queued, policy=policy), NoPlacement), "of two loads the started one is not known"
 
 
 def test_a_node_that_has_it_wins_over_one_that_must_load_it():
@@ -527,10 +527,10 @@ def test_an_idle_node_that_could_give_other_models_back_is_asked():
     assert asked(idle("a", 1 * GIB), idle("b", 2 * GIB)) == "b"
     assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=1))) is None
     assert asked(idle("small", 1 * GIB, a_model(loaded=False, weights=23 * GIB), a_model("other"))) == "small", (
-        "which counts, and says for good that it is too large"
+        "the node counts the tokens and refuses for good"
     )
     empty = node("empty", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
-    assert asked(empty) is None, "it has nothing to give back"
+    assert asked(empty) is None, "the node has nothing to evict"
     for running, waits in ((1, 0), (0, 1), (1, 1)):
         assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=running, waiting=waits))) is None
     near, far = a_model(loaded=False, weights=2 * GIB), a_model(loaded=False, weights=9 * GIB)
@@ -924,7 +924,7 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     guess = decide(node("a", None, model), ask=ResourceDemand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
     assert guess.refused.code is RefusalCode.NO_ROOM
-    assert guess.candidate is not None, "so it does not wait in line, and somebody counts"
+    assert guess.candidate is not None, "the request is not queued, and a node counts its tokens"
     assert guess.candidate.node == "a"
     small = node("small", a_memory(cap=16 * GIB), model)
     for nodes in ((node("a", None, model), small), (small, node("a", None, model))):

@@ -52,7 +52,7 @@ def test_every_node_whose_account_changed_is_told_once():
     ledger.hold(7, A, 300)
     assert ledger.take_touched() == {A}
     ledger.hold(7, B, 300)
-    assert ledger.take_touched() == {A, B}, "nothing is kept on the first any more"
+    assert ledger.take_touched() == {A, B}, "the first node has no hold"
     ledger.drop_hold(7)
     assert ledger.take_touched() == {B}
     ledger.release(1)

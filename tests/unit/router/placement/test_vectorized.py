@@ -157,7 +157,7 @@ def test_it_follows_reports_and_promises():
         result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
         assert isinstance(result, Placement)
         assert result.chosen.name == last
-        assert len(result.candidates) == 1, "nobody else was even examined"
+        assert len(result.candidates) == 1, "no other node was examined"
     ledger.release(3)
     ledger.reserve(NodeId(last), 1000, 1000, 9 * GIB)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
@@ -241,7 +241,7 @@ def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_som
         exact, quick = both(view, ResourceDemand("tiny", 0, 10), ledger, columns)
         for result in (exact, quick):
             assert isinstance(result, Placement)
-            assert result.chosen.node == free.id, "it has one more, and room for many"
+            assert result.chosen.node == free.id, "the node has one more request, and headroom for many"
     assert isinstance(quick, Placement)
     assert [one.node for one in quick.candidates] == [free.id], "it led at once"
 

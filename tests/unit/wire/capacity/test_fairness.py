@@ -139,7 +139,7 @@ def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_n
     assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
     assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
     assert preemption_order(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request gives nothing up"
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request is not preempted"
     assert preemption_order(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
     assert preemption_order(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
     assert preemption_order(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]

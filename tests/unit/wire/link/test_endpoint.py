@@ -97,7 +97,7 @@ def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() 
     for number in range(IMMEDIATE_WRITES - 1):
         end.send(Ping(number))
         line.run()
-        assert len(line.written) == number + 1, "nobody waits as long as there are few"
+        assert len(line.written) == number + 1, "with few frames no write is delayed"
     for number in range(50):
         end.send(Ping(number))
         line.run(COALESCE_SECONDS / 10)

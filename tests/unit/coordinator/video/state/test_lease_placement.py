@@ -72,7 +72,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
     board = a_board(pauses={"a": 10.0})
     found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
-    assert not found.busy, "a node that refuses has no room, and the time to find room runs"
+    assert not found.busy, "a refusing node has no headroom, and the time limit for headroom runs"
     assert chosen(a_node("a"), board=board, now=11.0) == "a"
 
 

@@ -48,7 +48,7 @@ def test_a_sequence_serves_its_own_scope_alone():
     assert kept.replaced("m", asked, "mallory") == []
     kept.store(other)
     assert kept.find("m", asked, cut=True, scope="mallory").entry is other
-    assert kept.evict(10) == 10, "bytes are counted, and given back, in the order of their use over all scopes"
+    assert kept.evict(10) == 10, "bytes are counted and evicted in order of use over all scopes"
     assert kept.find("m", asked, cut=True, scope="alice").entry is None
     kept.drop("m")
     assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
@@ -118,7 +118,7 @@ def test_what_was_given_back_holds_nothing():
     kept.evict(1)
     assert found.entry is not None
     assert not found.entry.is_stored
-    assert found.entry.value is None, "who has found it must not keep its memory"
+    assert found.entry.value is None, "an earlier match must not keep the entry's memory"
 
 
 def test_a_model_that_leaves_takes_its_own_with_it():

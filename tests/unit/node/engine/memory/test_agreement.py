@@ -75,7 +75,9 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
     assert report.memory.reusable > 5 * MIB
-    assert report.memory.reusable <= report.cache.nbytes, "no more is told as reusable than is kept"
+    assert report.memory.reusable <= report.cache.nbytes, (
+        "the report counts no more bytes as reusable than the cache holds"
+    )
     driver.engine.gate.hold(MemoryLimits(2**33, report.memory.current + room, 0, "dynamic"))
     params = GenerationParams(temperature=0.0, max_tokens=30, n=choices)
     content = "fresh " * words

@@ -112,7 +112,7 @@ def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
         MlxCounters(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4
     )
     assert (told.base, told.cache, told.peak) == (4, 5, 6)
-    assert told.current == plain.current, "free buffers, the highest mark and the base are told, not judged"
+    assert told.current == plain.current, "free buffers, peak and base are reported and do not decide"
 
 
 def test_a_reading_from_a_clock_ahead_is_of_no_age():

@@ -73,9 +73,7 @@ def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     assert canary.next_check_at() is None, "not before there is a cap"
     canary.hold(GIB)
     canary.maintain(0.0)
-    assert canary.next_check_at() == HEADROOM_BEFORE_REFILL_SECONDS, (
-        "where there is no room it is not looked at all the time"
-    )
+    assert canary.next_check_at() == HEADROOM_BEFORE_REFILL_SECONDS, "without headroom the check is delayed"
     room[0] += 1
     canary.maintain(HEADROOM_BEFORE_REFILL_SECONDS)
     for second in range(1, 10):

@@ -121,7 +121,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     clock.by = 1.0
     memory = report(two).memory
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
-    assert memory.age == pytest.approx(1.0, abs=0.5), "it says how old it is"
+    assert memory.age == pytest.approx(1.0, abs=0.5), "the reading has its age"
     weights = two.resident("a").weights
     two.engine.model_manager.drop("a")
     less = report(two).memory.phys

@@ -138,7 +138,7 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
     driver.take(Cancel(ORDER))
     assert resident(driver).users == 0
     assert driver.said[ORDER] == []
-    assert mx.get_active_memory() - before <= MIB, "what it wrote is given back"
+    assert mx.get_active_memory() - before <= MIB, "the sweep releases its memory"
     assert isinstance(swept(driver, ORDER + 1), Finished)
 
 

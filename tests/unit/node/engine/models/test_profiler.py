@@ -94,7 +94,7 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     assert found.profile is not None
     assert found.profile.reach < 1024
     assert gate.checks[GateSite.PROBE] >= 4
-    assert mx.get_active_memory() - before <= found.weights * 1.01, "what the probe wrote is given back"
+    assert mx.get_active_memory() - before <= found.weights * 1.01, "the probe releases its memory"
 
 
 def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(

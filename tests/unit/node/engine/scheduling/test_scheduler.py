@@ -262,7 +262,7 @@ def test_bytes_of_text_for_each_prompt_token_are_learnt_from_long_prompts_only(d
         return driver.engine.report(time.monotonic()).models[0].bytes_per_token
 
     end(driver, driver.ask("hello", GenerationParams(max_tokens=1)))
-    assert told() == 4.0, "until a prompt is long enough to say anything"
+    assert told() == 4.0, "until a prompt is long enough for a measurement"
     end(driver, driver.ask(LONG, GenerationParams(max_tokens=1)))
     assert told() == pytest.approx(len(LONG.encode()) / prepared(driver, LONG).tokens)
 

@@ -114,7 +114,7 @@ def test_the_fingerprint_changes_with_the_files_of_the_model():
     known = [system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
     assert len(set(known)) == 2
     assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
-    assert "tiny" not in str(known), "no part of the node's own name for it is told"
+    assert "tiny" not in str(known), "the fingerprint has no part of the node's name for the model"
 
 
 # tool calls
