@@ -431,7 +431,7 @@ def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
 IMPATIENT = "import sys; from node import run; run.LEAVE_TIMEOUT_SECONDS = 0.5; sys.exit(run.main(sys.argv[1:]))"
 
 
-def test_leave_gives_up_where_nobody_can_be_told_and_says_what_can_be_done(cluster_pool: Pool) -> None:
+def test_leave_fails_without_a_coordinator_and_names_the_next_step(cluster_pool: Pool) -> None:
     cluster_pool.up()
     node, coordinator = cluster_pool.join("one"), cluster_pool.coordinator
     assert coordinator is not None
@@ -777,7 +777,7 @@ def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool)
     assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5
 
 
-def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool) -> None:
+def test_a_node_is_drained_under_a_stream_and_no_client_notices(cluster_pool: Pool) -> None:
     cluster_pool.up()
     for name in ("one", "two"):
         cluster_pool.join(name, "engine.scripted.step_ms=20")

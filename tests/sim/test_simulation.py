@@ -136,7 +136,7 @@ def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
     assert not all(fate.served for fate in waited["greedy"])
 
 
-def test_a_key_with_many_short_requests_keeps_nobody_waiting_for_all_of_them():
+def test_a_key_with_many_short_requests_delays_no_other_key_by_all_of_them():
     _, pool = played((SCENARIOS / "chatty.toml").read_text().replace("seconds = 600", "seconds = 200"))
     others = [fate for fate in pool.outcomes.values() if fate.turn.key != "greedy"]
     assert all(fate.served for fate in others)

@@ -111,7 +111,7 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
     assert not port.application.registry.pool.members
 
 
-async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
+async def test_many_peers_without_certificate_keep_no_node_out(tmp_path: Path) -> None:
     """One address may have a quarter of MAX_UNLINKED. A machine that wants to join from there must retry until they
     have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
@@ -234,7 +234,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
-async def test_a_second_process_with_a_nodes_identity_expels_nobody(port: Port) -> None:
+async def test_a_second_process_with_a_nodes_identity_does_not_expel_the_first(port: Port) -> None:
     who = port.member("studio")
     first = await port.link(who)
     await port.until(lambda: port.state(who) == "ready")

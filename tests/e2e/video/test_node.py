@@ -220,7 +220,7 @@ def held(phase: LeasePhase) -> dict[str, object]:
         ("attendant", LeasePhase.DECODING, "worker_lost", True),
     ],
 )
-async def test_the_lease_is_back_whoever_is_killed_and_whenever(
+async def test_the_lease_is_released_for_any_killed_process_at_any_time(
     make: Make, phase: LeasePhase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
     node = await make(real=real)
@@ -313,7 +313,7 @@ async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(
         await node.stop()
 
 
-async def test_a_lease_that_nobody_takes_up_is_given_back(make: Make):
+async def test_a_lease_that_no_worker_takes_is_released(make: Make):
     node = await make(attends=False, worker__start_timeout_seconds=1)
     before = node.ceiling
     node.ask()

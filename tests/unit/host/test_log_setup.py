@@ -73,7 +73,7 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_standard_error_that_is_a_long_file_begins_anew_with_the_next_warning(
+def test_standard_error_that_is_a_long_file_is_truncated_with_the_next_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with (tmp_path / "service.log").open("a") as screen:
@@ -166,7 +166,7 @@ def test_a_line_for_a_terminal_ends_with_its_exception():
     assert terminal_line(None, "", {}) == ""
 
 
-def test_a_file_that_nobody_rotates_begins_anew(tmp_path: Path):
+def test_a_file_without_rotation_is_truncated(tmp_path: Path):
     file = tmp_path / "service.log"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 HI = (Message("user", "hi"),)
 
 
-async def test_a_paused_node_begins_nothing_whoever_asks(tmp_path: Path) -> None:
+async def test_a_paused_node_begins_nothing_for_any_key(tmp_path: Path) -> None:
     async with old_coordinator(tmp_path) as asker:
         asker.also = frozenset({LeaseRefused})
         state = asker.node("studio")

@@ -309,7 +309,7 @@ def test_a_deadline_that_is_over_is_now() -> None:
     assert next_deadline(ready(), 100.0) == 100.0
 
 
-def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
+def test_while_the_coordinator_suspects_itself_no_node_is_forgotten() -> None:
     stranger = Member(NodeId("c"), NodeState.LOST, 0.0, enrolled=False)
     pool = Membership({**both(598.0).members, stranger.node: stranger})
     pool, _ = tick(pool, 601.0)

@@ -406,7 +406,7 @@ def test_the_fullest_disk_is_the_one_to_make_room_on(tmp_path: Path, monkeypatch
     assert found.fix.startswith("free space on the disk of /more,")
 
 
-def test_disks_that_nobody_tells_of_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unlisted_disks_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({}))
     found = checks.disk(silent(pretended(tmp_path)))
     assert (seen(found), found.numbers) == (("ok", "there is no folder yet", ""), {"free": None})

@@ -368,7 +368,7 @@ def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, ske
     assert found.text == f"{skew:+.1f} s compared with the last link"
 
 
-def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_clock_is_omitted(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
     answering.answers["/api/v1/version"] = {"version": "1"}
     assert checks.clock(pretended(tmp_path)).result == "not here"
     now = time.time()

@@ -64,7 +64,7 @@ def test_a_good_key_gives_an_address_more_places():
     assert taken(places, "192.0.2.2", ended)
 
 
-def test_idle_strangers_of_many_addresses_never_keep_a_new_one_out():
+def test_idle_unauthenticated_connections_of_many_addresses_never_keep_a_new_one_out():
     places, ended = ConnectionSlots(most=100, unauthenticated=3), list[ConnectionSlot]()
     idle = [taken(places, f"198.51.100.{number}", ended) for number in range(100)]
     for _ in range(30):

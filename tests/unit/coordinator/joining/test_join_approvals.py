@@ -62,7 +62,7 @@ def test_the_line_is_bounded_and_expires() -> None:
     asked(line, "new", APPROVAL_TIMEOUT_SECONDS)
 
 
-def test_nobody_can_draw_codes_until_one_fits() -> None:
+def test_codes_cannot_be_drawn_until_one_fits() -> None:
     line = Approvals()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), address=f"10.0.{number // 200}.{number % 200}"))

@@ -175,7 +175,7 @@ def test_what_systemctl_prints(listing: str, found: tuple):
 
 
 @pytest.mark.parametrize("argument", ["--token", "--token=mpj1.x", "--token-file", "--state", "a\nb"])
-def test_what_everybody_could_read_stands_in_no_unit(argument: str):
+def test_no_unit_has_a_world_readable_secret(argument: str):
     assert refused_arguments(("--lan", argument)) is not None
     assert refused_arguments(("--lan", "--set", "memory.cap=80%")) is None
 

@@ -142,7 +142,7 @@ def state(port: Port) -> str:
     return member.state.value
 
 
-async def test_a_machine_that_sleeps_says_so_dials_nobody_and_is_back_when_it_wakes(tmp_path: Path) -> None:
+async def test_a_machine_that_sleeps_sends_goodbye_dials_no_address_and_is_back_when_it_wakes(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, agent, _):
         links = port.application.registry.links
         said = asyncio.Event()

@@ -157,7 +157,7 @@ def test_each_order_ends_one(driver: Driver):
     assert report(driver).counts.sheds == 3
 
 
-def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
+def test_over_hard_no_request_is_ended_where_freeing_memory_was_enough(driver: Driver):
     number = driver.ask("Hello!", LONG)
     driver.until(lambda: driver.ids[number, 0])
     free_buffers(64 * MIB)
@@ -168,7 +168,7 @@ def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
     assert report(driver).counts.sheds == 0
 
 
-def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
+def test_what_a_shed_freed_counts_against_no_request(driver: Driver):
     driver.answer(ANSWERS[0]["prompt"])
     number = driver.ask("word " * 4000)
     for _ in range(12):

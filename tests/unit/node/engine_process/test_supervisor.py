@@ -627,7 +627,7 @@ async def test_only_the_request_in_the_forward_is_blamed(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_dies_outside_of_any_call_blames_nobody(agent: Callable[..., Agent], tmp_path: Path):
+async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, "elif isinstance(frame, Generate):\n    sys.exit(3)"))
     await one.supervisor.start()
     await one.ready()

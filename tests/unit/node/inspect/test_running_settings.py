@@ -42,7 +42,7 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
     assert found.value.memory.tier == "custom"
 
 
-def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Path) -> None:
+def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
     with locked(folder), published(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")

@@ -145,7 +145,7 @@ def test_a_native_call_under_way_may_last_until_it_would_count_as_hung():
     assert run.levels(110) == [["end"]], "bounded"
 
 
-def test_a_call_that_ends_within_the_period_shortens_it_for_nobody():
+def test_a_call_that_ends_within_the_period_shortens_no_other_period():
     run = Run(answers=False)
     run.levels(110, 110)
     run.call_until = run.now + BUSY_POLL_SECONDS

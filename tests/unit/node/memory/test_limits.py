@@ -98,7 +98,7 @@ def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any
     assert all(words in warning for warning in warnings)
 
 
-def test_metals_limit_is_read_anew_at_each_look():
+def test_metals_limit_is_read_at_each_poll():
     machine = SetMachine()
     one = limiter(machine, margin="auto")
     before = one.now(GIB)

@@ -358,7 +358,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
 
 
 @pytest.mark.slow
-async def test_over_soft_nobody_is_admitted_and_the_report_says_so(make: Callable[..., Awaitable[Node]]):
+async def test_over_soft_no_request_is_admitted_and_the_report_shows_it(make: Callable[..., Awaitable[Node]]):
     node = await make()
     node.machine.free = 2 * GIB
     await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)

@@ -344,7 +344,7 @@ def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: 
     assert not found.cause
 
 
-def test_a_changed_file_is_described_anew_and_an_unchanged_one_is_not(tmp_path: Path):
+def test_a_changed_file_is_described_again_and_an_unchanged_one_is_not(tmp_path: Path):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
     before = made.find("m")

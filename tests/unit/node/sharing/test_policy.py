@@ -115,7 +115,7 @@ def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> No
 
 
 @given(RULES, FACTS, st.floats(0, 2e9))
-def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(
+def test_a_paused_node_shares_nothing_and_every_refusal_has_its_reason(
     rule: SharingRule, facts: SharingInputs, now: float
 ) -> None:
     found = sharing_state(rule, facts, now)
@@ -261,7 +261,7 @@ def test_what_is_done_once_nothing_is_taken() -> None:
     st.floats(0, 1e6),
     st.builds(GracePeriods, st.floats(0, 1e4), st.floats(0, 1e4)),
 )
-def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
+def test_no_request_is_ended_early_and_a_full_engine_is_never_released(
     shared: bool, holds: Occupancy, waited: float, grace: GracePeriods
 ) -> None:
     acts = due(shared, holds, waited, grace)

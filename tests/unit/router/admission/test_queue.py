@@ -412,7 +412,7 @@ def test_a_key_of_long_prompts_gets_no_more_tokens_than_a_key_of_short_ones(cost
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), max_size=40), st.data())
-def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[str, int]], data: st.DataObject):
+def test_every_request_is_tried_once_and_the_count_stays_true(requests: list[tuple[str, int]], data: st.DataObject):
     queue: AdmissionQueue[str] = AdmissionQueue()
     inside: list[str] = []
     for number, (key, cost) in enumerate(requests):

@@ -65,7 +65,7 @@ def test_a_dead_engine_fails_all_that_it_had_at_once():
     assert breakers.barred_nodes(6.0) == []
 
 
-def test_a_good_answer_or_a_time_of_peace_begins_anew():
+def test_a_good_answer_or_a_quiet_period_resets_the_count():
     breakers, now = failing(MAX_FAULTS - 1)
     breakers.record_success(NODE, 77)
     breakers.record_fault(NODE, 78, now + 10)

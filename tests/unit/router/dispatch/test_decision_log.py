@@ -131,7 +131,7 @@ async def test_a_request_tells_its_way():
     assert story.steps[-1][0] == pytest.approx(1.0)
 
 
-async def test_a_refused_and_a_waiting_request_have_a_story_too():
+async def test_a_refused_and_a_waiting_request_have_a_record_too():
     one = Cluster(A)
     one.memory[A] = a_memory(0)
     one.report()
@@ -156,7 +156,7 @@ async def test_what_goes_on_elsewhere_says_so():
     assert way(ticket)[3] == ("resumed", f"node-{other}")
 
 
-async def test_a_story_is_bounded():
+async def test_a_record_is_bounded():
     one = Cluster(A)
     ticket = one.submit()
     for number in range(200):

@@ -245,7 +245,7 @@ async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int
     assert (whole.buffered, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
 
 
-async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
+async def test_an_unrequested_answer_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
     assert isinstance(ticket, BufferedRequest)
     ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
@@ -791,7 +791,7 @@ async def test_one_frame_wakes_a_reader_once(one: Cluster):
     assert woken == [3]
 
 
-async def test_shutdown_tells_everybody(two: Cluster):
+async def test_shutdown_notifies_every_client(two: Cluster):
     running = two.submit()
     full(two, A, B)
     waiting = two.submit()

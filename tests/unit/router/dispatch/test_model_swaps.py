@@ -313,7 +313,7 @@ def test_a_slice_ends_before_who_waits_gives_up():
     assert world.begun(0.2) == [(N1, "b", {"a"})]
 
 
-def test_a_turn_is_dropped_when_nobody_waits_or_the_node_goes_or_room_is_elsewhere():
+def test_a_swap_ends_when_no_request_waits_or_the_node_is_lost_or_another_has_headroom():
     for case in ("left", "away", "elsewhere", "smaller"):
         world = busy()
         world.waits("b", "eve")

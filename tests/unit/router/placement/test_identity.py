@@ -50,7 +50,7 @@ def test_the_model_that_most_members_hold_is_served():
     )
 
 
-def test_sleep_changes_nothing_until_nobody_can_serve_it():
+def test_sleep_changes_nothing_until_no_node_can_serve_it():
     asleep = replace(node("b", "y"), state="asleep")
     assert identity(node("a", "x"), asleep, node("c", "y")) == "y"
     assert identity(node("a", "x"), asleep, replace(node("c", "y"), state="lost")) == "x"
@@ -62,7 +62,7 @@ def test_sleep_changes_nothing_until_nobody_can_serve_it():
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
-def test_the_choice_does_not_depend_on_the_order_and_is_held_by_somebody(held: list[tuple[str, str]]):
+def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list[tuple[str, str]]):
     nodes = [node(str(at), *one) for at, one in enumerate(held)]
     chosen = {ClusterView(tuple(order)).identity("tiny").fingerprint for order in itertools.permutations(nodes)}
     assert len(chosen) == 1

@@ -297,7 +297,7 @@ def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
     assert index.shares(prompt) == {B: 1.0}
 
 
-def test_of_the_other_nodes_nothing_is_forgotten_and_a_node_that_returns_begins_anew():
+def test_other_nodes_are_kept_and_a_returning_node_starts_without_history():
     one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
     index = known((A, one, b"1"), (B, two, b"2"))
     index.apply_report(A, 1, 5, (b"x",) * 5)

@@ -193,7 +193,7 @@ async def test_it_goes_on_only_with_the_model_that_began_it():
     cluster.settled()
 
 
-async def test_what_nobody_has_read_may_begin_anew_with_another_model(two: Cluster):
+async def test_an_unread_answer_may_start_again_with_another_model(two: Cluster):
     models(two, b=a_model(fingerprint="another", prefill_speed=1.0))
     ticket = two.submit(stream=False)
     say(two, 1)
@@ -216,7 +216,7 @@ async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Clu
     assert len(two.generates()) == 1
 
 
-async def test_a_node_that_says_what_nobody_asked_for_cannot_be_followed(two: Cluster):
+async def test_a_node_that_sends_unrequested_frames_is_rejected(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     say(two, 2, choice=5)
@@ -358,7 +358,7 @@ async def test_the_deadline_ends_it_honestly():
     cluster.settled()
 
 
-async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be_sent_again():
+async def test_an_unread_request_is_refused_at_the_deadline_so_that_it_may_be_sent_again():
     cluster = Cluster(A, B, queue_timeout_seconds=0.05)
     ticket = cluster.submit(stream=False)
     say(cluster, 1)
@@ -376,7 +376,7 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
 # migration
 
 
-async def test_a_node_that_drains_is_emptied_and_nobody_notices(two: Cluster):
+async def test_a_node_that_drains_is_emptied_and_no_client_notices(two: Cluster):
     ticket = two.submit()
     first = two.last()
     say(two, 1)

@@ -228,7 +228,7 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
     assert quick.chosen.name != "5"
 
 
-def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_some():
+def test_a_node_without_free_rows_never_leads_while_others_have_some():
     *full, free = (replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
     free = replace(free, engine=EngineState("mlx", "ready", rows=32))
     ledger, view = ReservationLedger(), ClusterView((*full, free))

@@ -129,7 +129,7 @@ def test_the_excess_is_over_the_cap_less_leases_which_is_never_less_than_a_byte(
     assert excess(Memory(cap=100, phys=None)) == -100, "an unreadable footprint adds nothing"
 
 
-def test_what_is_given_back_at_once_is_not_in_the_way_of_whoever_asks():
+def test_freed_memory_does_not_delay_the_next_request():
     memory = Memory(cap=100, ceiling=100, margin=10, phys=80, active=30, recent=20)
     assert occupied(memory) == 80
     assert occupied(replace(memory, reusable=30)) == 50
@@ -360,7 +360,7 @@ def test_what_fits_now_can_ever_fit(memory: Memory, prompt: int) -> None:
         assert can_ever_fit(memory, model, prompt, 100)
 
 
-def test_what_the_engine_takes_before_any_model_is_nobodys_to_have() -> None:
+def test_memory_of_the_engine_before_any_model_is_available_to_no_request() -> None:
     memory, model = Memory(cap=100, ceiling=100, margin=10, base=20), Model("m", weights=30, kv_per_token=1)
     assert most_bytes(memory) == 70
     assert can_ever_fit(memory, model, 30, 10)

@@ -358,7 +358,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
 
 
-def test_a_head_without_room_gives_up_only_when_nobody_runs():
+def test_a_head_without_headroom_fails_only_when_nothing_runs():
     story = Story()
     story.submit(1)
     story.tell(JobWaits("video_1", "waiting: b makes another video", True))

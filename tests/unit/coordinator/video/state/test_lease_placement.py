@@ -46,7 +46,7 @@ def test_the_node_with_most_room_is_asked():
     assert chosen(a_node("a", 40 * GIB), a_node("b", 60 * GIB)) == "b"
 
 
-def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
+def test_a_node_without_headroom_gets_the_request_only_when_no_node_has_headroom():
     """Only the node knows which idle models it would unload."""
     assert chosen(a_node("a", 10 * GIB), a_node("b", 36 * GIB)) == "b"
     assert chosen(a_node("a", 10 * GIB), a_node("b", 2 * GIB)) == "a"
@@ -98,11 +98,11 @@ def test_what_it_waits_for_is_named(changes: dict[str, Any], why: str):
     assert why in phase
 
 
-def test_a_model_that_nobody_has_any_more_is_waited_for():
+def test_a_model_that_no_node_has_now_is_waited_for():
     assert "wan" in chosen(a_node("a", video=VideoState(True)))
 
 
-def test_nobody_is_chosen_while_a_node_has_yet_to_answer():
+def test_no_job_is_chosen_while_a_node_has_not_answered():
     asked = a_job(1, state=JobState.LEASING)
     assert choose(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
     assert choose(JobTable(), ClusterView(), {}, 0.0, 0.0) is None

@@ -103,7 +103,7 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     assert under_test.not_ready_refusal() is None
 
 
-def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
+def test_a_missing_value_is_reported_as_nothing_and_a_given_one_as_it_is():
     under_test = gate(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)

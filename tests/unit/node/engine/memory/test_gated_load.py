@@ -165,7 +165,7 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
     assert isinstance(driver.end(number), Finished)
 
 
-def test_a_row_that_grows_ends_the_load_and_preempts_nobody(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_that_grows_ends_the_load_and_preempts_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.engine.scheduling.scheduler.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)

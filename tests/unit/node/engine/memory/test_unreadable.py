@@ -113,7 +113,7 @@ def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driv
     assert report(two).counts.preemptions == 0
 
 
-def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_back(two: Driver, clock: Later):
+def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_releases(two: Driver, clock: Later):
     source = sensor(two)
     good = report(two).memory
     assert good.phys is not None

@@ -36,7 +36,7 @@ def load(driver: Driver, *names: str) -> None:
         assert isinstance(driver.end(number), Finished)
 
 
-def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
+def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     driver = two(tmp_path, idle_unload=HOUR)
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))

@@ -105,7 +105,7 @@ def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
     assert speed.after(RECOVERY_SECONDS) == 40.0
 
 
-def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_while():
+def test_one_measurement_makes_no_node_fast_and_the_best_lasts_a_while():
     speed = PrefillSpeed()
     for newest in (10.0, 10.0, 1e6, 10.0, 10.0):
         speed.learn(newest)

@@ -265,9 +265,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
 
 
 @pytest.mark.parametrize("fault", ["write", "ready", "admit"])
-def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
-):
+def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str):
     """Neither the prefilled requests nor those that decode at the same time lose their answers."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])

@@ -267,7 +267,7 @@ def test_bytes_of_text_for_each_prompt_token_are_learnt_from_long_prompts_only(d
     assert told() == pytest.approx(len(LONG.encode()) / prepared(driver, LONG).tokens)
 
 
-def test_a_load_of_a_model_that_is_here_is_done_and_of_one_that_nobody_has_is_refused(driver: Driver):
+def test_a_load_of_a_loaded_model_is_done_and_of_an_unknown_model_is_refused(driver: Driver):
     driver.answer(PLAIN["prompt"])
     before = counts(driver)
     driver.take(LoadModel(700, driver.default))

@@ -69,7 +69,7 @@ async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read
     await ended(process)
 
 
-async def test_nobody_waits_for_ever(tmp_path: Path):
+async def test_no_request_waits_for_ever(tmp_path: Path):
     process, said = await started("import time; time.sleep(600)", tmp_path, 0.1)
     assert said == b""
     await ended(process)
