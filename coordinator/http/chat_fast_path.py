@@ -360,4 +360,4 @@ def _nothing() -> None:
 
 def protocol(fast_path: FastPath) -> type[FastPathProtocol]:
     """Return the protocol class for one `FastPath`."""
-    return type("FrontProtocol", (FastPathProtocol,), {"door": fast_path})
+    return type("FrontProtocol", (FastPathProtocol,), {"fast_path": fast_path})

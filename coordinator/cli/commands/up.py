@@ -151,7 +151,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.wrong:
-        raise CommandError(2, "\n".join(one.told() for one in found.wrong))
+        raise CommandError(2, "\n".join(one.summary() for one in found.wrong))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():

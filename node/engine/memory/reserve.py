@@ -81,7 +81,7 @@ class EmergencyReserve:
 
     def maintain(self, now: float) -> None:
         """Check the memory if that is due, and take the reserve if there has been room for
-        `ROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
+        `HEADROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
         due = self.next_check_at()
         if due is None or now < due:
             return
