@@ -314,7 +314,7 @@ def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 
 
 @click.command()
-@click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
+@click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
 def version(session: ApiSession, all_nodes: bool) -> None:
     """Print versions. With --cluster, print version, protocol and next step of every member.
