@@ -220,7 +220,7 @@ async def test_a_reader_that_does_not_read_is_counted_and_its_node_told():
 async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Cluster):
     ask(one, max_tokens=5, n=2)
     one.say(lambda number: Admitted(number, 10**9, 10**9))
-    finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, thought=10**9)
+    finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, reasoning_tokens=10**9)
     used = one.dispatcher.usage.drain()["k", "tiny"]
     most = 100 + 4096 + 32
     assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (most, most, 10)
@@ -249,7 +249,7 @@ async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: 
     one.speak()
     one.speak()
     assert ticket.wrote == 2
-    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, thought=0)
+    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, reasoning_tokens=0)
     (rate,) = one.dispatcher.quotas.rates("k", one.now)
     assert rate.remaining == 1000 - 2
 

@@ -70,7 +70,7 @@ def test_it_ends_when_all_have_with_everything_added_up():
     assert isinstance(whole, Finished)
     assert whole.reasons == ("stop", "stop", "length", "stop")
     assert whole.stops == ("", "", "", "x")
-    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.thought) == (20, 4, 2, 2)
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.reasoning_tokens) == (20, 4, 2, 2)
 
 
 def test_the_first_that_fails_ends_it():

@@ -158,7 +158,7 @@ def test_the_end_of_a_request_is_told_from_its_times_and_rows():
 
 
 class _Silent:
-    stop, thought = "", 1
+    stop, reasoning_tokens = "", 1
 
 
 def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_together(
