@@ -313,9 +313,9 @@ def place(
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
 
-    `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties. `corrections`
-    limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in their prefix
-    cache.
+    `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties.
+    `corrections` limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in
+    their prefix cache.
     """
     seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
     feasible = [candidate for candidate in seen if not candidate.why]
