@@ -61,7 +61,10 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseManager:
-    """Leases of this node. Every method runs on the loop that called `start`."""
+    """Leases of video jobs on this node: grant, watch and end one lease at a time.
+
+    Call every method on the event loop that called `start`.
+    """
 
     def __init__(
         self,
@@ -93,9 +96,9 @@ class LeaseManager:
         self.changed: Callable[[], None] = lambda: None
         """Called when the next report would differ."""
         self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
-        """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+        """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
         self.finish: Callable[[str], None] = lambda lease: None
-        """Ends the actor of a lease."""
+        """Ends the Ray actor of a lease."""
 
     # state
 
@@ -105,7 +108,7 @@ class LeaseManager:
         return self._limiter.leases > 0
 
     def states(self) -> tuple[LeaseState, ...]:
-        """Return all leases as rows of the report."""
+        """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
         return tuple(self._state(held) for held in self._ledger.leases)
 
     def _state(self, held: LeaseRecord) -> LeaseState:
@@ -122,13 +125,13 @@ class LeaseManager:
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
     def video(self) -> VideoState:
-        """Return the video part of the report, without Ray."""
+        """Return the video part of the report, without the fields of Ray."""
         offer = self._offer
         packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.states())
 
     def artifact(self, what: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None when it is no artifact of this node."""
+        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
         lease, _, name = what.removeprefix(PREFIX).partition("/")
         held = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
         known = held is not None and held.ended is not None and any(one.name == name for one in held.ended.artifacts)
@@ -137,7 +140,10 @@ class LeaseManager:
     # requests of the coordinator
 
     def ask(self, ask: LeaseRequest) -> None:
-        """Handle a request for a lease. The answer is a frame, sent at once or within seconds."""
+        """Grant or refuse a lease. The answer is a frame to `say`, at once or within seconds.
+
+        A repeated request gets the earlier answer again.
+        """
         held = self._ledger.find(ask.lease, ask.generation)
         if held is not None:
             self._repeat(held)
@@ -188,32 +194,38 @@ class LeaseManager:
         self._paused = why
 
     def end(self, why: str) -> None:
-        """End the held lease, because the node takes no work any more."""
+        """End the held lease and refuse new leases, because of `why`.
+
+        Do nothing if no lease is held or its end has been ordered.
+        """
         if self.holding and not self._order:
             self._paused, self._order = why, PAUSED
             self._news.set()
 
     def resend_ends(self) -> None:
-        """Send unacknowledged ends again on a new link."""
+        """Send the ends of leases that the coordinator has not acknowledged again, on a new link."""
         for held in self._ledger.leases:
             if held.ended is not None:
                 self.say(held.ended)
 
     def not_started(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started. A lease with a running worker continues."""
+        """End a lease whose actor could not be started because of `why`. A lease with a running worker continues."""
         watch = self._watch
         if watch is not None and watch.held.lease == lease and watch.worker is None:
             self._unstarted = why
             self._news.set()
 
     def engine_changed(self) -> None:
-        """Wake the waiting tasks after a change of the engine."""
+        """Wake tasks that wait for the engine, after a new report of the engine."""
         self._news.set()
 
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Recover the state of an earlier agent: end its worker and return its lease."""
+        """Recover the state of an earlier agent: end its worker and return its lease.
+
+        Raise `OSError` if the folder of the leases cannot be used.
+        """
         private_folder(self._folder)
         self._ledger = self._load()
         held = self._ledger.holding
@@ -232,7 +244,7 @@ class LeaseManager:
         self._conclude(held, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
-        """End the worker, return the lease, and refuse all further leases."""
+        """End the worker, wait until its lease has ended, and refuse all further leases."""
         self._stopping = True
         if self._task is not None:
             self._order = self._order or STOPPING
@@ -494,7 +506,7 @@ class LeaseManager:
         shutil.rmtree(self._place(held), ignore_errors=True)
 
     def _save(self) -> bool:
-        """Write the ledger to the disk. Returns whether it was written; a granted lease continues without it."""
+        """Write the ledger to the disk. Return whether that succeeded; a granted lease continues in either case."""
         try:
             write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
         except OSError as error:
@@ -526,7 +538,7 @@ def _full(folder: Path) -> bool:
 
 
 def _artifacts(watch: WorkerMonitor) -> tuple[Artifact, ...]:
-    """Measure the artifacts that the worker reports; empty when the clip is missing or empty."""
+    """Return size and hash of the artifacts that the worker reports; empty if the clip is missing or empty."""
     names = (watch.job.made or {}).get("files")
     found: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):
