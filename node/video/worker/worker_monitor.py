@@ -152,7 +152,7 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease, replacing an existing one, and write the grant, after which a worker may be started.
+        """Create the folder of the lease in place of an existing one. The worker may start after that.
 
         Raise `OSError` if that fails.
         """
