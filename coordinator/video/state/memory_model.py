@@ -238,7 +238,7 @@ def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[st
 
 
 def too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
-    """Return a message with the numbers if predicted peak and margin of a clip exceed `lease` bytes; None if they fit."""
+    """Return a message with the numbers if a clip's predicted peak and margin exceed `lease` bytes, else None."""
     if profile.need(clip.tokens) <= lease:
         return None
     known = f"measured on {profile.measured} jobs" if profile.calibrated else "uncalibrated"
