@@ -472,7 +472,7 @@ class Registry:
         return counts
 
     def warnings(self) -> list[str]:
-        """Return the conditions that need a person, each with the next step. Dangers come first."""
+        """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
         found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
