@@ -102,13 +102,13 @@ class Metric(Expression):
     only: tuple[tuple[str, str], ...] = ()
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the metric and its required labels as PromQL."""
         return self.name + (
             "{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only else ""
         )
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of the newest sample that have the required labels; empty if there are none."""
         found = history.sample.get(self.name, {})
         return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
 
@@ -122,12 +122,12 @@ class Increase(Expression):
     without: tuple[str, ...] = ()
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the increase, with its sum, as PromQL."""
         rise = f"increase({self.name}[{self.seconds}s])"
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the increases up to the newest sample, by their labels without those in `without`."""
         sums: dict[Labels, float] = {}
         for labels, rise in history.increases(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
@@ -140,11 +140,11 @@ class CurrentTime(Expression):
     """Current time in Unix seconds."""
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Return `time()`, the current time in PromQL."""
         return "time()"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the time of the newest sample."""
         return Scalar(history.now)
 
 
@@ -155,11 +155,11 @@ class MaxOver(Expression):
     of: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the maximum as PromQL."""
         return f"max({self.of.promql()})"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the maximum on the newest sample; empty if the expression has no series."""
         found = self.of.value(history)
         return found if isinstance(found, Scalar) else ({frozenset(): max(found.values())} if found else {})
 
@@ -177,11 +177,11 @@ class BinaryOp(Expression):
     right: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the operation in parentheses as PromQL."""
         return f"({self.left.promql()} {self.sign} {self.right.promql()})"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the result for each pair of series with equal labels, on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), self._apply)
 
     def _apply(self, left: float, right: float) -> float | None:
@@ -203,12 +203,12 @@ class Comparison(Expression):
     right: Expression | float
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the comparison as PromQL."""
         right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
         return f"{self.left.promql()} {self.sign} {right}"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of `left` on the newest sample for which the comparison holds."""
         right = self.right.value(history) if isinstance(self.right, Expression) else Scalar(self.right)
         holds = _COMPARE[self.sign]
         return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
@@ -226,11 +226,11 @@ class And(Expression):
     right: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render both operands with `and` as PromQL."""
         return f"{self.left.promql()} and {self.right.promql()}"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of `left` on the newest sample whose labels also occur in `right`."""
         return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
 
     def parts(self) -> tuple[Expression, ...]:

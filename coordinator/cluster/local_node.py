@@ -31,7 +31,7 @@ class LocalNodeElsewhereError(Exception):
 def check_node(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    Raise `LocalNodeElsewhereError` with the possible next steps.
+    Raise `LocalNodeElsewhereError`, with the possible next steps, if it belongs to another cluster.
     """
     try:
         kept = json.loads((state / "node" / "identity" / "identity.json").read_text())

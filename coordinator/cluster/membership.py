@@ -444,7 +444,10 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
 
 
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply the transitions of all nodes that are due at `now`. Call it at `next_deadline`."""
+    """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call it at `next_deadline`.
+
+    Return the new pool and the actions in order.
+    """
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
     for node, member in pool.members.items():

@@ -55,7 +55,7 @@ class NodeSnapshot:
     models: tuple[Model, ...] = ()
     """Models with their own series."""
     measures: NodeMeasures | None = None
-    """Measurements; None if the node was not asked."""
+    """Measurements of the node; None if the node was not asked or sent invalid ones."""
 
 
 def sanitize_measures(told: NodeMeasures) -> NodeMeasures:

@@ -34,7 +34,10 @@ from host.private_files import private_folder, write_private
 
 HERE = Path(__file__).parent
 LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}
-"""Platform of each `<name>.lock`. A `<name>.torch` file next to it lists packages from an index that only pip knows."""
+"""Name of the lock file `<name>.lock` by platform.
+
+A file `<name>.torch` next to it lists packages from an index that only pip knows.
+"""
 ENGINE = "mlx-gen"
 PROBE = "import mflux.models.wan.variants"
 READY = "ready.json"

@@ -121,7 +121,7 @@ class LeaseManager:
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def report_key(self) -> tuple[object, ...]:
-        """Return the values whose change causes a report."""
+        """Return the values of all leases whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
     def video(self) -> VideoState:
@@ -140,7 +140,7 @@ class LeaseManager:
     # requests of the coordinator
 
     def ask(self, ask: LeaseRequest) -> None:
-        """Grant or refuse a lease. The answer is a frame to `say`, at once or within seconds.
+        """Grant or refuse a lease. Send the answer with `say`, at once or within seconds.
 
         A repeated request gets the earlier answer again.
         """
@@ -174,7 +174,10 @@ class LeaseManager:
             self.say(LeaseGranted(held.lease, held.generation, str(self._watch.folder)))
 
     def release(self, order: LeaseRelease) -> None:
-        """End a lease, or remove a lease whose end is acknowledged."""
+        """End a lease, or delete a lease whose end is acknowledged.
+
+        Send the end of a lease that has ended already or is unknown.
+        """
         held = self._ledger.find(order.lease, order.generation)
         if held is None and self._asked == (order.lease, order.generation):
             self._order = order.cause or "released"
@@ -203,13 +206,16 @@ class LeaseManager:
             self._news.set()
 
     def resend_ends(self) -> None:
-        """Send the ends of leases that the coordinator has not acknowledged again, on a new link."""
+        """Send again, on a new link, the ends of leases that the coordinator has not acknowledged."""
         for held in self._ledger.leases:
             if held.ended is not None:
                 self.say(held.ended)
 
     def not_started(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started because of `why`. A lease with a running worker continues."""
+        """End a lease whose actor could not be started; `why` is the reason.
+
+        A lease with a running worker continues.
+        """
         watch = self._watch
         if watch is not None and watch.held.lease == lease and watch.worker is None:
             self._unstarted = why

@@ -164,7 +164,7 @@ def _same(ask: LeaseRequest, ledger: LeaseLedger) -> bool:
 
 
 def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
-    """Return the refusal of a request that no free memory can help; None if the request passes.
+    """Return the refusal of a request for reasons other than memory in use; None if the request passes.
 
     The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or exceeds the cap.
     """

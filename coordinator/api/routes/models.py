@@ -83,10 +83,7 @@ class ModelRoutes:
         return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
 
     async def load(self, body: OneModel) -> dict[str, Any]:
-        """Load a model on a node, or on the best node.
-
-        The answer follows once the model is loaded.
-        """
+        """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
         answer = await self._loads.load(_model(body), self._node(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_problem(answer))

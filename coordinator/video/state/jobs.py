@@ -119,12 +119,15 @@ class VideoJob(msgspec.Struct, frozen=True):
     generation: int = 0
     """Number of the job's current or newest lease. Messages about an older generation are ignored."""
     attempts: int = 0
-    """Attempts that began and were lost without a fault of the job."""
+    """Restarts so far, because the node or worker was lost or the worker never started."""
     phase: str = "queued"
     progress: int = 0
     step: int = 0
     due: float | None = None
-    """Deadline of the current step: the answer to a lease, the start of the worker, or the return of a node."""
+    """Unix time of the deadline of the current step; None without one.
+
+    The step is the answer to a lease request, the start of the worker, the return of a node, or the fetch of files.
+    """
     away: bool = False
     """Whether the node of the job is not linked."""
     started: float | None = None

@@ -177,7 +177,7 @@ def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
 
 
 def apply_node_away(turn: Transition, node: str) -> None:
-    """Apply the end of a node's link: wait for its running job, and retry a job that has not begun on another node."""
+    """Apply the end of a node's link: requeue a job that waits for its lease, and set a deadline for a running job."""
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == JobState.LEASING:
             turn.holds.pop(job.lease, None)

@@ -77,7 +77,7 @@ class MessageReader:
     def feed(self, data: bytes) -> list[Any]:
         """Return the messages that `data` completes.
 
-        Raise `DriverLinkError` for a message too long or of no known kind.
+        Raise `DriverLinkError` for a message that is too long or invalid.
         """
         self._buffer += data
         found: list[Any] = []

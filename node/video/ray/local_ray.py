@@ -51,9 +51,9 @@ START_TIMEOUT_SECONDS = 120.0
 PORTS = 60
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[3])
-"""The folder that the actor is imported from."""
+"""Folder from which Ray's workers import the actor."""
 CURRENT = "ray_current_cluster"
-"""Ray's note of a cluster in its folder: with the note of an earlier one, Ray refuses to start."""
+"""File in Ray's folder that names its cluster. With the file of an earlier cluster, Ray refuses to start."""
 EXIT_GRACE_SECONDS = 2.0
 """Seconds that a driver has to exit after its socket was closed."""
 
@@ -96,7 +96,10 @@ def command(ports: int, folder: Path, gib: int) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
-    """Return the environment variables of this Mac's Ray. `files` has the token, `node` becomes the id of its node."""
+    """Return the environment variables of this Mac's Ray.
+
+    The folder `files` has the token. `node` becomes the id of Ray's only node.
+    """
     found = ray_process.environment(inherited, files)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
@@ -134,7 +137,7 @@ class LocalRay:
 
     @property
     def pid(self) -> int | None:
-        """The process id of Ray's launcher; None while there is none."""
+        """Process id of Ray's launcher; None while Ray does not run."""
         return self._process.pid if self._process is not None else None
 
     @property

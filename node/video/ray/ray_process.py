@@ -31,7 +31,7 @@ CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
 """Interpreter arguments that start Ray through `ray_child`."""
 QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
 HOST = "127.0.0.1"
-"""The address of every socket of Ray: no other machine reaches it."""
+"""Address of all sockets of Ray, which no other machine can reach."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Variables that Ray's processes inherit."""
 SLIM = {
@@ -72,7 +72,7 @@ def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
 
 
 async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
-    """Start Ray in its own session, with pipes. Raise `OSError` if the process cannot be started."""
+    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started."""
     return await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
