@@ -174,8 +174,10 @@ class Connection(LinkEndpoint):
         self.abort(f"no Hello within {STRANGER_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Split bytes into frames. Bytes of a peer without a certificate go to its enrolment only, and are counted
-        first."""
+        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
+
+        Abort the connection after too many bytes before Hello, and after an invalid frame.
+        """
         if self._conversation is not None:
             self._converse(self._conversation.feed(data, self._loop.time()))
             return
@@ -223,7 +225,7 @@ class Connection(LinkEndpoint):
             self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Process the frames that arrived before the peer closed the connection."""
+        """Process the frames that arrived before the peer closed the connection, then handle its end."""
         if self._resting and not self._reason:
             self._take_frames(all_of_them=True)
         super().connection_lost(exc)

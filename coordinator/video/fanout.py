@@ -18,7 +18,7 @@ class ListenerFanout:
         self._conductor = conductor
 
     def set_view(self, view: ClusterView) -> None:
-        """Pass a new cluster view to both."""
+        """Pass a new cluster view to the dispatcher and the video controller."""
         self._dispatcher.set_view(view)
         self._conductor.apply_view(view)
 
@@ -30,11 +30,11 @@ class ListenerFanout:
             self._dispatcher.receive(node, frame)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Report the end of a node's link to both. Only the dispatcher uses `reason`."""
+        """Report the end of a node's link to the dispatcher, with its reason, and to the video controller."""
         self._dispatcher.node_gone(node, reason)
         self._conductor.node_gone(node)
 
     def forget(self, node: NodeId) -> None:
-        """Remove the data of a node that is no longer a member from both."""
+        """Delete the data of a former member from the dispatcher and the video controller."""
         self._dispatcher.forget(node)
         self._conductor.forget(node)

@@ -24,10 +24,13 @@ RUNTIME_BYTES = int(3.15 * GIB)
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
 MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
-"""First engine that holds weights stored at 8 bits in 16. Source: its code, and loads with both versions."""
+"""First engine version that holds weights stored at 8 bits in 16 bits.
+
+Source: its code, and loads with both versions.
+"""
 WIDENED_BITS = 8
 WIDENED = 16 / 8.5
-"""Growth factor of such weights: from 8 bits plus half a bit of scales to 16 bits."""
+"""Growth factor of weights stored at 8 bits in such an engine: from 8 bits plus half a bit of scales to 16 bits."""
 MIN_FPS, MAX_FPS = 4, 60
 MIN_SIDE, MAX_SIDE = 32, 4096
 DEFAULT_SIZE = (480, 272)
