@@ -140,7 +140,7 @@ class LeaseManager:
     # requests of the coordinator
 
     def ask(self, ask: LeaseRequest) -> None:
-        """Grant or refuse a lease. Send the answer with `say`, at once or within seconds.
+        """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
         A repeated request gets the earlier answer again.
         """

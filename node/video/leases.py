@@ -213,7 +213,7 @@ def check_fits(
 def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> str:
     """Describe for a person the headroom that a lease lacks, and the models that hold it.
 
-    `size` and `room` are the lease and the headroom in bytes. `room` is None if the footprint of the engine is unknown.
+    Lease and headroom are in bytes. The headroom is None if the footprint of the engine is unknown.
     """
     if room is None:
         return "a reading of the engine's footprint"

@@ -19,7 +19,7 @@ log = structlog.get_logger("node.video")
 
 
 class VideoSubsystem:
-    """Video parts of a node: `offer` finds packages, `lender` keeps leases, `ray` runs Ray.
+    """Video parts of a node: search for packages, leases of memory, and Ray.
 
     Ray starts only while this node can make videos and the coordinator allows it.
     """
@@ -36,7 +36,7 @@ class VideoSubsystem:
         self._paused = ""
 
     def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
-        """Set the callbacks: `tell` sends a frame to the coordinator, `changed` runs when the report differs."""
+        """Set the callbacks that send a frame to the coordinator and announce a changed report."""
         self._changed = changed
         self.lender.say, self.lender.changed = tell, self._offered
         self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
