@@ -72,8 +72,8 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 class WorkerJob:
     """State of a job, by the worker's events.
 
-    `mark` changes with each sign of progress. `end` is None until an event ends the job. `made` is the properties of the
-    finished clip.
+    `mark` changes with each sign of progress. `end` is None until an event ends the job. `made` is the properties of
+    the finished clip.
     """
 
     phase: LeasePhase = LeasePhase.GRANTED
