@@ -36,7 +36,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """Alert rule: an expression that holds for the labels of a condition, and texts for a person."""
+    """Alert rule: an expression over metrics, the time for which it must hold, and texts for a person."""
 
     name: str
     severity: Severity
@@ -50,7 +50,7 @@ class AlertRule:
 
     @property
     def runbook(self) -> str:
-        """Link to the entry of the rule in the runbook, below the repository's root."""
+        """Path of the rule's entry in the runbook, relative to the repository."""
         return RUNBOOK + self.name.lower()
 
     def metrics(self) -> set[str]:

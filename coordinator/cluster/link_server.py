@@ -1,15 +1,14 @@
 """TLS server for the links of nodes: the one port to which nodes connect.
 
 Covers: TLS, enrolment and greeting of peers, framing in both directions, newest link wins, second links that take over,
-pings, questions to nodes, limits on strangers.
+pings, fetches from nodes, limits on peers without a certificate.
 Does not cover: the states of a node (`cluster.membership`), the effects of its frames (`router.dispatch.dispatcher`),
 enrolment itself (`coordinator.joining.enrollment`).
 
 Rules
 - The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
-- A peer without a certificate (a stranger) has `STRANGER_TIMEOUT_SECONDS` and `MAX_STRANGER_BYTES` to enrol. Only
-enrolment frames
-  are decoded for it. Only the wait for a person's approval may take longer.
+- A peer without a certificate must enrol within 5 s and 16 KiB. Only enrolment frames are decoded for such a peer. Only
+  the wait for a person's approval may take longer.
 - A node has budgets (`link_budgets`) for its frames, reports, renewals and links. A link that exceeds them ends with
   the reason.
 - The newest connection of a node wins. A second link of the same agent instance with `takeover` leaves the first open,
@@ -64,10 +63,10 @@ CLOSE_DELAY_SECONDS = 0.5
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
 MAX_STRANGERS = 64
-"""Most connections without a certificate; a quarter of them from one address.
+"""Maximum connections without a certificate; a quarter of them from one address.
 
-A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
-same address.
+A peer with a certificate of the cluster does not count. Peers without one therefore cannot exclude a node, even a node
+behind the same address.
 """
 FROM_NODES = frozenset(
     {

@@ -39,7 +39,7 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
+    """Connections of the cluster port: current links, other current connections, links and denials since the start."""
 
     open: int
     strangers: int
