@@ -1,7 +1,7 @@
 """TLS server for the links of nodes: the one port to which nodes connect.
 
 Covers: TLS, enrolment and greeting of peers, framing in both directions, newest link wins, second links that take over,
-pings, fetches from nodes, limits on peers without a certificate.
+pings, and fetches from nodes. Also covers limits for peers without a certificate.
 Does not cover: the states of a node (`cluster.membership`), the effects of its frames (`router.dispatch.dispatcher`),
 enrolment itself (`coordinator.joining.enrollment`).
 
