@@ -406,7 +406,7 @@ class Membership(msgspec.Struct, frozen=True):
         return self.doubted is not None
 
     def check(self) -> None:
-        """Raise `InvariantError` if the values of a member contradict each other."""
+        """Raise `InvariantError` if the values of any member contradict each other."""
         for node, member in self.members.items():
             if node != member.node:
                 raise InvariantError(f"{member.node} is kept as {node}")

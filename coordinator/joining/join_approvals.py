@@ -41,7 +41,7 @@ class ApprovalDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WaitingNode:
-    """Node that waits for approval, as a person sees it."""
+    """Description of a node that waits for approval, as shown to a person."""
 
     code: str
     """Code on the node's screen."""
