@@ -17,15 +17,18 @@ from router.admission.api_keys import KeyRing, credential
 from router.errors import NO_KEY, WRONG_KEY, missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
-"""The key of the request that is being answered, as the audit log names it."""
+"""API key of the current request, by its name in the audit log."""
 KEY: ContextVar[str] = ContextVar("key", default="")
-"""The id of that key."""
+"""Id of the API key of the current request."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """Client address of the current request."""
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
-    """Return a check that admits only keys with `scope` and records the key's id on the request."""
+    """Return a check that admits only requests with an API key of this scope.
+
+    The check sets `ACTOR`, `KEY` and `ADDRESS`. It raises `ProblemError` (401 or 403) for any other request.
+    """
 
     async def check(request: Request) -> None:
         presented = credential(request.scope["headers"])
@@ -44,7 +47,7 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
 
 
 def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an act written into the audit log, once it is done."""
+    """Wrap a route handler so that each successful call is written to the audit log, under the handler's name."""
 
     @wraps(act)
     async def audited(**given: Any) -> Any:

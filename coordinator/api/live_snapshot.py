@@ -1,4 +1,4 @@
-"""Sections of the live page, each updated separately."""
+"""Content of the live page, in sections that are updated separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from router.dispatch.decision_log import RequestRecord
 from router.dispatch.request import ActiveRequest
 
 MAX_REQUESTS_SHOWN = 50
-"""Requests that the page shows, under way and ended."""
+"""Maximum open requests, and maximum ended requests, on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
-"""Seconds after which the page says how long a node is silent."""
+"""Seconds without a report from which the page shows the age of a node's last report."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSources:
-    """Sources of the sections."""
+    """Sources of the page's sections. A call returns the current content."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -33,7 +33,7 @@ class SnapshotSources:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Return the current content of every section."""
+        """Return the current content of each section by name."""
         names = self.ring.names()
         records = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
         return {
@@ -51,7 +51,7 @@ class SnapshotSources:
 
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove volatile values without meaning from a node's row: silence below three seconds."""
+    """Remove values that change without meaning from a node's row: ages of a report below `SILENCE_SHOWN_SECONDS`."""
     reported_seconds = row["heard_seconds"]
     return {
         **row,
@@ -65,7 +65,7 @@ def _steady(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ended(record: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a request that has ended, without its steps: the page asks for them."""
+    """Return an ended request as a row, without its steps, which the page requests separately."""
     return {
         "request_id": record.request_id,
         "key": names.get(record.key, f"{record.key} (ended)"),

@@ -35,17 +35,20 @@ from wire.node_state import ALIVE, GONE, LINKED, NodeState
 SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
 LOST_AFTER_SECONDS = 10.0
-"""Seconds without a report until the link is closed and its requests are resumed on other nodes."""
+"""Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
 FORGET_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
 CORRELATION_WINDOW_SECONDS = 5.0
-"""Seconds within which falls of several nodes count as one event."""
+"""Seconds within which losses of several nodes count as one event."""
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
-    """Membership of one node. Times are in seconds of `now`."""
+    """Membership and liveness of one node. All times are monotonic seconds, as `now` of `step`.
+
+    `enrolled`: the node is a member. `instance` identifies the agent process of the newest link.
+    """
 
     node: NodeId
     state: NodeState
@@ -56,7 +59,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     enrolled: bool = True
     cordoned: bool = False
     link: int = 0
-    """Number of the current link; 0 if there is none."""
+    """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
     """Highest link number seen."""
     instance: str = ""
@@ -65,7 +68,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     reason: str = ""
     """Why the node is not ready, as text for people."""
     silent_at: float | None = None
-    """When a living node last fell silent; None after its return or a goodbye."""
+    """Time at which a living node became suspect or lost; None after its return or a goodbye."""
 
     @property
     def placeable(self) -> bool:
@@ -73,7 +76,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
         return self.state is NodeState.READY and not self.cordoned
 
     def check(self) -> None:
-        """Raise `InvariantError` if two values contradict."""
+        """Raise `InvariantError` if two values of this member contradict each other."""
         wrong = [
             "linked without a link" * (self.state in LINKED and not self.link),
             "gone with a link" * (self.state in GONE and bool(self.link)),
@@ -89,11 +92,14 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
 
 
 class InvariantError(AssertionError):
-    """Violated invariant: a bug in this program."""
+    """Raised for a violated invariant, which is a bug in this program."""
 
 
 class IllegalEventError(Exception):
-    """Event that cannot happen in this state: a bug of the caller, or a peer that should have been denied."""
+    """Raised for an event that is illegal in the state of the node.
+
+    The cause is a bug of the caller, or a peer that should have been denied.
+    """
 
 
 # events
@@ -101,12 +107,12 @@ class IllegalEventError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemberEnrolled:
-    """The node received a certificate and is a member from now on."""
+    """Event: the node received a certificate and is a member from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConnected:
-    """A new link has passed Hello."""
+    """Event: the Hello of a new link was accepted."""
 
     link: int
     instance: str
@@ -117,7 +123,7 @@ class MemberConnected:
 
 @dataclass(frozen=True, slots=True)
 class MemberReported:
-    """A report arrived."""
+    """Event: a report of the node arrived, with the node's own state."""
 
     link: int
     draining: bool = False
@@ -126,7 +132,7 @@ class MemberReported:
 
 @dataclass(frozen=True, slots=True)
 class MemberDisconnected:
-    """The connection ended without a goodbye."""
+    """Event: the connection of a link ended without a goodbye."""
 
     link: int
     reason: str = "connection ended"
@@ -134,7 +140,7 @@ class MemberDisconnected:
 
 @dataclass(frozen=True, slots=True)
 class MemberGoodbye:
-    """The node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
+    """Event: the node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
 
     link: int
     reason: str
@@ -142,22 +148,22 @@ class MemberGoodbye:
 
 @dataclass(frozen=True, slots=True)
 class MemberCordoned:
-    """A person excluded the node from new work."""
+    """Event: a person excluded the node from new work."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberUncordoned:
-    """A person admitted the node to new work again."""
+    """Event: a person admitted the node to new work again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRemoved:
-    """A person removed the node from the pool."""
+    """Event: a person removed the node from the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipTick:
-    """Time has passed."""
+    """Event: time has passed. The deadlines of the node are checked."""
 
 
 OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
@@ -169,7 +175,7 @@ Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemo
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close this link."""
+    """Action: close this link."""
 
     node: NodeId
     link: int
@@ -178,7 +184,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """Resume the requests of this node's link on other nodes."""
+    """Action: resume the requests of this node's link on other nodes."""
 
     node: NodeId
     reason: str
@@ -186,14 +192,14 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True)
 class MemberChanged:
-    """Publish the node, because a value that people or placement see has changed."""
+    """Action: publish the node, because a value that people or placement see has changed."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Delete all data of the node, because the pool no longer contains it."""
+    """Action: delete all data of the node, because the pool no longer contains the node."""
 
     node: NodeId
 
@@ -251,7 +257,11 @@ _GOODBYE = {"asleep": (NodeState.ASLEEP, "asleep"), "leave": (NodeState.LEFT, "l
 
 
 def step(member: Member, event: Event, now: float) -> Step:
-    """Apply one event to one node. Raise `IllegalEventError` if the event is not in `TABLE` for the node's state."""
+    """Apply one event to one node at `now` (monotonic seconds). Return the new membership and the actions in order.
+
+    Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
+    Raise the same for an event of an unknown link, and for a new link without a higher number.
+    """
     if isinstance(event, OfLink) and _stale(member, event):
         return member, ()
     allowed = TABLE[type(event)].get(member.state)
@@ -370,7 +380,7 @@ def _tick(member: Member, now: float) -> Step:
 
 
 def _deadline(member: Member) -> float | None:
-    """Return when time alone will change the state; None if never."""
+    """Return the time at which time alone changes the state; None if never."""
     if member.state in GONE:
         return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
     reported_at = (
@@ -383,11 +393,11 @@ def _deadline(member: Member) -> float | None:
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Membership of all nodes."""
+    """Membership of all nodes of the pool, by node id."""
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     doubted: float | None = None
-    """Since when the coordinator suspects itself, in seconds of `now`; None if it does not."""
+    """Monotonic time since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
@@ -396,7 +406,7 @@ class Membership(msgspec.Struct, frozen=True):
         return self.doubted is not None
 
     def check(self) -> None:
-        """Raise `InvariantError` when any invariant does not hold."""
+        """Raise `InvariantError` if the values of any member contradict each other."""
         for node, member in self.members.items():
             if node != member.node:
                 raise InvariantError(f"{member.node} is kept as {node}")
@@ -404,7 +414,7 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
-    """Return the pool at the start of a coordinator: every stored member is lost until it connects."""
+    """Return the pool at the start of a coordinator. The stored members `nodes` are lost until they connect."""
     marked = frozenset(cordoned)
     return Membership(
         {
@@ -417,9 +427,10 @@ def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = (
 
 
 def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply one event about one node.
+    """Apply one event about one node at `now` (monotonic seconds). Return the new pool and the actions in order.
 
-    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member).
+    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member). Raise
+    `IllegalEventError` for any other event of an unknown node, and as `step`.
     """
     member = pool.members.get(node)
     if member is None:
@@ -435,7 +446,10 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
 
 
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply the transitions of all nodes that are due at `now`. Call it at `next_deadline`."""
+    """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call it at `next_deadline`.
+
+    Return the new pool and the actions in order.
+    """
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
     for node, member in pool.members.items():
@@ -449,7 +463,7 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
-    """Return when `tick` is next due, in seconds of `now` and not before `now`. None if time changes nothing."""
+    """Return the monotonic time at which `tick` is due next, not before `now`. None if time changes nothing."""
     forgetting = not pool.self_suspect
     deadlines = [
         deadline

@@ -45,7 +45,7 @@ from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
 MAX_IMMEDIATE_MEMBERS = 32
-"""Most members for which every report publishes a new view at once."""
+"""Maximum number of members with which every report publishes a new view at once."""
 PAUSE_TIMEOUT_SECONDS = 10.0
 """Longest wait for a node's report that it is paused or resumed, in seconds."""
 ALIVE_REPORT_AGE_SECONDS = 3.0
@@ -59,15 +59,15 @@ class RegistryListener(Protocol):
     """Callbacks of the registry, implemented by the dispatcher."""
 
     def set_view(self, view: ClusterView) -> None:
-        """Replace the cluster view."""
+        """Replace the cluster view, after a change of any node."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Handle a node's frame about a request."""
+        """Handle a frame of a node that is not about its membership, such as a frame of a request."""
         ...
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Resume the node's requests on other nodes."""
+        """Resume the requests of a node on other nodes, because its link has ended for `reason`."""
         ...
 
     def forget(self, node: NodeId) -> None:
@@ -76,7 +76,10 @@ class RegistryListener(Protocol):
 
 
 class Registry:
-    """Members and their state. `wall` returns Unix seconds; all other times are seconds of the loop's clock."""
+    """Members of the cluster, their links and their newest reports.
+
+    `wall` returns Unix seconds; all other times are seconds of the loop's clock. `epoch` is sent to nodes in Welcome.
+    """
 
     def __init__(
         self,
@@ -116,8 +119,8 @@ class Registry:
         self._publishing: asyncio.TimerHandle | None = None
         self._report_events: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
-        """When `_timer` fires. Kept here because uvloop's handle has no `when` within half a millisecond of its time.
-        """
+        """Loop time at which `_timer` fires. Stored because uvloop's handle has no `when` within half a millisecond of
+        that time."""
         self._published = asyncio.Event()
         """Set whenever a new view is published."""
         self.placing: RegistryListener | None = None
@@ -130,11 +133,11 @@ class Registry:
     # -- callbacks of the link server -----------------------------------------------------
 
     def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
-        """Begin an enrolment."""
+        """Begin an enrolment of a peer at `address`. Return `Denied` if the enrolment server refuses."""
         return self._enrolment.start_enrollment(address, self._loop.time())
 
     async def wait_stored(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
+        """Wait until all changes so far are on disk. Raise `StoreError` if a write failed."""
         await self._store.flush()
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
@@ -217,7 +220,7 @@ class Registry:
         return self._loop.time() - self._reported_at.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link and return its number."""
+        """Record a new link of a member and return its sequence number."""
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
@@ -227,13 +230,13 @@ class Registry:
         return number
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
-        """Record the end of the link with this number."""
+        """Record the end of the link with this number. Ignore a link that is not the newest of its node."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
             self._happen(node, membership.MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of a link."""
+        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
         if type(frame) is Report:
             self._take_report(node, number, frame)
         elif type(frame) is Goodbye:
@@ -275,20 +278,22 @@ class Registry:
         self.links.send(node, CertificateRenewed(certificate))
 
     def enrolled(self, row: MemberRow) -> None:
-        """Record that a machine has received a certificate."""
+        """Add a machine that has received a certificate to the members."""
         log.info("node enrolled", node=row.node, name=row.name)
         self._happen(row.node, membership.MemberEnrolled())
 
     # -- administration ------------------------------------------------------------------
 
     def find(self, text: str) -> NodeId | None:
-        """Find a member by id or name. Of two members with one name, prefer the one that has not left, because it
-        joined again."""
+        """Return the id of the member with this id or name; None if there is none.
+
+        Of two members with the same name, prefer the member that has not left, because it has joined again.
+        """
         found = [node for node in self._pool.members if text in (node, self._row(node).name)]
         return min(found, key=lambda node: self._pool.members[node].state == NodeState.LEFT, default=None)
 
     def cordon(self, node: NodeId, *, on: bool) -> None:
-        """Exclude a node from new work, or admit it again."""
+        """Exclude a node from new work, or admit the node again. Raise `IllegalEventError` if the node has left."""
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
 
@@ -322,7 +327,10 @@ class Registry:
         self._publish()
 
     def remove(self, node: NodeId) -> None:
-        """Revoke a node at once: its certificate, links and membership."""
+        """Revoke a node at once: its certificate, links and membership.
+
+        Raise `IllegalEventError` if the node has left.
+        """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
@@ -404,7 +412,7 @@ class Registry:
             self.placing.set_view(view)
 
     async def wait_for_answers(self, which: Callable[[], str]) -> None:
-        """Wait until the node whose id `which` returns can answer a request."""
+        """Wait until the node whose id `which` returns is a member and can answer requests."""
         while (node := NodeId(which())) not in self._pool.members or not can_answer(self._node_view(node)):
             self._published.clear()
             await self._published.wait()
@@ -459,7 +467,7 @@ class Registry:
         return self._pool
 
     def host_description(self, node: NodeId) -> tuple[str, str, str]:
-        """Return a member's chip, operating system and version, as reported by the node."""
+        """Return a member's chip, operating system and macpool version. The version is empty before its first link."""
         hardware = self._row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")
 
@@ -471,7 +479,7 @@ class Registry:
         return counts
 
     def warnings(self) -> list[str]:
-        """Return the conditions that need a person, each with the next step. Dangers come first."""
+        """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
         found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
@@ -480,8 +488,10 @@ class Registry:
         return found
 
     def dangers(self) -> list[str]:
-        """Return the nodes with reduced memory protection or usage over their cap, with the reason. These conditions
-        persist."""
+        """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
+
+        Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
+        """
         return [f"{view.name}: {text}" for view in self._linked() for text in dangers_of(view)]
 
     def _linked(self) -> list[NodeView]:
@@ -490,7 +500,10 @@ class Registry:
         return [view for view in views if view.state not in GONE]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
-        """Return one node as a row of the API. Sizes are in bytes; None means unknown."""
+        """Return one node as a row of the API, with `in_flight` as its number of requests.
+
+        Sizes are in bytes; None means unknown.
+        """
         reported_at = self._reported_at.get(node)
         facts = NodeFacts(
             reported=node in self._reports,

@@ -5,7 +5,7 @@
     Enroll      ──► Enrolled | Denied         with a token
     Enroll      ──► EnrollPending … Enrolled | Denied    without: a person compares the codes (join_approvals.py)
 
-The peer is a stranger: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
+The peer is not trusted: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
@@ -48,16 +48,16 @@ from wire.units import KIB
 log = structlog.get_logger()
 
 MAX_CONNECTION_BYTES = 16 * KIB
-"""Most bytes that one connection may send."""
+"""Maximum bytes that one connection may send."""
 CONNECTION_TIMEOUT_SECONDS = 5.0
-"""Seconds of one connection, without the wait for a person."""
+"""Maximum seconds of one connection, without the wait for a person."""
 NONCE_BYTES = 16
-"""Bytes of a nonce; also the least length of an opening."""
+"""Bytes of the coordinator's nonce; also the minimum bytes of the nonce with which a node opens its commitment."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnrollmentContext:
-    """Dependencies of enrolment."""
+    """Cluster for which nodes enrol, with the services that enrolment needs."""
 
     name: str
     authority: ClusterCa
@@ -80,8 +80,10 @@ class EnrollmentServer:
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
-        """Begin an enrolment of a peer at `address` (without port), or return `Denied` at the rate limit. `now`:
-        monotonic seconds."""
+        """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
+
+        `now` is in monotonic seconds.
+        """
         wait = self._limit.wait(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too many attempts")
@@ -96,7 +98,7 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """One connection of one stranger. `now` is monotonic seconds everywhere."""
+    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere."""
 
     def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
         self._cluster = cluster
@@ -110,14 +112,14 @@ class EnrollmentConnection:
         self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
-        """When `poll` is due."""
+        """Monotonic time at which `poll` is due."""
         self.closed = False
-        """Whether to close the connection once the frames of the last call are sent."""
+        """Whether the caller must close the connection after it has sent the frames of the last call."""
         self.wake: Callable[[], None] = lambda: None
         """Set by the caller; called when `poll` has frames to send before the deadline."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes from the peer and return the frames to send."""
+        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
         self._received += len(data)
         if self.closed:
             return []
@@ -136,7 +138,7 @@ class EnrollmentConnection:
         return answers
 
     def receive(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer and return the frames to send."""
+        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame."""
         if self.closed:
             return []
         if now >= self.deadline:
@@ -150,7 +152,7 @@ class EnrollmentConnection:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames that follow from a deadline or a person's decision."""
+        """Return the frames to send after the deadline or a person's decision; empty if neither has come."""
         decision = self._approval.decision if self._approval else None
         if self.closed:
             return []
@@ -332,6 +334,6 @@ def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
 
 
 def plain_hardware(hardware: Hardware) -> Hardware:
-    """Remove unprintable characters and negative sizes from a machine's hardware description."""
+    """Return a machine's hardware description without unprintable characters and negative numbers."""
     chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

@@ -22,18 +22,18 @@ APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds for which a request waits for a person."""
 MAX_WAITING = 16
 MAX_WAITING_PER_ADDRESS = 4
-"""Most waiting requests of one address."""
+"""Maximum waiting requests of one address."""
 MAX_NEW_CODES = 256
-"""Most new codes within `APPROVAL_TIMEOUT_SECONDS`: the chance that one of them is a waiting code is 1 in 4,000."""
+"""Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. One of them is a waiting code with a chance of 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
-"""Most new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
+"""Maximum new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
 MAX_WRONG_CODES = 3
 LOCK_SECONDS = 60.0
 """Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
 
 
 class ApprovalDecision(StrEnum):
-    """Decision of the person."""
+    """Decision of a person about a waiting node."""
 
     APPROVED = "approved"
     REJECTED = "rejected"
@@ -41,7 +41,7 @@ class ApprovalDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WaitingNode:
-    """A waiting node, as shown to the person."""
+    """Description of a node that waits for approval, as shown to a person."""
 
     code: str
     """Code on the node's screen."""
@@ -57,7 +57,7 @@ class WaitingNode:
 
 @dataclass(slots=True)
 class ApprovalRequest:
-    """A node's place in the queue."""
+    """Request for approval in the queue. `decision` is None until a person decides."""
 
     waiting: WaitingNode
     decision: ApprovalDecision | None = None
@@ -69,7 +69,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The code belonged to a waiting node."""
+    """Result of a decision with the code of a waiting node, which has left the queue."""
 
     waiting: WaitingNode
     decision: ApprovalDecision
@@ -77,20 +77,20 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """No waiting node has this code. `tries` are left until the lock."""
+    """Result of a decision with a code that no waiting node has. `tries` wrong codes are left until the lock."""
 
     tries: int
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Decisions are locked for `seconds` after wrong codes."""
+    """Result of a decision while decisions are locked after wrong codes, for another `seconds`."""
 
     seconds: float
 
 
 class Approvals:
-    """Queue of waiting nodes."""
+    """Queue of nodes that wait for approval of their codes. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._requests: dict[str, ApprovalRequest] = {}
@@ -105,7 +105,7 @@ class Approvals:
         return self._requests
 
     def enqueue(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
-        """Enqueue a node, or return the seconds until a retry may succeed."""
+        """Enqueue a node. Return its request, or at a limit the seconds until a retry may succeed."""
         self._expire(now)
         here = network_of(waiting.address)
         mine = [at for at, address in self._recent if address == here]
@@ -137,7 +137,7 @@ class Approvals:
         return True
 
     def withdraw(self, request: ApprovalRequest) -> None:
-        """Remove a request from the queue."""
+        """Remove a request from the queue, if it still waits."""
         if self._requests.get(request.waiting.code) is request:
             del self._requests[request.waiting.code]
 
@@ -147,11 +147,11 @@ class Approvals:
         return [request.waiting for request in self._requests.values()]
 
     def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Approve the node with this code."""
+        """Approve the node with this code. A wrong code counts towards the lock."""
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Reject the node with this code."""
+        """Reject the node with this code. A wrong code counts towards the lock."""
         return self._decide(code, ApprovalDecision.REJECTED, now)
 
     def _decide(self, code: str, decision: ApprovalDecision, now: float) -> Decided | WrongCode | Locked:

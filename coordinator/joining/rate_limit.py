@@ -4,7 +4,7 @@ import ipaddress
 from collections import OrderedDict
 
 MAX_ADDRESSES = 4096
-"""Most buckets kept. Beyond it, the least recently used bucket is removed."""
+"""Maximum number of buckets. Above that, the least recently used bucket is removed."""
 
 
 class RateLimit:
@@ -17,11 +17,14 @@ class RateLimit:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
+        """Number of addresses with a bucket."""
         return len(self._buckets)
 
     def wait(self, address: str, now: float) -> float:
-        """Count an attempt and return 0. At the limit, count nothing and return the seconds until the next attempt."""
+        """Count an attempt of `address` and return 0.
+
+        At the limit, return the seconds until the next attempt instead.
+        """
         network = network_of(address)
         left, at = self._buckets.pop(network, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)

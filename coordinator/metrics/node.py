@@ -1,7 +1,7 @@
 """Metric families of one node, from its newest report and its own measurements.
 
-They have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which removes
-impossible numbers. `sanitize_measures` checks measurements.
+The families have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which
+removes impossible numbers. `sanitize_measures` does the same for measurements.
 """
 
 from collections.abc import Callable, Iterable
@@ -55,11 +55,11 @@ class NodeSnapshot:
     models: tuple[Model, ...] = ()
     """Models with their own series."""
     measures: NodeMeasures | None = None
-    """Measurements; None if the node was not asked."""
+    """Measurements of the node; None if the node was not asked or sent invalid ones."""
 
 
 def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
-    """Return a node's measurements without impossible numbers."""
+    """Return a node's measurements with impossible numbers replaced or limited."""
     gate = measures.gate
     return NodeMeasures(
         GateMeasures(
@@ -91,7 +91,7 @@ def _tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
 
 
 def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[Row]:
-    """Return a row for each value of a closed set, and one for all other values."""
+    """Return a row for each value of a closed set, and a row for the sum of all other values, if any."""
     sums = dict.fromkeys(known, 0)
     for name, count in pairs:
         name = closed(name, known)
@@ -100,7 +100,7 @@ def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[R
 
 
 def by_priority(view: NodeView) -> list[Model]:
-    """Return a node's models in order of priority for series: loaded models first."""
+    """Return a node's models by their priority for series: loaded and loading models first, then by name."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
 
 
@@ -118,7 +118,7 @@ def _model_states(view: NodeView) -> list[Row]:
 
 
 def _checks(snapshot: NodeSnapshot) -> list[Row]:
-    """Return checks by site, or their total from the report if the node sent no sites."""
+    """Return checks by site, or the total of the report if the node sent no measurements."""
     if snapshot.measures is not None:
         return _counted(snapshot.measures.gate.checks, SITES)
     return [(("all",), snapshot.view.engine.counts.checks)]

@@ -25,7 +25,10 @@ CERTIFICATES = ("authority", "coordinator", "endpoint")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetrics:
-    """Metrics of the coordinator's process. Units: Unix seconds (`started`), seconds (`cpu`), bytes (`peak`)."""
+    """Metrics of the coordinator's process.
+
+    `started` is in Unix seconds, `cpu` in seconds, and the peak of resident memory `peak` in bytes.
+    """
 
     started: float
     cpu: float
@@ -36,7 +39,7 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
+    """Connections of the cluster port: current links, other current connections, links and denials since the start."""
 
     open: int
     unlinked: int
@@ -46,7 +49,11 @@ class LinkCounts:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Metrics of the coordinator at one moment. Certificates are (issued, expires) in Unix seconds."""
+    """Metrics of the coordinator at one moment.
+
+    Certificates are (issued, expires) in Unix seconds. `unacknowledged` is bytes by node. `oldest` is the longest wait
+    of a queued request in seconds.
+    """
 
     version: str
     python: str

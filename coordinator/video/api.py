@@ -1,6 +1,6 @@
-"""`/v1/videos`, as OpenAI's library speaks it: plain ASGI before the control application.
+"""Routes of `/v1/videos`, compatible with OpenAI's library: plain ASGI before the control application.
 
-A job belongs to the key that made it; to every other key it is not there. A key of the scope `admin` sees all.
+A job belongs to the API key that created it. Other keys get a 404, except keys of the scope `admin`.
 """
 
 import hashlib
@@ -51,15 +51,15 @@ VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 
 
 class AnswerCounter(Protocol):
-    """Where answers are counted."""
+    """Counter of HTTP answers, for metrics."""
 
     def answered(self, status: int) -> None:
-        """Count one HTTP answer."""
+        """Count one HTTP answer by its status code."""
         ...
 
 
 class VideoApp:
-    """ASGI app for video routes. `control` handles every other path."""
+    """ASGI app for the video routes. It forwards all other paths to `control`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class VideoApp:
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection scope."""
+        """Answer one HTTP request to a video route, or forward the scope to `control`."""
         path: str = scope["path"] if scope["type"] == "http" else ""
         if path != VIDEOS and not path.startswith(VIDEOS + "/"):
             await self._control(scope, receive, send)
@@ -153,7 +153,7 @@ class VideoApp:
         return await controller.submit(wanted, owner, idempotency, digest)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
-        """Read a form or a JSON object; None when the client left."""
+        """Read a form or a JSON object; None if the client has disconnected."""
         settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
         boundary = boundary_of(content_type)
         if boundary is not None:
@@ -262,7 +262,7 @@ def _understood(body: dict[str, Any]) -> VideoBody | Problem:
 
 
 def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
-    """Return the wanted kind of file, or the problem."""
+    """Return the requested kind of file, or the problem if the job has no such file."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)

@@ -1,7 +1,7 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-It owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
-`apply_view`, requests of clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
+The controller owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
+`apply_view`, requests of clients through `submit`, `cancel` and `delete`. `state.transitions` makes all decisions.
 """
 
 import asyncio
@@ -50,7 +50,10 @@ class VideoLinks(Protocol):
         ...
 
     def fetch(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
-        """Yield the bytes of a node's source `what`."""
+        """Yield the newest `limit` bytes of a node's source `what`, such as `artifact:LEASE/NAME`.
+
+        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
+        """
         ...
 
 
@@ -96,13 +99,13 @@ class VideoController:
         self._due = 0.0
         self._running = False
         self.broken = ""
-        """Why nothing can be stored any more; empty while writes succeed."""
+        """Reason why changes cannot be stored any more; empty while writes succeed."""
         if self.board.jobs:
             self.apply_event(events.CoordinatorRestarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
-        """Stop the controller. Jobs continue on their nodes."""
+        """Stop the controller and close the store. Jobs continue on their nodes."""
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._fetching.values(), *self._tasks]
@@ -114,7 +117,10 @@ class VideoController:
     # -- requests of clients --------------------------------------------------------------
 
     def known(self, key: str, idempotency: str, digest: str) -> IdempotentJob | None:
-        """Return the job that this key requested under this idempotency key."""
+        """Return the job of an API key with this idempotency key, and whether its body has this digest.
+
+        Return None if there is no such job, or `idempotency` is empty.
+        """
         for job in self.board.jobs.values():
             if idempotency and (job.key, job.idempotency) == (key, idempotency):
                 return IdempotentJob(job, job.digest == digest)
@@ -139,17 +145,17 @@ class VideoController:
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
-        """Cancel a job."""
+        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobCancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
-        """Cancel a job and delete it."""
+        """Cancel a job if it is open, and delete it with its files. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobDeleted(job))
         await self._written()
 
     def job(self, name: str) -> VideoJob | None:
-        """Return a job."""
+        """Return a job by its id; None if it is unknown."""
         return self.board.jobs.get(name)
 
     def jobs(self) -> list[VideoJob]:
@@ -157,11 +163,11 @@ class VideoController:
         return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
 
     def holds(self) -> list[LeaseHold]:
-        """Return the leased memory, oldest first."""
+        """Return all requested and granted leases, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
     def snapshot(self) -> VideoSnapshot:
-        """Return a snapshot of all jobs for metrics."""
+        """Return counters and current state of all jobs, for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
         return snapshot(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
@@ -173,7 +179,7 @@ class VideoController:
     # -- events of nodes -------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Apply a new cluster view."""
+        """Apply a new cluster view: update permissions and leases of nodes, and try to place the first queued job."""
         self.view = view
         for node in view.nodes:
             self._permit(node)
@@ -199,16 +205,16 @@ class VideoController:
         return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.board.jobs.values())
 
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-        """Handle a node's frame about a lease."""
+        """Apply a node's answer to a lease request, or the end of a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
         self.apply_event(events.LeaseAnswered(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
-        """Record the end of a node's link. Its last report was already applied, and has nothing new in a later view."""
+        """Apply the end of a node's link: requeue its job, or wait for the node if the job runs."""
         self.apply_event(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
-        """Delete the data of a node that is no longer a member."""
+        """Delete the data of a node that is no longer a member, and requeue or fail its jobs."""
         self._reported_at.pop(node, None)
         self._permits.pop(node, None)
         self.apply_event(events.NodeRemoved(node))
@@ -216,7 +222,7 @@ class VideoController:
     # -- the board -------------------------------------------------------------------------
 
     def apply_event(self, event: events.Event) -> None:
-        """Apply an event and perform the resulting actions. Events that follow are queued after it."""
+        """Apply an event to the job table and perform the resulting actions. Apply events of these actions as well."""
         self._events.append(event)
         self._run()
 

@@ -14,7 +14,7 @@ from wire.video import LeaseState, VideoPackage, VideoState
 
 
 def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
-    """Return every video model with the report of each node and the memory prediction there."""
+    """Return a row for each video model, sorted by name, with its state and predicted memory on each node."""
     found: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
@@ -38,7 +38,7 @@ def _package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProf
 
 
 def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
-    """Return the measured profiles."""
+    """Return a row for each stored memory profile."""
     return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
 
 
@@ -53,7 +53,7 @@ def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
 
 
 def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, Any]:
-    """Return a lease with its node's report."""
+    """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node."""
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
     state = _reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
@@ -82,7 +82,7 @@ def _runs(hold: LeaseHold, job: VideoJob | None) -> bool:
 
 
 def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
-    """Return a node's video state and its permission for video jobs."""
+    """Return a node's video state as a row. `allowed`: the node has permission for video jobs."""
     return {
         "ready": video.ready,
         "allowed": allowed,

@@ -61,7 +61,10 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseManager:
-    """Leases of this node. Every method runs on the loop that called `start`."""
+    """Leases of video jobs on this node: grant, watch and end one lease at a time.
+
+    Call every method on the event loop that called `start`.
+    """
 
     def __init__(
         self,
@@ -93,9 +96,9 @@ class LeaseManager:
         self.changed: Callable[[], None] = lambda: None
         """Called when the next report would differ."""
         self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
-        """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+        """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
         self.finish: Callable[[str], None] = lambda lease: None
-        """Ends the actor of a lease."""
+        """Ends the Ray actor of a lease."""
 
     # state
 
@@ -105,7 +108,7 @@ class LeaseManager:
         return self._limiter.leases > 0
 
     def states(self) -> tuple[LeaseState, ...]:
-        """Return all leases as rows of the report."""
+        """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
         return tuple(self._state(record) for record in self._ledger.leases)
 
     def _state(self, record: LeaseRecord) -> LeaseState:
@@ -118,17 +121,17 @@ class LeaseManager:
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def report_key(self) -> tuple[object, ...]:
-        """Return the values whose change causes a report."""
+        """Return the values of all leases whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
     def video(self) -> VideoState:
-        """Return the video part of the report, without Ray."""
+        """Return the video part of the report, without the fields of Ray."""
         offer = self._offer
         packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.states())
 
     def artifact(self, what: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None when it is no artifact of this node."""
+        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
         lease, _, name = what.removeprefix(PREFIX).partition("/")
         record = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
         known = (
@@ -139,7 +142,10 @@ class LeaseManager:
     # requests of the coordinator
 
     def handle_request(self, request: LeaseRequest) -> None:
-        """Handle a request for a lease. The answer is a frame, sent at once or within seconds."""
+        """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
+
+        A repeated request gets the earlier answer again.
+        """
         record = self._ledger.find(request.lease, request.generation)
         if record is not None:
             self._repeat(record)
@@ -176,7 +182,10 @@ class LeaseManager:
             self.send(LeaseGranted(record.lease, record.generation, str(self._watch.folder)))
 
     def release(self, order: LeaseRelease) -> None:
-        """End a lease, or remove a lease whose end is acknowledged."""
+        """End a lease, or delete a lease whose end is acknowledged.
+
+        Send the end of a lease that has ended already or is unknown.
+        """
         record = self._ledger.find(order.lease, order.generation)
         if record is None and self._requested == (order.lease, order.generation):
             self._order = order.cause or "released"
@@ -198,32 +207,41 @@ class LeaseManager:
         self._paused = why
 
     def end(self, why: str) -> None:
-        """End the held lease, because the node takes no work any more."""
+        """End the held lease and refuse new leases, because of `why`.
+
+        Do nothing if no lease is held or its end has been ordered.
+        """
         if self.holding and not self._order:
             self._paused, self._order = why, PAUSED
             self._changed.set()
 
     def resend_ends(self) -> None:
-        """Send unacknowledged ends again on a new link."""
+        """Send again, on a new link, the ends of leases that the coordinator has not acknowledged."""
         for record in self._ledger.leases:
             if record.ended is not None:
                 self.send(record.ended)
 
     def not_started(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started. A lease with a running worker continues."""
+        """End a lease whose actor could not be started; `why` is the reason.
+
+        A lease with a running worker continues.
+        """
         watch = self._watch
         if watch is not None and watch.record.lease == lease and watch.worker is None:
             self._unstarted = why
             self._changed.set()
 
     def engine_changed(self) -> None:
-        """Wake the waiting tasks after a change of the engine."""
+        """Wake tasks that wait for the engine, after a new report of the engine."""
         self._changed.set()
 
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Recover the state of an earlier agent: end its worker and return its lease."""
+        """Recover the state of an earlier agent: end its worker and return its lease.
+
+        Raise `OSError` if the folder of the leases cannot be used.
+        """
         private_folder(self._folder)
         self._ledger = self._load()
         record = self._ledger.holding
@@ -242,7 +260,7 @@ class LeaseManager:
         self._conclude(record, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
-        """End the worker, return the lease, and refuse all further leases."""
+        """End the worker, wait until its lease has ended, and refuse all further leases."""
         self._stopping = True
         if self._task is not None:
             self._order = self._order or STOPPING
@@ -519,7 +537,7 @@ class LeaseManager:
         shutil.rmtree(self._place(record), ignore_errors=True)
 
     def _save(self) -> bool:
-        """Write the ledger to the disk. Returns whether it was written; a granted lease continues without it."""
+        """Write the ledger to the disk. Return whether that succeeded; a granted lease continues in either case."""
         try:
             write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
         except OSError as error:
@@ -551,7 +569,7 @@ def _full(folder: Path) -> bool:
 
 
 def _artifacts(watch: WorkerMonitor) -> tuple[Artifact, ...]:
-    """Measure the artifacts that the worker reports; empty when the clip is missing or empty."""
+    """Return size and hash of the artifacts that the worker reports; empty if the clip is missing or empty."""
     names = (watch.job.made or {}).get("files")
     found: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):

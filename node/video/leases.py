@@ -69,7 +69,7 @@ SHARES = {
     LeasePhase.DECODING: 95,
     LeasePhase.SAVING: 97,
 }
-"""Percent of the whole at the start of each phase."""
+"""Completed percent of a job at the start of each phase."""
 
 
 class WorkerGroup(Struct, frozen=True, kw_only=True):
@@ -82,7 +82,10 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 
 
 class LeaseRecord(Struct, frozen=True, kw_only=True):
-    """A lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged."""
+    """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
+
+    `size` is in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
+    """
 
     lease: str
     generation: int
@@ -94,20 +97,20 @@ class LeaseRecord(Struct, frozen=True, kw_only=True):
 
 
 class LeaseLedger(Struct, frozen=True, kw_only=True):
-    """State that outlives the agent."""
+    """Leases and generations as stored on the disk, from which a restarted agent recovers."""
 
     leases: tuple[LeaseRecord, ...] = ()
     """Leases that are held or not acknowledged."""
     newest: tuple[tuple[str, int], ...] = ()
-    """Newest generation of each job."""
+    """Pairs of a job and its newest generation."""
 
     def find(self, lease: str, generation: int) -> LeaseRecord | None:
-        """Return the lease with this id and generation, None when there is none."""
+        """Return the lease with this id and generation; None if there is none."""
         return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
 
     @property
     def holding(self) -> LeaseRecord | None:
-        """Lease that has not ended."""
+        """Lease that has not ended; None if there is none."""
         return next((one for one in self.leases if one.ended is None), None)
 
     def put(self, record: LeaseRecord) -> "LeaseLedger":
@@ -124,19 +127,22 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
 
 
 def refuse(request: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
-    """Return a refusal as a frame."""
+    """Return the refusal of a lease as a frame. `retry_after` is in seconds; 0 if a retry has the same result."""
     return LeaseRefused(request.lease, request.generation, code, message, request.size, retry_after=retry_after)
 
 
 def check_name(request: LeaseRequest) -> LeaseRefused | None:
-    """Refuse invalid names, because the name of a lease is also the name of a folder."""
+    """Return the refusal of an invalid name or generation; None if the request passes.
+
+    Names are checked because the name of a lease is also the name of a folder.
+    """
     if NAME.fullmatch(request.lease) and NAME.fullmatch(request.job) and request.generation >= 0:
         return None
     return refuse(request, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
 
 
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
-    """Refuse a request of an older generation, and a second lease while one is held."""
+    """Return the refusal of an older generation, or of a second lease while one is held; None if the request passes."""
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _same(request, ledger)):
         return refuse(
@@ -160,7 +166,10 @@ def _same(request: LeaseRequest, ledger: LeaseLedger) -> bool:
 
 
 def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
-    """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
+    """Return the refusal of a request for reasons other than memory in use; None if the request passes.
+
+    The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or exceeds the cap.
+    """
     if not memory.guard:
         return refuse(
             request,
@@ -183,7 +192,10 @@ def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRef
 def check_fits(
     request: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> LeaseRefused | None:
-    """Refuse a lease that does not fit next to the current memory; None when it fits."""
+    """Return the refusal of a lease that does not fit in addition to the memory in use; None if the lease fits.
+
+    `models` and the names of preloaded models in `pinned` only serve to name the holders of the memory in the refusal.
+    """
     answer = judge(memory, request.size)
     if not isinstance(answer, Refused):
         return None
@@ -203,7 +215,10 @@ def check_fits(
 def waiting_for(
     size: int, free_bytes: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> str:
-    """Describe for a person the headroom that a lease lacks, and the models that hold it."""
+    """Describe for a person the headroom that a lease lacks, and the models that hold it.
+
+    Lease and headroom are in bytes. The headroom is None if the footprint of the engine is unknown.
+    """
     if free_bytes is None:
         return "a reading of the engine's footprint"
     holders = [
@@ -216,7 +231,7 @@ def waiting_for(
 
 
 def progress(phase: LeasePhase, step: int, steps: int) -> int:
-    """Return the completed percent of a job: 5 to 95 while it denoises."""
+    """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`."""
     if phase is LeasePhase.ENDED:
         return 100
     share = 90 * step // steps if phase is LeasePhase.DENOISING and steps else 0
@@ -226,7 +241,7 @@ def progress(phase: LeasePhase, step: int, steps: int) -> int:
 def state_of(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report. A lease that has ended holds no memory."""
+    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0."""
     if record.ended is not None:
         return LeaseState(
             record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak

@@ -1,4 +1,4 @@
-"""Assembly of a node's video parts: the offer, the lender and Ray's process."""
+"""Assembly of a node's video parts: search for packages, leases of memory, and the Ray process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,10 @@ log = structlog.get_logger("node.video")
 
 
 class VideoSubsystem:
-    """Video parts of a node, started and ended in order. Without a video offer only the periodic check runs."""
+    """Video parts of a node: search for packages, leases of memory, and Ray.
+
+    Ray starts only while this node can make videos and the coordinator allows it.
+    """
 
     def __init__(
         self, settings: NodeSettings, state: Path, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor
@@ -33,14 +36,17 @@ class VideoSubsystem:
         self._paused = ""
 
     def connect(self, send: Callable[[Frame], None], changed: Callable[[], None]) -> None:
-        """Set the callbacks that send a frame to the coordinator and report a change."""
+        """Set the callbacks that send a frame to the coordinator and announce a changed report."""
         self._changed = changed
         self.lease_manager.send, self.lease_manager.changed = send, self._offered
         self.lease_manager.begin, self.lease_manager.finish = self.ray.begin, self.ray.end
         self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered
 
     async def start(self) -> None:
-        """Recover leases of an earlier agent, and start the search for packages."""
+        """Recover leases of an earlier agent and start the search for video packages.
+
+        Without access to the folder of the leases, video stays disabled.
+        """
         try:
             await self.lease_manager.start()
         except OSError as error:
@@ -50,7 +56,7 @@ class VideoSubsystem:
         self._offered()
 
     async def stop(self) -> None:
-        """End the job, then Ray."""
+        """Stop the search for packages, end the job that holds a lease, then stop Ray."""
         await self.offer.stop()
         await self.lease_manager.stop()
         await self.ray.stop()

@@ -25,7 +25,7 @@ class LogRoutes:
         self._admin = admin
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of logs, events and the audit log."""
         return (
             Route("GET", "/api/v1/logs", "admin", self.own_logs, (503,), TEXT),
             Route("GET", "/api/v1/events", "admin", self.events, (503,), EVENT_STREAM),

@@ -20,13 +20,16 @@ from router.errors import Problem
 
 
 class LoginCode(Body):
-    """The code of a link that `cluster open` gave."""
+    """Body with the code of a sign-in link from `cluster open`."""
 
     code: Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class PageRoutes:
-    """Routes of `cluster open` and of the page. `base_url` is the endpoint for clients, with its `/v1`."""
+    """Routes of `cluster open` and of the web page.
+
+    `base_url` is the endpoint for clients, with its `/v1`. `sections` returns the current content of the page.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,7 @@ class PageRoutes:
         self._live = LiveStream(sections)
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of the web page."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
             Route("POST", "/api/v1/page/visits", OPEN, self.enter, (401,)),
@@ -64,7 +67,7 @@ class PageRoutes:
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:
-        """End the session of this key."""
+        """End the page's session that uses the calling key."""
         if not self._sessions.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
@@ -72,7 +75,7 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        Sends at most twice per second and ends when the key expires."""
+        The stream sends at most twice per second, and ends when the key expires."""
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
         presented = credential(request.scope["headers"]) or b""

@@ -24,11 +24,11 @@ LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
 """Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
-"""Difference between the wall clock and the clock of requests from which their offset is taken again."""
+"""Change of the offset between monotonic and Unix time, in seconds, above which `WallClock` updates its offset."""
 
 
 class DryRun(Body):
-    """A request for a dry run of placement."""
+    """Body of a dry run of placement: a hypothetical request by its model and token counts."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
@@ -36,7 +36,7 @@ class DryRun(Body):
 
 
 class RequestRoutes:
-    """Routes of `cluster place`, `explain` and `replay`."""
+    """Routes of `cluster place`, `cluster explain` and `cluster replay`."""
 
     def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
@@ -44,7 +44,7 @@ class RequestRoutes:
         self._clock = WallClock(traffic.now)
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of requests."""
         return (
             Route("POST", "/api/v1/place", "metrics", self.place),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
@@ -53,7 +53,7 @@ class RequestRoutes:
         )
 
     async def place(self, body: DryRun) -> dict[str, Any]:
-        """Return the node a request would be placed on, and the memory arithmetic of every node. Sends nothing."""
+        """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
         result = self._traffic.preview(demand)
         answer: dict[str, Any] = {
@@ -80,8 +80,9 @@ class RequestRoutes:
         ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
-        """Return the record of a request: phase while running, steps, end, and each placement decision with the
-        memory arithmetic of every node."""
+        """Return the record of a request: phase or end, steps, and placement decisions.
+
+        Each decision has the memory arithmetic of every node."""
         history = self._traffic.history
         records, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
         open_requests = [one for one in self._traffic.open_requests() if one.job.request_id == request_id]
@@ -116,14 +117,14 @@ class RequestRoutes:
 
 
 class WallClock:
-    """Turns the monotonic seconds of requests into Unix seconds that stay the same from one call to the next."""
+    """Converter of the dispatcher's times to Unix seconds. Repeated calls with one time return the same value."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._offset = 0.0
 
     def unix(self, at: float) -> float:
-        """Return Unix seconds of a monotonic moment."""
+        """Convert a time on the clock of requests to Unix seconds, rounded to milliseconds."""
         offset = time.time() - self._now()
         if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
             self._offset = offset
@@ -131,7 +132,7 @@ class WallClock:
 
 
 def record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
-    """Return a request that has ended, with its steps by name."""
+    """Return an ended request as a row of the API, with its steps."""
     row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,
@@ -169,7 +170,7 @@ def phase_of(request: ActiveRequest) -> str:
 
 
 def _under_way(request: ActiveRequest, now: float) -> dict[str, Any]:
-    """Describe a request that has not ended, `now` in monotonic seconds."""
+    """Return an open request as a row. `now` is on the clock of requests."""
     return {
         "request_id": request.job.request_id,
         "key": request.job.key,

@@ -1,4 +1,4 @@
-"""Routes of videos that are no job's: the models that make them, and the memory that nodes lend to them."""
+"""Routes of video models and of memory leases for video jobs. `coordinator.video.api` has the routes of jobs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from router.admission.rate_limits import NO_LIMITS
 
 
 class VideoRoutes:
-    """Routes of `cluster video leases` and `video calibrate`."""
+    """Routes of `cluster video leases` and `cluster video calibrate`."""
 
     def __init__(self, registry: Registry, controller: VideoController, ring: KeyRing) -> None:
         self._registry = registry
@@ -21,14 +21,14 @@ class VideoRoutes:
         self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of video models and leases."""
         return (
             Route("GET", "/api/v1/videos/models", "infer", self.video_models),
             Route("GET", "/api/v1/leases", "metrics", self.leases),
         )
 
     async def video_models(self) -> dict[str, Any]:
-        """List the video models that the key may use, with their nodes and memory."""
+        """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
         controller, limits = self._controller, self._ring.limits(KEY.get()) or NO_LIMITS
         models = package_rows(visible(self._registry.view(), limits), controller.profiles)
         profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}

@@ -1,6 +1,6 @@
 """Admission of video requests: checks the body against models, limits, the pool's memory and the queue. Pure.
 
-Every reason for a refusal that is known before the job waits is returned at once, with the numbers.
+A reason for a refusal that is known before the job is queued is returned at once, with the numbers.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def admit(
     settings: VideoSettings,
     limits: KeyLimits | None = None,
 ) -> RequestedClip | Problem:
-    """Return the job to run, or the problem."""
+    """Check a video request of an API key with these `limits`. Return the clip to generate, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
     limits, view = limits or NO_LIMITS, visible(view, limits)
@@ -93,7 +93,7 @@ def _clip_request(body: VideoBody) -> ClipRequest:
 def _too_large(
     view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
 ) -> Problem | None:
-    """Return a 413 if no known node could ever hold the job. Sleeping and absent nodes count."""
+    """Return a 413 problem if the job fits on no known node, even without other load. Absent nodes count."""
     size = settings.lease_bytes
     found = fits_nowhere(view, package.name, clip.tokens, size, profiles)
     if found is None:
@@ -111,7 +111,7 @@ def _too_large(
 
 
 def _no_node_ready(view: ClusterView, model: str) -> Problem | None:
-    """Return a 503 if every node with the model is present and cannot use it. An absent node may return."""
+    """Return a 503 problem if every node with the model is ready and cannot use it. An absent node may return."""
     nodes = [node for node, _ in packages_of(view, model)]
     here = [node for node in nodes if node.state == NodeState.READY]
     if len(here) < len(nodes):

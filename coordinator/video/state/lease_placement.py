@@ -22,24 +22,25 @@ Profiles = Mapping[VideoProfileKey, VideoMemoryProfile]
 
 
 class NodeReadiness(IntEnum):
-    """How near a node is to taking a job; higher is nearer."""
+    """Readiness of a node to grant the lease of a job; higher is better."""
 
     NEVER = 0
-    """The lease could not fit even after every release."""
+    """The lease exceeds the cap of the node, or the job needs more than the lease."""
     ABSENT = 1
-    """It could if it were here and well."""
+    """The node is not connected, or not ready for videos."""
     BUSY = 2
-    """It makes another video."""
+    """The node runs another video job."""
     PAUSED = 3
-    """It refused just now."""
+    """The node has refused a lease recently, or has not answered yet."""
     TIGHT = 4
-    """It has to make room first, and may not be able to."""
+    """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
+    """The lease fits now."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseCandidate:
-    """Suitability of a node for a job: class, reason against it, and headroom in bytes."""
+    """Node as a candidate for the lease of a job: its readiness, the reason against it, and its headroom in bytes."""
 
     node: str
     name: str
@@ -50,7 +51,7 @@ class LeaseCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChoice:
-    """Ask this node."""
+    """Choice of a node to ask for the lease of a job."""
 
     job: VideoJob
     node: str
@@ -58,7 +59,10 @@ class LeaseChoice:
 
 @dataclass(frozen=True, slots=True)
 class NoLeaseChoice:
-    """No node can be asked now."""
+    """Result if no node can be asked for the lease of a job now.
+
+    `phase` is the reason as text for the client. `busy`: the only reason is running video jobs.
+    """
 
     job: VideoJob
     phase: str
@@ -66,12 +70,12 @@ class NoLeaseChoice:
 
 
 def profile_of(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
-    """Return the memory profile of a package."""
+    """Return the memory profile of a package: the measured one, or a first prediction."""
     return profiles.get(key_of(package)) or first_profile(package)
 
 
 def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
-    """Return every node with these labels that has a package that can be used, and the package."""
+    """Yield the nodes with all of these labels and a usable package of `model`, with that package."""
     wanted = frozenset(labels)
     for node in view.nodes:
         if not wanted <= node.labels:
@@ -82,14 +86,14 @@ def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> It
 
 
 def video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return every video model of any node, by name."""
+    """Return the usable video models of all nodes, by name."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
 def choose(
     board: JobTable, view: ClusterView, profiles: Profiles, now: float, at: float
 ) -> LeaseChoice | NoLeaseChoice | None:
-    """Choose the node for the first queued job. Return None if the queue is empty, or a node has yet to answer.
+    """Choose the node for the first queued job. Return None if the queue is empty, or a node has not answered yet.
 
     `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.reported_at`.
     """
@@ -112,7 +116,7 @@ def choose(
 def candidate(
     board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
 ) -> LeaseCandidate:
-    """Classify a node for a job."""
+    """Rate a node for a job. `now` and `at` are as in `choose`."""
     memory, lease = node.memory, board.hold_of(node.id)
     free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
@@ -140,12 +144,12 @@ def candidate(
 
 
 def could_ever(node: NodeView, size: int) -> bool:
-    """Return whether a lease of this size fits on the node without other load. A node without a report might."""
+    """Return whether a lease of `size` bytes fits on the node without other load. True for a node without a report."""
     return not node.memory.cap or size <= most_bytes(node.memory)
 
 
 def video_denied(node: NodeView) -> str:
-    """Return why a node may not make videos, with the remedy; empty when it may."""
+    """Return why a node has no permission for videos, with the remedy; empty if it has permission."""
     if node.video_allowed:
         return ""
     return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
@@ -176,7 +180,10 @@ def _phase(job: VideoJob, best: LeaseCandidate | None) -> str:
 def fits_nowhere(
     view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
 ) -> tuple[VideoPackage, str] | None:
-    """Return why no known node could ever take a job of this model, with the nearest package; None if a node could."""
+    """Return the package with the smallest deficit and the reasons if a job fits on no node, even without other load.
+
+    Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes.
+    """
     reasons: list[tuple[int, VideoPackage, str]] = []
     for node, package in packages_of(view, model):
         need = profile_of(package, profiles).need(tokens)
@@ -194,6 +201,6 @@ def fits_nowhere(
 
 
 def guard_off(nodes: Iterable[NodeView]) -> bool:
-    """Return whether every one of these nodes has its guard off, in which case no node leases memory."""
+    """Return whether all of these nodes have `memory.guard` off and therefore lease no memory. False without nodes."""
     found = list(nodes)
     return bool(found) and not any(node.memory.guard for node in found)

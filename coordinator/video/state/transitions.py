@@ -36,7 +36,10 @@ from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, T
 
 
 def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
-    """Apply an event at `now` (Unix seconds). Return the new table and the actions in order."""
+    """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
+
+    Raise `ValueError` for a `JobPlaced` of another job than the first queued one, or on a node with a hold.
+    """
     turn = Transition(board, now)
     match event:
         case JobSubmitted(job):
