@@ -40,9 +40,11 @@ class BonjourRecord:
     cluster: str = ""
     """First 12 hex digits of the cluster id; empty for a machine that has not joined."""
     version: str = ""
+    """Version of Macpool."""
     fingerprint: str = ""
     """First 16 hex digits of the SHA-256 of the CA, for display."""
     protocol: int = PROTOCOL
+    """Newest protocol version of the sender."""
 
 
 def cluster_hint(cluster: str) -> str:
@@ -51,14 +53,17 @@ def cluster_hint(cluster: str) -> str:
 
 
 def instance_name(name: str, identity: str) -> str:
-    """Return `<name>-<id6>._macpool._tcp.local.`; the id distinguishes machines of equal name."""
+    """Return the service name of a record: `<name>-<id6>._macpool._tcp.local.`.
+
+    `id6` are the first six letters and digits of `identity`. They distinguish machines of equal name.
+    """
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
     label = plain(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
 def to_txt(advert: BonjourRecord) -> dict[str, str]:
-    """Return the fields of the TXT record: below 400 bytes, without values that change with load."""
+    """Return the fields of a TXT record as texts. They take less than 400 bytes and do not change with load."""
     return {
         "txtvers": "1",
         "role": advert.role,
@@ -70,7 +75,7 @@ def to_txt(advert: BonjourRecord) -> dict[str, str]:
 
 
 def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
-    """Parse an untrusted TXT record; None when it is not a record of Macpool."""
+    """Parse an untrusted TXT record. Return None for a record of another program or with invalid values."""
     keys = (b"role", b"cid", b"fp", b"pv", b"v")
     values = ((txt.get(key) or b"")[:64].decode("ascii", "replace") for key in keys)
     role, cluster, fingerprint, protocol, version = values
@@ -82,7 +87,10 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
 
 
 def shown_name(instance: str) -> str:
-    """Return the printable name of an instance."""
+    """Return the printable name of a Bonjour instance, without its service type.
+
+    The name has at most `MAX_NAME_BYTES` characters. It is `unnamed` if nothing is left.
+    """
     return plain(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 
 

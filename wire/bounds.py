@@ -37,7 +37,7 @@ MAX_IDS = 2**24
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 """Bytes."""
 Difference = Annotated[int, Meta(ge=-4 * MAX_SIZE_BYTES, le=4 * MAX_SIZE_BYTES)]
-"""Bytes: a sum or difference of sizes; negative above a limit."""
+"""Bytes: a sum or difference of sizes, such as a headroom, which is negative above a limit."""
 Estimate = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 """Bytes computed from a request or from a model's files; can exceed the memory of every machine."""
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
@@ -45,7 +45,7 @@ Ids = Annotated[tuple[Tokens, ...], Meta(max_length=MAX_IDS)]
 """Token ids."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
-"""Number of a request, a query or a command."""
+"""Number of a request, sequence number of a command, nonce, or epoch."""
 Signed = Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 Real = Annotated[float, Meta(ge=-MAX_REAL, le=MAX_REAL)]

@@ -1,4 +1,4 @@
-"""Parse certificates of the cluster: subject, validity and time of renewal.
+"""Parse certificates of the cluster (X.509): subject, validity and time of renewal.
 
 This module does not verify certificates. TLS verifies them against the cluster's CA and the deny list.
 """
@@ -23,8 +23,11 @@ class Certificate:
     uri: str
     """URI of the SAN; empty unless the SAN has exactly one URI."""
     name: str
+    """Common name of the subject; empty without one."""
     serial: str
+    """Serial number in hexadecimal digits."""
     issued: float
+    """Time of creation: the begin of the validity plus `BACKDATED_SECONDS`."""
     expires: float
 
     @property
@@ -34,7 +37,7 @@ class Certificate:
 
 
 def read_certificate(der: bytes) -> Certificate:
-    """Parse a certificate in DER. Raises ValueError for other bytes."""
+    """Parse a certificate in DER, without verification. Raise ValueError for other bytes."""
     certificate = x509.load_der_x509_certificate(der)
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Certificate(

@@ -61,13 +61,14 @@ F = TypeVar("F", bound=Frame)
 
 
 class WireError(Exception):
-    """The peer violated the protocol; the connection must close."""
+    """Violation of the protocol by the peer. The connection must close. Also raised for a frame that is too long to
+    send."""
 
 
 def encode(frame: Frame) -> bytes:
-    """Encode a frame.
+    """Encode a frame with its header, in one piece.
 
-    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
+    Raise UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
     """
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > MAX_JOINED_BYTES:
@@ -76,16 +77,16 @@ def encode(frame: Frame) -> bytes:
 
 
 def fragments(encoded: bytes, message: int) -> Iterator[bytes]:
-    """Split an encoded frame into encoded fragments."""
+    """Yield the encoded fragments of an encoded frame. `message` is a number that no other frame in progress has."""
     for start in range(0, len(encoded), FRAGMENT_BYTES):
         piece = encoded[start : start + FRAGMENT_BYTES]
         yield encode(Fragment(message, piece, start + FRAGMENT_BYTES >= len(encoded)))
 
 
 def decode(tag: int, body: bytes | memoryview) -> Frame:
-    """Decode the body of a frame.
+    """Decode the body of a frame of type `TAGS[tag]`.
 
-    Raises WireError for an unknown tag, a body above the maximum of its frame type, or a value outside its bounds.
+    Raise WireError for an unknown tag, a body above the maximum of its frame type, or a value outside its bounds.
     """
     decoder = _DECODERS.get(tag)
     if decoder is None:
@@ -99,7 +100,7 @@ def decode(tag: int, body: bytes | memoryview) -> Frame:
 
 
 def head_of(body: bytes | memoryview) -> int:
-    """Decode only the request number of a frame that belongs to a request."""
+    """Decode only the request number of a frame whose first field is `request`. Raise WireError for an invalid body."""
     try:
         return _HEAD.decode(body).request
     except (msgspec.DecodeError, OverflowError) as error:
@@ -107,7 +108,10 @@ def head_of(body: bytes | memoryview) -> int:
 
 
 class Splitter:
-    """Split a byte stream into pairs of tag and body, and join fragments within limits."""
+    """Parser of the bytes of one connection: yields pairs of tag and body, and joins fragments.
+
+    `longest` is the maximum length of a frame in bytes, `longest_joined` that of all fragments in progress.
+    """
 
     def __init__(self, longest: int = MAX_FRAME_BYTES, longest_joined: int = MAX_JOINED_BYTES) -> None:
         self._buffer = bytearray()
@@ -117,7 +121,10 @@ class Splitter:
         self._open_bytes = 0
 
     def feed(self, data: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-        """Add received bytes; yield each complete frame as tag and body. Raises WireError at the first violation."""
+        """Add received bytes; yield each complete frame as tag and body, fragments joined.
+
+        Raise WireError at the first violation of the protocol.
+        """
         buffer = self._buffer
         if buffer:
             buffer += data

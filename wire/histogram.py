@@ -21,19 +21,23 @@ TRANSIENT_BOUNDS = tuple(float(size * MIB) for size in (16, 64, 128, 256, 512, 1
 
 
 class HistogramSnapshot(WireStruct, frozen=True, array_like=True, gc=False):
-    """State of a histogram: the count of each bucket, and the sum of all values."""
+    """State of a histogram, as a node sends it.
+
+    `counts` has one value per bucket, not cumulative; the last bucket has the values above all bounds. `total` is the
+    sum of all values.
+    """
 
     counts: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
     total: Real = 0.0
 
 
 class GateMeasures(WireStruct, frozen=True, array_like=True, gc=False):
-    """Counts of a gate since its engine started."""
+    """Counts and histograms of a memory gate since its engine started."""
 
     checks: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Checks by site."""
+    """Number of checks by the place in the engine that requested them."""
     refusals: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Refusals by code."""
+    """Number of refusals by `RefusalCode`."""
     predicted: HistogramSnapshot = HistogramSnapshot()
     """Predicted peaks divided by the ceiling."""
     transient: HistogramSnapshot = HistogramSnapshot()
@@ -51,7 +55,10 @@ class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Histogram:
-    """A histogram. Not thread-safe."""
+    """Histogram that counts values in buckets. Not thread-safe.
+
+    `bounds` are the inclusive upper bounds of the buckets, ascending.
+    """
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -66,5 +73,5 @@ class Histogram:
         self.total += value * times
 
     def tally(self) -> HistogramSnapshot:
-        """Return the current counts."""
+        """Return the current state, to be sent."""
         return HistogramSnapshot(tuple(self.counts), self.total)

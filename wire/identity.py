@@ -74,7 +74,7 @@ class PeerIdentity:
 
 
 def parse_uri(uri: str) -> PeerIdentity | None:
-    """Parse a URI of a SAN; None for other URIs."""
+    """Parse a URI of a SAN. Return None for a URI that is not of a node or a coordinator."""
     match = _URI.fullmatch(uri)
     return PeerIdentity(match[1], NodeId(match[3]) if match[3] else None) if match else None
 
@@ -86,7 +86,7 @@ class JoinToken:
     pin: bytes
     """SHA-256 of the CA, 32 bytes."""
     id: str
-    """Key under which the coordinator stores the token."""
+    """Id under which the coordinator stores the token."""
     secret: bytes
     """16 random bytes."""
 
@@ -95,12 +95,12 @@ class JoinToken:
 
 
 def new_token(ca: bytes) -> JoinToken:
-    """Create a random token for a CA in DER."""
+    """Create a random join token, pinned to the certificate of a CA in DER."""
     return JoinToken(hashlib.sha256(ca).digest(), _base32(secrets.token_bytes(5)), secrets.token_bytes(16))
 
 
 def parse_token(text: str) -> JoinToken:
-    """Parse a token. Raises ValueError; its text does not contain the secret."""
+    """Parse a join token. Raise ValueError for other texts; its message does not contain the secret."""
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         raise ValueError(
@@ -134,7 +134,10 @@ def commitment(nonce: bytes, csr: bytes) -> bytes:
 
 
 def short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
-    """Return the six digits that both machines show while a node joins without a token."""
+    """Return the six digits that both machines show while a node joins without a token.
+
+    They are derived from the CA and the certificate request (both DER) and the nonces of both sides.
+    """
     digest = hashlib.sha256(b"macpool code")
     for part in (ca, csr, node_nonce, coordinator_nonce):
         digest.update(len(part).to_bytes(4, "big") + part)

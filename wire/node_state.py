@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class NodeState(StrEnum):
-    """Membership state of a node."""
+    """State of a node in the cluster, as the coordinator computes it from links and reports."""
 
     JOINING = "joining"
     READY = "ready"

@@ -11,7 +11,7 @@ from wire.report import WireStruct
 
 
 class FailureCode(StrEnum):
-    """Machine-readable cause for which a request that had begun ended without its answer."""
+    """Machine-readable reason why a request that had begun ended without its complete answer."""
 
     ENGINE_CRASHED = "engine_crashed"
     """The engine died in the forward of this request."""
@@ -20,14 +20,14 @@ class FailureCode(StrEnum):
     ENGINE_ERROR = "engine_error"
     NODE_STOPPING = "node_stopping"
     LINK_LOST = "link_lost"
-    """The request was sent over the older of two links of its node."""
+    """The request was sent over the older of two links of its node, and that link was lost."""
     NODE_LOST = "node_lost"
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was over its cap, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"
-    """The answer became longer than expected, and the node's memory has no room for it."""
+    """The answer became longer than expected, and no memory of the node is left for more tokens."""
     GRAMMAR_FAILED = "grammar_failed"
-    """No answer can satisfy the grammar. The client has to change it."""
+    """No answer can satisfy the grammar. The client has to change the grammar."""
     ANSWER_TOO_LONG = "answer_too_long"
     CANCELLED = "cancelled"
     SLOW_CLIENT = "slow_client"
@@ -36,7 +36,7 @@ class FailureCode(StrEnum):
 
 
 class RefusalCode(StrEnum):
-    """Machine-readable reason; `error.code` in HTTP bodies."""
+    """Machine-readable reason of a refusal; `error.code` in HTTP bodies."""
 
     TOO_LARGE = "prefill_memory_exceeded"
     NO_ROOM = "no_headroom"
@@ -82,30 +82,34 @@ FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403
 
 
 class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
-    """Memory arithmetic of a decision in bytes (`wire.capacity.arithmetic`); `error.memory` in HTTP bodies."""
+    """Numbers of a memory check in bytes (formulas: `wire.capacity.arithmetic`); `error.memory` in HTTP bodies."""
 
     predicted: Estimate | None = None
+    """current + reserved + estimate + margin; None if the footprint is unknown."""
     ceiling: Estimate = 0
     current: Estimate | None = None
+    """Memory in use; None if the footprint is unknown."""
     reserved: Estimate = 0
     estimate: Estimate = 0
+    """Bytes that were requested."""
     margin: Estimate = 0
     cap: Estimate = 0
     headroom: Estimate | None = None
     bound_by: Word = ""
+    """Name of the term that sets the ceiling."""
 
 
 class Refused(WireStruct, frozen=True, array_like=True, gc=False):
-    """A refusal."""
+    """Refusal of a request, a model load or a lease."""
 
     code: RefusalCode
     message: ErrorText
     """Text for the client, with the next step."""
     numbers: MemoryNumbers | None = None
     retry_after: Seconds | None = None
-    """Seconds after which a retry can succeed."""
+    """Seconds after which a retry can succeed; None if unknown or never."""
     node: Word = ""
-    """Name of the node that refused, or had most headroom."""
+    """Name of the node that refused, or of the node with most headroom; empty if no node is concerned."""
 
     @property
     def status(self) -> int:

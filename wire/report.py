@@ -1,4 +1,6 @@
-"""Report of a node, sent twice a second while the node is busy: input of placement and of the tables.
+"""Parts of a node's report: memory, models, engine, sharing and enforcement. `wire.frames.Report` carries them.
+
+A node reports twice a second while it is busy. The router places requests by the reports; pages and tables show them.
 
 Sizes are bytes, speeds are tokens per second, times are seconds. Fields are only appended, never reordered. A reader
 uses defaults for fields that an older node does not send, and ignores unknown fields.
@@ -33,7 +35,7 @@ MAX_WASTE_BYTES = 256 * MIB
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of every struct inside a frame."""
+    """Base of every struct inside a frame: immutable, and encoded as an array."""
 
 
 class MemoryLevel(IntEnum):
@@ -49,10 +51,14 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
     """Hardware and system of a machine, sent once in `Hello`."""
 
     chip: Text = ""
+    """Name of the processor, such as "Apple M5 Max"."""
     memory: Size = 0
+    """RAM in bytes, or the limit of the container if that is less; 0 if unreadable."""
     cores: Natural = 0
     system: Text = ""
+    """Operating system with version, such as "macOS 26.1"."""
     python: Text = ""
+    """Version of Python."""
 
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
@@ -63,22 +69,28 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
 
     cap: Size = 0
     ceiling: Size = 0
+    """Cap at this moment: lower while leases or other programs use memory."""
     margin: Size = 0
     phys: Size | None = None
     """Footprint of the engine's process; None if it could not be read."""
     active: Size = 0
     """Active memory of MLX."""
     recent: Size = 0
-    """Highest reading of the last seconds."""
+    """Recent peak: highest reading of the last seconds."""
     current: Size | None = None
     """Maximum of `active`, `phys` and `recent`."""
     reserved: Size = 0
+    """Bytes committed to admitted requests that they do not use yet."""
     headroom: Difference | None = None
+    """Bytes for new requests (`wire.capacity.arithmetic.headroom`)."""
     leases: Size = 0
+    """Bytes leased to video jobs."""
     bound_by: Word = ""
     """Name of the term that sets the ceiling."""
     guard: bool = True
+    """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
+    """Whether the gate has live readings, a cap and a margin."""
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint` or `scripted`."""
     age: Seconds = 0.0
@@ -95,11 +107,11 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     peak: Size = 0
     """Highest active memory of MLX since its last reset. For display."""
     reserve: Size = 0
-    """Last reserve, part of `current`; freed before anything else."""
+    """Bytes of the emergency reserve, a part of `current` that the engine frees before any other memory."""
 
 
 class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
-    """A padded decode batch. Its memory is that of `rows` rows of `longest` tokens."""
+    """A decode batch of a model. Rows are padded: the batch takes the memory of `rows` rows of `longest` tokens."""
 
     rows: Natural = 0
     longest: Tokens = 0
@@ -144,10 +156,11 @@ ROW_COST = 0.1
 
 
 class Model(WireStruct, frozen=True, array_like=True, gc=False):
-    """A model that the node can serve."""
+    """A model in the catalogue of a node, with its state and the measurements that placement needs."""
 
     name: Word
     fingerprint: Word = ""
+    """Hash of the model's files. Nodes with the same fingerprint have the same model."""
     loaded: bool = False
     weights: Estimate = 0
     """Bytes of the weights."""
@@ -158,7 +171,9 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     context: Natural = 0
     """Context length in tokens."""
     load_seconds: Real = 0.0
+    """Duration of a load in seconds."""
     prefill_speed: Real = 0.0
+    """Prompt tokens per second."""
     decode_speed: Real = 0.0
     """Tokens per second of a row that decodes alone; see `ROW_COST`."""
     bytes_per_token: Real = 4.0
@@ -167,7 +182,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     """Features of requests beyond plain sampling that the model supports."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     expected_output: Natural = 256
-    """Tokens of a usual answer."""
+    """Tokens of a usual answer, for which memory is reserved."""
     kv_step: Natural = 1
     """Tokens by which the cache of a row grows."""
     kv_fixed: Estimate = 0
@@ -177,9 +192,11 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     kv_window_per_token: Estimate = 0
     """Bytes of a row for each of the last `kv_window` tokens."""
     loading: bool = False
+    """Whether a load is in progress."""
     cause: Text = ""
     """Reason why the model cannot be loaded; empty if it can."""
     forward: TransientModel = TransientModel()
+    """Model of the transient memory of every forward."""
     profiled: bool = False
     """Whether the model was measured on this machine."""
     max_context: Natural = 0
@@ -206,14 +223,14 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def kv(self) -> "KvParameters":
-        """Memory parameters of a row."""
+        """Fields of this model from which `wire.capacity.arithmetic.row_bytes` computes the memory of a row."""
         return KvParameters(
             self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
         )
 
 
 class KvParameters(msgspec.Struct, frozen=True, gc=False):
-    """Memory parameters of a row; `waste` are the bytes of padding that a batch may always have. See `Model`."""
+    """Parameters of the KV memory of a row: the fields `kv_…` of `Model` without their prefix."""
 
     per_token: int
     step: int = 1
@@ -224,7 +241,7 @@ class KvParameters(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineCounters(WireStruct, frozen=True, gc=False):
-    """Counts since the engine's process started."""
+    """Counts of an engine since its process started."""
 
     checks: Natural = 0
     """Checks of the gate."""
@@ -251,23 +268,30 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
 
 
 class CacheState(WireStruct, frozen=True, gc=False):
-    """State of the prefix cache, with counts since the engine's process started."""
+    """State of an engine's prefix cache, with counts since its process started."""
 
     nbytes: Size = 0
+    """Bytes of all cached prefixes."""
     entries: Natural = 0
+    """Number of cached prefixes."""
     hits: Natural = 0
+    """Number of requests that reused a cached prefix."""
     hit_tokens: Natural = 0
     """Prompt tokens that were found in the cache."""
     stores: Natural = 0
+    """Number of prefixes that were stored."""
     evictions: Natural = 0
+    """Number of prefixes that were evicted."""
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions; the last has the number `evictions`."""
+    """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions, oldest first. The last one belongs to the
+    newest of all `evictions`."""
 
 
 class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     """State of the engine's process, as its agent sees it."""
 
     kind: Word = ""
+    """Kind of engine: `mlx` or `scripted`."""
     state: Word = "starting"
     """`starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""
@@ -275,8 +299,11 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     restarts: Natural = 0
     """Number of times that the process died."""
     running: Natural = 0
+    """Number of running requests."""
     waiting: Natural = 0
+    """Number of requests that are queued in the engine."""
     queued_tokens: Natural = 0
+    """Prompt tokens that are not prefilled yet."""
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     recycles: Natural = 0
@@ -305,7 +332,7 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
-    """Sharing rule of the Mac's owner, and whether the node is paused."""
+    """Whether a node accepts work, by the sharing rule of the Mac's owner or a pause."""
 
     when: Word = ""
     """Rule: `always`, `plugged-in`, `idle` or `hours`; empty from a node that cannot be paused."""
@@ -322,21 +349,24 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
 
     level: Natural = MemoryLevel.UNKNOWN
+    """`MemoryLevel` at the last poll."""
     phys: Size | None = None
     """Footprint of the engine, read by the agent."""
     highest: Size | None = None
-    """High-water mark of the footprint by the kernel, for display."""
+    """Highest footprint of the engine's process since its start, by the kernel. For display."""
     interval: Size | None = None
-    """High-water mark since its last reset, for display."""
+    """Highest footprint since the last reset of the kernel's mark. For display."""
     cap_bound_by: Word = ""
     """Name of the term that sets the cap."""
     remedy: Text = ""
     """Advice about the term that limits the node now."""
     tier: Word = ""
+    """Memory tier in force (setting `memory.tier`)."""
     warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Reasons why this node is less safe than possible."""
     polls: Natural = 0
+    """Number of memory polls."""
     over_caps: Natural = 0
     """Number of times that the engine was above its cap."""
     kills: Natural = 0
-    """Number of times that the engine was killed for that."""
+    """Number of engine processes that the enforcer ended for that."""

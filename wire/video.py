@@ -12,11 +12,13 @@ from wire.report import WireStruct
 
 
 class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):
-    """A diffusers package on a node, with the inputs for a prediction of its peak memory."""
+    """A video model (diffusers package) on a node, with the inputs for a prediction of its peak memory."""
 
     name: Word
     fingerprint: Word = ""
+    """Hash of the package. Nodes with the same fingerprint have the same package."""
     pipeline: Word = ""
+    """Name of the pipeline class of diffusers."""
     engine: Word = ""
     """Version of the engine that runs the package; empty while its environment is missing."""
     bits: Natural = 0
@@ -42,11 +44,14 @@ class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
-    """A lease on a node."""
+    """State of a memory lease for a video job on a node."""
 
     lease: Word
+    """Id of the lease."""
     generation: Number
+    """Sequence number of the lease among those of the job."""
     job: Word = ""
+    """Id of the job."""
     size: Size = 0
     """Bytes that the lease subtracts from the ceiling; 0 after its release."""
     phase: Word = ""
@@ -58,15 +63,16 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """Current denoising step of `steps`."""
     steps: Natural = 0
     footprint: Size = 0
-    """Footprint of the worker's processes."""
+    """Footprint of the worker's processes, now."""
     peak: Size = 0
-    """Highest footprint that was read."""
+    """Highest footprint of the worker's processes that was read."""
 
 
 class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
     """State of video generation on a node."""
 
     ready: bool = False
+    """Whether the node can accept a lease."""
     cause: Text = ""
     """Reason why the node is not ready, with the next step."""
     ray: Word = ""
@@ -80,8 +86,10 @@ class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Artifact(WireStruct, frozen=True, array_like=True, gc=False):
-    """Output file of a job. A node keeps it until the lease is acknowledged."""
+    """Output file of a video job. The node keeps the file until the coordinator acknowledges the end of the lease."""
 
     name: Word
+    """File name."""
     size: Size
+    """Bytes."""
     sha256: Blob

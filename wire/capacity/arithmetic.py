@@ -70,30 +70,36 @@ UNCHECKED_TOKENIZE_BYTES = MIB
 
 
 def default_margin(cap: int) -> int:
-    """Return the margin in bytes without a measured profile: 11.2 % of the cap, between 512 MiB and 12 GiB."""
+    """Return the margin in bytes for models without a measured profile: 11.2 % of the cap, 512 MiB to 12 GiB."""
     return max(MIN_MARGIN_BYTES, min(MAX_MARGIN_BYTES, int(cap * MARGIN_SHARE)))
 
 
 def profiled_margin(cap: int, residual: int) -> int:
     """Return the margin in bytes if every loaded model has a profile: 1.13 × `residual`, at least 2 % of the cap.
 
-    `residual` are the most bytes by which a forward exceeded its estimate and the KV that it wrote.
+    `residual` is the maximum number of bytes by which a measured forward exceeded its estimate and the KV it wrote.
     """
     return max(int(residual * RESIDUAL_FACTOR), int(cap * MIN_PROFILED_MARGIN_SHARE))
 
 
 def current(active: int, phys: int | None, recent: int) -> int | None:
-    """Return the memory in use in bytes; None if the footprint could not be read."""
+    """Return the memory in use in bytes: the maximum of MLX's memory, footprint and recent peak.
+
+    None if the footprint `phys` could not be read.
+    """
     return None if phys is None else max(active, phys, recent)
 
 
 def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
-    """Return ceiling − margin − current − reserved in bytes; None if `current` is unknown."""
+    """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
+
+    `now` is the memory in use, as from `current`. None if `now` is None.
+    """
     return None if now is None else ceiling - margin - now - reserved
 
 
 def occupied(memory: Memory) -> int | None:
-    """Return `current` without the reusable bytes of a report; None if it is unknown.
+    """Return the memory in use in bytes without the reusable bytes of a report; None if the footprint is unknown.
 
     On the node itself `reusable` is 0: the gate may count on these bytes only after they were freed.
     """
@@ -102,10 +108,10 @@ def occupied(memory: Memory) -> int | None:
 
 
 def level(memory: Memory) -> MemoryLevel:
-    """Return the memory level: OK ⇔ headroom ≥ 0, OVER_HARD if `excess` > 0, else OVER_SOFT.
+    """Return the memory level: OK if the headroom is at least 0, else OVER_HARD if `excess` > 0, else OVER_SOFT.
 
-    UNKNOWN if the footprint could not be read. Below the hard line also UNKNOWN if the ceiling could not be read: no
-    memory is freed because of an unknown number.
+    The level is UNKNOWN if the footprint could not be read. It is UNKNOWN instead of OVER_SOFT if the ceiling could not
+    be read, because no memory is freed for an unknown number.
     """
     free_bytes = headroom(
         memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved
@@ -120,16 +126,16 @@ def level(memory: Memory) -> MemoryLevel:
 
 
 def excess(memory: Memory) -> int:
-    """Return the bytes by which a node exceeds cap − leases now; negative below it.
+    """Return the bytes by which the engine exceeds cap − leases now; negative below that limit.
 
-    The dynamic ceiling is not used because its jitter must not end requests. `recent` is not used because a past peak
-    needs no action.
+    The dynamic ceiling is not used because its jitter must not end requests. The recent peak is not used because a past
+    peak needs no action.
     """
     return max(memory.active, memory.phys or 0) - hard_line(memory)
 
 
 def hard_line(memory: Memory) -> int:
-    """Return cap − leases in bytes, at least 1. An engine that stays above it has to end requests."""
+    """Return cap − leases in bytes, at least 1. An engine that stays above this limit has to end requests."""
     return max(1, memory.cap - memory.leases)
 
 
@@ -141,10 +147,10 @@ class Fits(WireStruct, frozen=True, gc=False):
 
 
 def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str = "") -> Fits | Refused:
-    """Return whether `estimate` more bytes fit under a reading.
+    """Check whether `estimate` more bytes fit on a node. Return `Fits`, or the refusal with all numbers.
 
-    `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself. If
-    the guard is off, everything fits. If the footprint is unknown, nothing fits.
+    `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself.
+    `node` is the name in the refusal. If the guard is off, everything fits. If the footprint is unknown, nothing fits.
     """
     reserved = memory.reserved + unacknowledged
     now = occupied(memory)
@@ -170,7 +176,9 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 
 
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
-    """Check the bytes of a model load (weights, fixed state, transient) without the margin.
+    """Check whether the bytes of a model load (weights, fixed state, transient) fit, without the margin.
+
+    Return `Fits`, or the refusal with all numbers.
 
     The margin covers transients of forwards, and a load runs only a warm-up. Requests to the loaded model are checked
     with the margin.
@@ -179,7 +187,7 @@ def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
 
 
 def exceeds_headroom(memory: Memory, estimate: int) -> bool:
-    """Return whether `estimate` more bytes do not fit; False if the memory cannot be read."""
+    """Return whether `estimate` more bytes are known not to fit; False if the memory cannot be read."""
     answer = judge(memory, estimate)
     return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
 
@@ -204,10 +212,10 @@ def shed(memory: Memory, over: int) -> Refused:
 
 
 def row_bytes(kv: KvParameters, tokens: int) -> int:
-    """Return the maximum bytes of a row of `tokens` tokens.
+    """Return the maximum KV bytes of a row of `tokens` tokens.
 
-    A cache grows `step` tokens at a time, and can hold up to step − 1 unused ones. A sliding-window cache holds at most
-    its window. `fixed` bytes are taken from the first token.
+    A cache grows `step` tokens at a time, and can have room for up to step − 1 unused tokens. A sliding-window cache
+    holds at most its window. `fixed` bytes are taken from the first token.
     """
     if tokens <= 0:
         return 0
@@ -217,24 +225,28 @@ def row_bytes(kv: KvParameters, tokens: int) -> int:
 
 
 def waste_bytes(cap: int) -> int:
-    """Return the bytes of padding that a batch may always have under a cap (`KvParameters.waste`)."""
+    """Return the bytes of padding that a batch may always have, for a cap in bytes (`KvParameters.waste`)."""
     return min(MAX_WASTE_BYTES, int(cap * WASTE_CAP_SHARE))
 
 
 def padded(group: BatchGroup, kv: KvParameters) -> int:
-    """Return the bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
+    """Return the KV bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
     return group.rows * row_bytes(kv, group.longest)
 
 
 def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
-    """Return whether a row of `length` tokens may join a batch: padding stays within 25 % or `kv.waste` bytes."""
+    """Return whether a row of `length` tokens may join a batch.
+
+    The padding must stay within 25 % of the batch, or within `kv.waste` bytes.
+    """
     total = max(group.longest, length) * (group.rows + 1)
     waste = total - group.tokens - length
     return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * total
 
 
 def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
-    """Return the bytes that a row of `length` tokens adds, with padding, in the best of `groups` or in a new batch."""
+    """Return the KV bytes that a row of `length` tokens adds, with padding, in the best of `groups` or in a new
+    batch."""
     return _joined(tuple(groups), length, kv)[1]
 
 
@@ -256,7 +268,7 @@ def prefill_transient(
 ) -> int:
     """Return the transient bytes of a prefill of `tokens` after `past` tokens, without the KV that it writes.
 
-    `last`: the forward computes the logits of all its tokens. `grows`: the caches have no room and are copied.
+    `last`: the forward computes the logits of all its tokens. `grows`: the caches are full and are copied to grow.
     """
     seen = tokens + (min(past, transient.window) if transient.window else past)
     attention = transient.token * tokens + transient.pair * tokens * seen + grows * transient.seen * seen
@@ -265,9 +277,10 @@ def prefill_transient(
 
 
 def step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
-    """Return the transient bytes of a decode step of a padded batch.
+    """Return the transient bytes of a decode step of a padded batch, whose longest row has `longest` tokens.
 
-    `grows`: the caches have no room, and two layers are copied at once (measured: up to 1.6). Most steps do not grow.
+    `grows`: the caches are full and are copied to grow, two layers at once (measured: up to 1.6). Most steps do not
+    grow.
     """
     if not rows:
         return 0
@@ -277,12 +290,15 @@ def step_transient(transient: TransientModel, rows: int, longest: int, *, grows:
 
 
 def tail(transient: TransientModel) -> int:
-    """Return the maximum tokens of a forward with logits, because it computes the logits of all its tokens."""
+    """Return the maximum tokens of the last forward of a prompt.
+
+    That forward computes the logits of all its tokens, which may take `MAX_LOGITS_BYTES`.
+    """
     return max(1, int(MAX_LOGITS_BYTES / max(transient.logits, 1.0)))
 
 
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Return the highest transient of a forward while this request runs, in bytes.
+    """Return the highest transient bytes of a forward while this request runs.
 
     That is the smallest prefill chunk at the end of its prompt, or a decode step. Forwards run one at a time, and
     transients of several requests therefore do not add up.
@@ -332,10 +348,11 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
 
 def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
-    """Return the transient bytes of tokenizing `text` bytes; 0 below UNCHECKED_TOKENIZE_BYTES.
+    """Return the transient bytes of tokenizing `text` bytes; 0 if they are at most UNCHECKED_TOKENIZE_BYTES.
 
-    `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
-    grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.
+    `files` is the size of the tokenizer's files in bytes. `loads`: the tokenizer is loaded first. `guides`: its tables
+    for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after
+    about that many tokens.
     """
     most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
     taken = (
@@ -348,14 +365,17 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
-    """Return whether a request fits on the idle node: weights and KV within `most_bytes`."""
+    """Return whether a request would fit on the idle node, with no other model loaded; True without the guard.
+
+    Weights, KV and transient must be within `most_bytes`.
+    """
     if not memory.guard:
         return True
     return alone_bytes(model, prompt_tokens, output_tokens, choices) <= most_bytes(memory)
 
 
 def most_bytes(memory: Memory) -> int:
-    """Return the maximum bytes of weights and rows on a node: cap − margin − base of the engine."""
+    """Return the maximum bytes of weights, rows and transients on a node: cap − margin − base of the engine."""
     return memory.cap - memory.margin - memory.base
 
 
@@ -365,19 +385,19 @@ def most_weights(memory: Memory) -> int:
 
 
 def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Return the bytes of a request on the idle node: weights, rows, transient."""
+    """Return the bytes of a request and its model on the idle node: weights, rows of all choices, transient."""
     alone = replace(model, groups=()) if model.groups else model
     rows = row_bytes(model.kv, prompt_tokens + output_tokens) * choices
     return rows + request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights
 
 
 def max_context(memory: Memory, model: Model) -> int:
-    """Return the maximum tokens of a row, prompt and answer, on the idle node; 0 if none fit."""
+    """Return the maximum tokens of prompt and answer together on the idle node; 0 if not even one token fits."""
     return _most(model.context, lambda tokens: alone_bytes(model, tokens - 1, 1) <= most_bytes(memory))
 
 
 def max_batch(memory: Memory, model: Model, most: int) -> int:
-    """Return how many rows of usual length fit on the idle node, at most `most`."""
+    """Return how many rows of usual length (`DEFAULT_ROW_TOKENS`) fit on the idle node, at most `most`."""
     length = min(DEFAULT_ROW_TOKENS, model.context)
     return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
 

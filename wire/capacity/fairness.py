@@ -1,4 +1,4 @@
-"""Fair shares of a node between API keys: decode rows, prefill turns, memory, and which rows are preempted. Pure.
+"""Divide rows, prefill turns and memory of a node fairly between API keys, and choose rows to preempt. Pure.
 
 The queue before placement is fair between keys, but placed requests wait again on their node until rows are free.
 Three rules apply there. An owner is an API key: an opaque name and a weight. The empty name is a key of its own.
@@ -39,12 +39,12 @@ class WeightedKey(WireStruct, frozen=True, array_like=True, gc=False):
     weight: Natural = 1
 
     def load(self, much: float) -> float:
-        """Return an amount of rows, tokens or bytes divided by the weight of this key."""
+        """Return `much` (rows, tokens or bytes) divided by the weight of this key."""
         return much / max(1, self.weight)
 
 
 class WaitingRequest(NamedTuple):
-    """A waiting request: its key, the rows it needs, and whether part of its answer was generated."""
+    """A queued request: its key, the rows that it needs, and whether part of its answer was already generated."""
 
     owner: WeightedKey
     rows: int = 1
@@ -52,9 +52,10 @@ class WaitingRequest(NamedTuple):
 
 
 def service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
-    """Yield indices of waiting requests in the order of service.
+    """Yield the indices of all waiting requests in the order in which they get rows.
 
-    Begun answers come first. `waiting` is in order of arrival; `taken` are the rows that each key holds.
+    `waiting` is in order of arrival; `taken` are the rows that each key holds. Begun answers come first. Then the key
+    with the lowest number of rows divided by its weight is next, with its oldest request.
     """
     lanes: dict[str, deque[int]] = {}
     for place, one in enumerate(waiting):
@@ -80,10 +81,10 @@ class RunningRequest(NamedTuple):
 
 
 def preemption_order(key: WeightedKey, need: int, missing: int, holding: Sequence[RunningRequest]) -> list[int]:
-    """Return the indices of the requests to preempt for a request of the key `asking`.
+    """Return the indices in `holding` of the requests to preempt for a waiting request of `key`.
 
-    The request needs `need` rows or bytes, of which `lacking` are not free. `holding` is in order of arrival. The list
-    is empty if fair shares do not allow enough preemptions.
+    The waiting request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests
+    in order of arrival. The list is empty if fair shares do not allow enough preemptions.
     """
     used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
     for place, one in enumerate(holding):
@@ -106,7 +107,7 @@ def preemption_order(key: WeightedKey, need: int, missing: int, holding: Sequenc
 
 
 class PrefillFairness:
-    """Choose the prompt for the prefill turns that the shortest prompt does not get. One object per node."""
+    """Chooser of the prompt for every second prefill turn of a node. Other turns prefill the shortest prompt."""
 
     def __init__(self) -> None:
         self._read: dict[str, float] = {}
@@ -114,12 +115,16 @@ class PrefillFairness:
         idle time earns no credit."""
 
     def has_read(self, owner: WeightedKey, tokens: float) -> None:
-        """Count prefilled tokens of a key."""
+        """Count prefilled tokens of a key. Tokens count only while the key has waiting prompts."""
         if owner.name in self._read:
             self._read[owner.name] += owner.load(tokens)
 
     def next(self, waiting: Sequence[WeightedKey]) -> int:
-        """Return the index of the next prompt. `waiting` has the keys of all waiting prompts, oldest first."""
+        """Return the index of the prompt to prefill next. `waiting` has the key of each waiting prompt, oldest first.
+
+        The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the key with the fewest
+        prefilled tokens per weight is next. `waiting` must not be empty.
+        """
         prompts = Counter(one.name for one in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)
         self._read = {name: self._read.get(name, least) for name in prompts}

@@ -1,6 +1,6 @@
-"""Frames of the link and of the socket between agent and engine, by subject.
+"""All frames of the link and of the socket between agent and engine.
 
-`frame` describes their format, `registry` their tags.
+`wire.frames.frame` describes their format, `wire.frames.registry` has their tags.
 """
 
 from wire.frames.engine import (

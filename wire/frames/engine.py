@@ -1,4 +1,4 @@
-"""Frames between agent and engine only."""
+"""Frames between agent and engine that the coordinator never sees: limits, memory orders, and reports of the engine."""
 
 from typing import Annotated
 
@@ -27,91 +27,102 @@ from wire.report import (
 
 
 class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → engine: the memory limits in force."""
+    """Agent → engine: the memory limits to apply from now on, in bytes (see `wire.report.Memory`)."""
 
     cap: Size
     ceiling: Size
     margin: Size
     bound_by: Word
+    """Name of the term that sets the ceiling."""
     guard: bool = True
+    """Whether requests are refused for lack of memory."""
     leases: Size = 0
+    """Bytes leased to video jobs."""
     number: Number = 0
-    """Grows with every frame; the engine reports the one in force."""
+    """Sequence number, which grows with every frame. `EngineReport.limits_number` is that of the limits in force."""
     margin_auto: bool = False
     """Whether the margin is a default, which a profile of the loaded models may replace."""
 
 
 class ReduceMemory(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → engine: the engine is above a limit.
+    """Agent → engine: reduce the memory of the engine, because the engine is above a limit.
 
-    OVER_SOFT: free unused memory (free buffers, reusable cache, idle models). OVER_HARD: also end the newest request
-    if that frees less than `excess` bytes.
+    OVER_SOFT: free unused memory (free buffers, reusable cache, idle models). OVER_HARD: if that frees less than
+    `excess` bytes, also abort a load in progress, then end the newest request.
     """
 
     poll: Number
+    """Sequence number of the agent's memory poll, which the engine repeats in `EngineReport.enforced`."""
     level: MemoryLevel
+    """OVER_SOFT or OVER_HARD."""
     excess: Difference = 0
+    """Bytes above cap − leases, with OVER_HARD."""
 
 
 class ReclaimMemory(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: free memory until `size` bytes fit.
 
-    The engine frees buffers, reusable cache and idle models that are not pinned. It frees nothing if that would not
-    suffice.
+    The engine frees buffers, reusable cache, idle models that are not pinned, and a load for which no request waits. If
+    all of these would not suffice, the engine frees only buffers.
     """
 
     number: Number
-    """Grows with every frame."""
+    """Sequence number, which the engine repeats in `EngineReport.freed_order`."""
     size: Size
+    """Bytes."""
 
 
 class ModelBan(WireStruct, frozen=True, array_like=True, gc=False):
-    """A model that must not be loaded for a time."""
+    """Quarantine of a model that crashed the engine: the engine refuses to load this model for a time."""
 
     model: Word
     seconds: Seconds
-    """Remaining time."""
+    """Remaining time of the quarantine."""
     cause: Text
-    """Reason."""
+    """Reason of the quarantine, for users."""
 
 
 class RestoreModels(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → new engine: load models again, and do not load banned ones."""
+    """Agent → new engine: load the models of the previous engine again, except those in quarantine."""
 
     models: Annotated[tuple[Word, ...], Meta(max_length=MAX_MESSAGES)] = ()
     bans: Annotated[tuple[ModelBan, ...], Meta(max_length=MAX_MESSAGES)] = ()
 
 
 class StopEngine(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → engine: end the process after the native call in progress, with all memory freed. Last frame."""
+    """Agent → engine: free all memory and end the process after the native call in progress. No frame follows."""
 
     seconds: Seconds
-    """Time limit."""
+    """Time after which the agent ends the process by a signal."""
 
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → agent: state published by the inference thread."""
+    """Engine → agent: state of the engine, published by its inference thread."""
 
     memory: Memory
-    """Judged by the limits of number `held`."""
+    """Memory of the engine under the limits with the sequence number `limits_number`."""
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MESSAGES)]
     running: Natural
+    """Number of running requests."""
     waiting: Natural
+    """Number of queued requests."""
     queued_tokens: Natural = 0
+    """Prompt tokens that are not prefilled yet."""
     acked_seq: Number = 0
+    """Highest `seq` of a Generate that `memory.reserved` counts."""
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     limits_number: Number = 0
-    """Number of the Limits in force."""
+    """Sequence number of the limits in force (`MemoryLimits.number`); 0 before the first."""
     enforced: Number = 0
-    """Number of the last Enforce that was applied."""
+    """`poll` of the last ReduceMemory that was applied; 0 before the first."""
     unreturned: Difference = 0
     """Bytes that stayed allocated after the last model was unloaded."""
     measures: GateMeasures = GateMeasures()
-    """Answer to `FetchRequest('metrics')`."""
+    """Counts of the gate, with which the agent answers `FetchRequest("metrics")`."""
     freed_order: Number = 0
-    """Number of the last `ReclaimMemory` that was applied."""
+    """Sequence number of the last ReclaimMemory that was applied; 0 before the first."""
     metal_limit: Size = 0
-    """Memory that the Metal device recommends at most; 0 if unknown."""
+    """Metal limit: maximum bytes that the Metal device recommends; 0 if unknown."""
     wired: Size = 0
     """Bytes that MLX may keep wired."""

@@ -1,4 +1,4 @@
-"""Frames of the enrollment of a node: the only ones that are accepted from a peer without a certificate."""
+"""Frames of the enrollment of a node, which precede its certificate. Counterpart: `node.agent.enrollment`."""
 
 from wire.bounds import (
     Blob,
@@ -14,19 +14,21 @@ from wire.report import (
 
 
 class EnrollStart(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: request the CA."""
+    """Node → coordinator: request the certificate of the CA. First frame of an enrollment."""
 
     protocol: Natural
+    """Protocol version of the node."""
     commitment: Blob = b""
     """Commitment to nonce and certificate request, if a person will compare short codes."""
 
 
 class EnrollAuthority(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the CA."""
+    """Coordinator → node: certificate of the CA, and the cluster that the node would join."""
 
     ca: Blob
-    """CA in DER; the node compares it with the pin of its token."""
+    """Certificate of the CA in DER. The node compares its SHA-256 with the pin of the token."""
     cluster: Word
+    """Id of the cluster."""
     cluster_name: Word
     nonce: Blob = b""
     """Nonce of the coordinator for the short code."""
@@ -42,17 +44,20 @@ class Enroll(Frame, frozen=True, array_like=True, gc=False):
     csr: Blob
     """Certificate request in DER."""
     name: Word
+    """Display name of the node."""
     machine: Word
+    """Machine id."""
     hardware: Hardware
     token: Text = ""
+    """Id of the join token."""
     mac: Blob = b""
-    """`request_mac` of the request under the key of the token."""
+    """`wire.identity.request_mac` of `csr` under the key of the token."""
     opening: Blob = b""
-    """Nonce of the commitment."""
+    """Nonce to which `EnrollStart.commitment` committed."""
     certificate: Blob = b""
     """Earlier certificate of the machine in DER."""
     proof: Blob = b""
-    """Signature of `rejoin_text` by the key of that certificate."""
+    """Signature of `wire.identity.rejoin_text` by the key of that certificate."""
 
 
 class EnrollPending(Frame, frozen=True, array_like=True, gc=False):
@@ -63,13 +68,14 @@ class EnrollPending(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Enrolled(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the certificate."""
+    """Coordinator → node: the certificate of the new node. Last frame of an enrollment."""
 
     node: Word
     """Id of the node."""
     certificate: Blob
     """Certificate in DER."""
     cluster: Word
+    """Id of the cluster."""
 
 
 ENROLLMENT = frozenset({EnrollStart, Enroll})

@@ -1,8 +1,8 @@
-"""Frames of the link and of the socket between agent and engine, and their tags.
+"""Base of all frames, and the format of frames.
 
 A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). Both sockets use the same table, because the agent
 forwards frames of the engine and decodes only their first field, `request`. Fields are only appended; a field that was
-not in protocol 1 has a default.
+not in protocol 1 has a default. `wire.frames.registry` has the tags.
 
 Sizes are bytes, times are seconds. `request` is the coordinator's number of a request. It is unique across restarts
 because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the newest one it counts.
@@ -17,7 +17,7 @@ from wire.report import (
 
 
 class Frame(WireStruct, frozen=True, array_like=True, gc=False):
-    """Base of all frames."""
+    """Base of all frames: a message between coordinator, agent and engine."""
 
 
 class RequestHead(WireStruct, frozen=True, array_like=True, gc=False):

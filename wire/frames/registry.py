@@ -1,4 +1,4 @@
-"""Tags of all frames. Both sockets use the same table."""
+"""Tags of all frame types, for the link and for the socket between agent and engine."""
 
 from wire.frames.engine import EngineReport, MemoryLimits, ReclaimMemory, ReduceMemory, RestoreModels, StopEngine
 from wire.frames.enrollment import Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart
@@ -79,4 +79,4 @@ TAGS: dict[int, type[Frame]] = {
     65: LeaseEnded,
     66: AllowVideo,
 }
-"""Tags of all frame types. A tag is never reused."""
+"""Frame types by tag. A tag is never reused."""

@@ -42,7 +42,7 @@ SHARED_SCOPE = "*"
 
 
 class Channel(IntEnum):
-    """Kind of a piece of an answer."""
+    """Part of an answer to which a piece of text belongs."""
 
     CONTENT = 0
     REASONING = 1
@@ -50,18 +50,19 @@ class Channel(IntEnum):
 
 
 class ToolCall(WireStruct, frozen=True, array_like=True, gc=False):
-    """Tool call of the assistant in an earlier turn."""
+    """Tool call that the assistant made in an earlier turn of the conversation."""
 
     id: Word
     name: Word
     arguments: Long
-    """JSON text."""
+    """Arguments as JSON text."""
 
 
 class Message(WireStruct, frozen=True, array_like=True, gc=False):
-    """A chat message."""
+    """A message of the conversation that forms the prompt."""
 
     role: Word
+    """`system`, `user`, `assistant` or `tool`, or another role that the chat template knows."""
     content: Long = ""
     name: Word = ""
     tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_MESSAGES)] = ()
@@ -91,7 +92,7 @@ class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
-    """Parameters of generation. None selects the default of the model."""
+    """Sampling parameters and limits of a request. None selects the default of the model."""
 
     max_tokens: Tokens | None = None
     temperature: Real | None = None
@@ -121,12 +122,14 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     seq: Number
+    """Sequence number, which grows with every Generate. A report acknowledges the highest one in `acked_seq`."""
     request_id: Word
+    """Request id for logs, as the client knows it."""
     model: Word
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
     params: GenerationParams
     created: Natural
-    """Unix time for the chat template."""
+    """Unix time in seconds at which the request arrived, for the chat template."""
     expected: Tokens = 256
     """Output tokens to reserve memory for."""
     stream: bool = True
@@ -141,7 +144,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     text: Long = ""
     """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
-    """Prompt as token ids of the model, as `text`."""
+    """Prompt as token ids of the model, without chat template. The answer is content only, as with `text`."""
     owner: WeightedKey = WeightedKey()
     """Key for fair shares."""
     fingerprint: Word = ""
@@ -152,15 +155,15 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
 
     def known(self, choice: int) -> tuple[int, ...]:
-        """Return the token ids of a choice that were generated on another node."""
+        """Return the token ids of a choice that another node has generated; empty if there are none."""
         return self.resume[choice] if choice < len(self.resume) else ()
 
 
 class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
-    Fields are those of Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be loaded;
-    nothing is computed or reserved.
+    Fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be
+    loaded; nothing is computed or reserved.
     """
 
     request: Number
@@ -198,50 +201,57 @@ class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: end a request without an answer."""
+    """Coordinator → engine: cancel a request. The engine sends no further frame about the request."""
 
     request: Number
 
 
 class Admitted(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the request has its memory."""
+    """Engine → coordinator: the request is admitted and its memory is committed."""
 
     request: Number
     prompt_tokens: Tokens
     """Exact number of prompt tokens."""
     cached_tokens: Tokens = 0
+    """Prompt tokens that the prefix cache supplies."""
     prompt_hash: Blob = b""
+    """Hash of the prompt, which a report names when the prompt is evicted. Empty: the node caches nothing."""
 
 
 class Logprob(WireStruct, frozen=True, array_like=True, gc=False):
-    """Log probability of a token, with the most likely alternatives. Tokens are bytes."""
+    """Natural logarithm of the probability of a token, with the most likely alternatives. Tokens are UTF-8 bytes."""
 
     token: Blob
     logprob: Real
     top: Annotated[tuple[tuple[Blob, Real], ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Alternatives as pairs of token and log probability, most likely first."""
 
 
 class Delta(WireStruct, frozen=True, array_like=True, gc=False):
-    """Tokens and text of a choice from one step of the engine."""
+    """Tokens and text that one step of the engine added to a choice of a request."""
 
     request: Number
     choice: Natural
+    """Index of the choice, from 0."""
     ids: Ids
     """Token ids."""
     pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
-    """Channel and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`, `name`, `arguments`
-    (JSON text)."""
+    """Pairs of channel (`Channel`) and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`,
+    `name`, `arguments` (JSON text)."""
     logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the deltas of an engine step."""
+    """Engine → coordinator: the new tokens of all requests in an engine step."""
 
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 
 
 def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
-    """Return the frames of an engine step: one for up to MAX_ROWS_IN_STEP rows, or one a delta for long texts."""
+    """Return the frames with the deltas of an engine step.
+
+    A frame has at most MAX_ROWS_IN_STEP deltas, or one if the texts have more than LONG_CHARACTERS characters in total.
+    """
     characters = sum(len(text) for delta in deltas for _, text in delta.pieces)
     most = MAX_ROWS_IN_STEP if characters <= LONG_CHARACTERS else 1
     return [Deltas(tuple(deltas[at : at + most])) for at in range(0, len(deltas), most)]
@@ -260,13 +270,14 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
-    """`stop`, `length` or `tool_calls` by choice."""
+    """Finish reason of each choice: `stop`, `length` or `tool_calls`."""
     prompt_tokens: Tokens
     completion_tokens: Tokens
+    """Generated tokens of all choices."""
     cached_tokens: Tokens = 0
     timings: Timings = Timings()
     measured: Model | None = None
-    """Model after a `ProfileModel`."""
+    """Measured model in the answer to a ProfileModel; None in all other answers."""
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
     reasoning_tokens: Tokens = 0
@@ -274,11 +285,12 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the request was not started."""
+    """Engine or agent → coordinator: the request is refused and was not started."""
 
     request: Number
     refused: Refused
     prompt_tokens: Tokens | None = None
+    """Exact number of prompt tokens; None if the prompt was not tokenized."""
 
 
 class Failed(Frame, frozen=True, array_like=True, gc=False):
@@ -286,5 +298,5 @@ class Failed(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     code: Word
-    """Machine-readable reason."""
+    """Machine-readable reason (`wire.refusals.FailureCode`)."""
     message: ErrorText

@@ -31,34 +31,43 @@ from wire.video import VideoState
 
 
 class Hello(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: first frame of a link."""
+    """Node → coordinator: description of the node. First frame of a link."""
 
     protocol: Natural
+    """Protocol version of the node."""
     node: Word
+    """Id of the node."""
     name: Word
+    """Display name of the node."""
     instance: Word
     """Random id of this run of the agent."""
     machine: Word
+    """Machine id."""
     version: Word
+    """Version of Macpool."""
     hardware: Hardware
     takeover: bool = False
     """Whether this link replaces the link of the same instance without ending its requests."""
     generation: Number = 0
     """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
     seal: Blob = b""
-    """Seal of that generation."""
+    """Signature of that generation by the CA (`Welcome.seal`)."""
 
 
 class MemberQuery(Frame, frozen=True, array_like=True, gc=False):
     """Command on a member → coordinator, in place of Hello: request a path of the API.
 
-    The coordinator sends JSON in Answers and closes the connection. The link of the node is not affected.
+    The coordinator sends JSON in FetchChunks and closes the connection. The link of the node is not affected.
     """
 
     protocol: Natural
+    """Protocol version of the member."""
     node: Word
+    """Id of the member."""
     machine: Word
+    """Machine id."""
     path: Text
+    """Path of the API."""
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):
@@ -69,10 +78,11 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     cluster: Word
     cluster_name: Word
     time: Seconds
-    """Unix time of the coordinator."""
+    """Unix time of the coordinator in seconds."""
     version: Word
+    """Version of Macpool."""
     addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Addresses of the coordinator for later connections."""
+    """Addresses of the coordinator (`host:port`) for later connections."""
     generation: Number = 0
     """Grows with every restore of a backup."""
     seal: Blob = b""
@@ -83,17 +93,19 @@ class Denied(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the link or the request is refused."""
 
     reason: Text
+    """Machine-readable reason."""
     message: ErrorText
     final: bool = False
     """Whether a retry has the same result until a person acts."""
     retry_after: Seconds = 0.0
+    """Seconds before the next try; 0 if the node chooses."""
 
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: heartbeat with the state of the node."""
 
     sequence: Number
-    """Number of the report."""
+    """Sequence number of the report on this run of the agent."""
     memory: Memory
     engine: EngineState
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
@@ -117,19 +129,20 @@ class Goodbye(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
-    """Both directions: request a sign of life. The answer is the next Report, or a Pong of the engine."""
+    """Coordinator → node, or agent → engine: request proof of life. A node answers with a Report, an engine with a
+    Pong."""
 
     nonce: Number
 
 
 class Pong(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → agent: its second thread is alive."""
+    """Engine → agent: answer to a Ping, sent by a thread of the engine that runs no model."""
 
     nonce: Number
     busy: Seconds = 0.0
-    """Seconds since the native call in progress began."""
+    """Seconds since the native call in progress began; 0 without a call."""
     expected: Seconds = 0.0
-    """Expected seconds of that call."""
+    """Expected duration of that call in seconds; 0 without a call."""
 
 
 class RenewCertificate(Frame, frozen=True, array_like=True, gc=False):
@@ -153,6 +166,7 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     """
 
     number: Number
+    """Number of the request, which its answers repeat."""
     what: Text
     """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
@@ -162,24 +176,30 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
 
 
 class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: part of an answer."""
+    """Node → coordinator: part of the answer to a FetchRequest. The coordinator answers a MemberQuery with this
+    frame."""
 
     number: Number
+    """Number of the request."""
     payload: Blob
     last: bool = False
+    """Whether this is the last part."""
     error: ErrorText = ""
+    """Error that ended the answer; empty without an error."""
     next: Size = 0
     """Offset of the next window; 0 after the last."""
     end: Size = 0
-    """Offset behind this window. A reader that follows a log continues there."""
+    """Offset of the byte after this window. A reader that follows a log continues there."""
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):
     """Both directions: a piece of a long frame. Only the codec uses it."""
 
     message: Number
+    """Number of the long frame on this connection."""
     payload: bytes
     last: bool = False
+    """Whether this is the last piece of the long frame."""
 
 
 class PauseNode(Frame, frozen=True, array_like=True, gc=False):
@@ -191,4 +211,4 @@ class PauseNode(Frame, frozen=True, array_like=True, gc=False):
     seconds: Seconds | None
     """Duration; None until a person resumes the node, 0 to resume now."""
     by: Text = ""
-    """Name of the person or key."""
+    """Name of the person or API key that paused the node."""

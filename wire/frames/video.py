@@ -1,4 +1,4 @@
-"""Frames of memory leases for video jobs. The node decides about a lease."""
+"""Frames of memory leases for video jobs. The coordinator requests a lease, the node grants or refuses it."""
 
 from typing import Annotated
 
@@ -26,12 +26,13 @@ class LeaseRequest(Frame, frozen=True, array_like=True, gc=False):
     """
 
     lease: Word
+    """Id of the lease."""
     generation: Number
-    """Grows with every lease of a job; the node refuses the older of two."""
+    """Sequence number of the lease, which grows with every lease of a job. The node refuses the older of two."""
     job: Word
     model: Word
     size: Size
-    """Bytes."""
+    """Bytes to reserve."""
     spec: Blob
     """JSON object for the worker: `prompt`, and optionally `negative_prompt`, `width`, `height`, `frames`, `fps`,
     `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; default: the settings of the node)."""
@@ -60,12 +61,12 @@ class AllowVideo(Frame, frozen=True, array_like=True, gc=False):
 
 
 class LeaseGranted(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: the ceiling is lowered and in force in the engine. The job can start."""
+    """Node → coordinator: the lease is granted. Its memory is free, and the node starts the worker."""
 
     lease: Word
     generation: Number
     folder: Text = ""
-    """Argument with which the actor finds the lease."""
+    """Folder of the lease on the node, from which the Ray actor of the job reads the lease."""
 
 
 class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
@@ -77,19 +78,19 @@ class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
     """Code of `wire.refusals`, or `lease_held`, `lease_superseded`, `guard_off`, `video_not_ready`."""
     message: ErrorText
     need: Difference = 0
-    """Bytes."""
+    """Bytes that the lease needs."""
     headroom: Difference | None = None
-    """Bytes."""
+    """Headroom of the node in bytes; None if unknown."""
     retry_after: Seconds = 0.0
     """Seconds; 0 if a retry has the same result."""
     waiting_for: Text = ""
-    """Condition for a lease, as text for a person."""
+    """Condition on which the node can grant the lease, as text for a person."""
 
 
 class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: the worker has ended and the memory is free.
+    """Node → coordinator: the lease has ended, its worker runs no more, and its memory is free.
 
-    Sent again on every new link until the coordinator acknowledges it.
+    The node sends the frame again on every new link until the coordinator acknowledges the end.
     """
 
     lease: Word
@@ -100,8 +101,8 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
     peak: Size = 0
-    """Highest footprint in bytes."""
+    """Highest footprint of the worker in bytes."""
     seconds: Seconds = 0.0
-    """Lifetime of the worker."""
+    """Lifetime of the worker in seconds."""
     made: Blob = b""
     """JSON object of the properties of the clip: width, height, frames, fps, seed, …"""

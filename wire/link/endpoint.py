@@ -49,8 +49,9 @@ MAX_PIECES_PER_TURN = 8
 class Outbox:
     """Send queue of a link.
 
-    `write` writes bytes, `defer` calls a function in the next turn of the loop, `wait` calls a function after
-    ACCOMPANY_SECONDS. Frames of one turn of the loop are written together, as one TLS record with one system call.
+    `write` writes bytes to the transport. `defer` calls a function soon, in a later turn of the loop. `wait` calls a
+    function after ACCOMPANY_SECONDS. Frames of one turn of the loop are written together, as one TLS record with one
+    system call.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class Outbox:
         self._pumping = False
 
     def send(self, frame: Frame) -> None:
-        """Write a short frame, queue a long one as pieces. Raises the exceptions of `encode`."""
+        """Send a frame: write a short one, queue a long one as pieces. Raise the exceptions of `encode`."""
         self.forward(encode(frame))
 
     def forward(self, encoded: bytes) -> None:
-        """Write a short encoded frame, queue a long one as pieces."""
+        """Send an encoded frame: write a short one, queue a long one (above MAX_PLAIN_BYTES) as pieces."""
         if len(encoded) <= MAX_PLAIN_BYTES:
             self._turn.append(encoded)
             if not self._leaving:
@@ -119,14 +120,14 @@ class Outbox:
             self._wait(self.flush)
 
     def flush(self) -> None:
-        """Write the frames of this turn."""
+        """Write the short frames of this turn of the loop."""
         self._leaving = False
         if self._turn:
             gathered, self._turn = self._turn, []
             self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
     def send_background(self, frames: Iterator[Frame]) -> None:
-        """Queue frames of low priority. Each is created when it is written, to bound memory."""
+        """Queue frames of low priority. Each frame is taken from `frames` only when it is written, to bound memory."""
         self._queue(encode(frame) for frame in frames)
 
     def pause(self) -> None:
@@ -134,7 +135,7 @@ class Outbox:
         self._paused = True
 
     def resume(self) -> None:
-        """Continue to write pieces."""
+        """Continue to write pieces after `pause`."""
         self._paused = False
         self._start()
 
@@ -194,7 +195,7 @@ class Transport(Protocol):
         """Set the buffer size above which `pause_writing` is called, in bytes."""
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
-        """Return the socket, the peer name or the certificate."""
+        """Return a property of the connection by its name, such as `socket`; `default` if it is unknown."""
 
 
 class EventLoop(Protocol):
@@ -216,8 +217,9 @@ class EventLoop(Protocol):
 class LinkEndpoint:
     """One end of a link as an asyncio protocol.
 
-    It splits received bytes into frames, sends through an `Outbox`, and closes on a violation of the protocol.
-    Subclasses override `opened`, `received` and `lost`.
+    An endpoint splits received bytes into frames, sends frames through an `Outbox`, and closes the connection on a
+    violation of the protocol. Subclasses override `opened`, `received` and `lost`. `longest_joined` is the maximum of
+    received fragments in progress, in bytes.
     """
 
     def __init__(self, loop: EventLoop, longest_joined: int = MAX_JOINED_BYTES) -> None:
@@ -247,15 +249,15 @@ class LinkEndpoint:
         """Handle an opened connection."""
 
     def received(self, tag: int, body: bytes) -> None:
-        """Handle a frame. A WireError raised here closes the connection with its text."""
+        """Handle a received frame. A WireError raised here closes the connection with its text as the reason."""
         raise NotImplementedError
 
     def lost(self, reason: str) -> None:
-        """Handle the end of the connection; called once."""
+        """Handle the end of the connection; called once. `reason` is a text for the log."""
         raise NotImplementedError
 
     def connection_made(self, transport: Transport) -> None:
-        """Set small buffers, to keep the latency of short frames low."""
+        """Set socket options and small buffers for low latency, create the outbox, and call `opened`."""
         self.transport = transport
         transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         connection = transport.get_extra_info("socket")
@@ -280,7 +282,8 @@ class LinkEndpoint:
         self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
-        """Split received bytes into frames and handle them."""
+        """Pass each frame in the received bytes to `received`. Abort the connection after a violation of the
+        protocol."""
         try:
             for tag, body in self._splitter.feed(data):
                 self.received(tag, body)
@@ -298,7 +301,8 @@ class LinkEndpoint:
         self.lost(self._reason or ended)
 
     def pause_writing(self) -> None:
-        """Pause long frames and count the bytes of short ones."""
+        """Pause long frames, and count unsent bytes of short frames: above MAX_UNSENT_BYTES the connection is
+        aborted."""
         self._paused, self._unsent = True, 0
         if self.outbox is not None:
             self.outbox.pause()
@@ -315,14 +319,14 @@ class LinkEndpoint:
         return self.transport is not None and not self.transport.is_closing()
 
     def send(self, frame: Frame) -> bool:
-        """Send a frame; False if the connection is closing. Raises the exceptions of `encode`."""
+        """Send a frame. Return False if the connection is not open. Raise the exceptions of `encode`."""
         if self.outbox is None or not self.open:
             return False
         self.outbox.send(frame)
         return True
 
     def forward(self, encoded: bytes) -> None:
-        """Send an encoded frame."""
+        """Send an encoded frame; discard it if the connection is not open."""
         if self.outbox is not None and self.open:
             self.outbox.forward(encoded)
 
@@ -337,7 +341,7 @@ class LinkEndpoint:
             self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
-        """Send all written bytes, then close."""
+        """Close the connection after all short frames were sent; discard queued long frames. `lost` gets the reason."""
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()
@@ -345,7 +349,7 @@ class LinkEndpoint:
             self.transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close immediately; `lost` gets the reason."""
+        """Close the connection immediately and discard unsent bytes. `lost` gets the reason."""
         self._reason = reason
         if self.outbox is not None:
             self.outbox.close()
