@@ -1,7 +1,7 @@
 """Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
 
 An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf is logged once
-and retried at the next check of the addresses. Nothing else depends on it: `cluster join URL` needs no multicast.
+and retried at the next check of the addresses. Nothing else depends on Bonjour: `cluster join URL` needs no multicast.
 zeroconf binds its sockets to addresses once, and a change of addresses therefore creates a new instance.
 """
 
@@ -33,10 +33,11 @@ def addresses() -> list[str]:
 
 
 class Announcement:
-    """A service record, announced until it is closed.
+    """Bonjour announcement of this machine on the LAN, from `start` to `close`.
 
-    `name` is a display name, `identity` makes the name of the record unique. `interfaces` are the addresses to
-    announce; None for those of this machine.
+    `name` is a display name; with `identity`, the id of cluster or machine, the name of the record is unique.
+    `interfaces` are the addresses to announce; None for those of this machine. The addresses are checked every
+    `look_every` seconds.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Announcement:
         """Set while the record is announced."""
 
     def start(self) -> None:
-        """Start to announce; needs a running loop."""
+        """Start to announce in the background. Call on a running event loop."""
         self._task = asyncio.create_task(self._follow(), name="bonjour")
 
     async def close(self) -> None:

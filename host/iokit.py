@@ -19,7 +19,10 @@ _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
 
 class PowerNotice:
-    """Listener for sleep notifications, on a thread with its own run loop."""
+    """Listener for sleep notifications of macOS, on a thread with its own run loop.
+
+    `iokit` and `core` are the paths of the frameworks IOKit and CoreFoundation.
+    """
 
     def __init__(self, iokit: str = IOKIT, core: str = CORE) -> None:
         self._paths = iokit, core
@@ -29,7 +32,11 @@ class PowerNotice:
         self._ended = threading.Event()
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
-        """Register and listen; False if the frameworks are missing or refuse."""
+        """Start to listen. Return False if the frameworks are missing or refuse the registration.
+
+        The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
+        after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
+        """
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)
             declare(iokit, core)
@@ -45,7 +52,7 @@ class PowerNotice:
         return bool(taken)
 
     def stop(self) -> None:
-        """End the run loop."""
+        """Stop to listen and end the thread."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)
@@ -86,7 +93,10 @@ class PowerNotice:
 
 
 def declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
-    """Declare types of arguments and results, because ctypes truncates pointers to 32 bits by default."""
+    """Declare the argument and result types of the functions used, because ctypes truncates pointers to 32 bits.
+
+    Raise AttributeError if a function is missing.
+    """
     register = iokit.IORegisterForSystemPower
     register.argtypes, register.restype = [c_void_p, POINTER(c_void_p), _CALLBACK, POINTER(c_uint32)], c_uint32
     iokit.IODeregisterForSystemPower.argtypes = [POINTER(c_uint32)]

@@ -1,18 +1,19 @@
-"""Mark of a node that left its cluster on purpose. The coordinator on the same Mac does not restart that node."""
+"""Marker file of a node that left its cluster on purpose. The coordinator on the same Mac does not restart that
+node."""
 
 from pathlib import Path
 
 
 def mark_left(node: Path) -> None:
-    """Write the mark for the node of this folder. Raises OSError."""
+    """Record that the node with the folder `node` (STATE/node) left its cluster. Raise OSError if that fails."""
     (node / "left").touch(mode=0o600)
 
 
 def has_left(node: Path) -> bool:
-    """Return whether the node of this folder left and has not joined again."""
+    """Return whether the node with the folder `node` left its cluster and has not joined again."""
     return (node / "left").exists()
 
 
 def forget_left(node: Path) -> None:
-    """Remove the mark when the node joins or a person restores it."""
+    """Remove the mark, because the node joins again or a person starts the node. Raise OSError if that fails."""
     (node / "left").unlink(missing_ok=True)

@@ -23,14 +23,14 @@ class _RecentEvent:
 
 
 class LogDeduplicator:
-    """Counts of recent events."""
+    """Counts of recent log events by subject, and the decision which repeated events to leave out. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _RecentEvent] = {}
 
     @property
     def subjects(self) -> int:
-        """Number of subjects that are known."""
+        """Number of subjects whose recent events are counted."""
         return len(self._seen)
 
     @property
@@ -39,7 +39,10 @@ class LogDeduplicator:
         return sum(seen.left_out for seen in self._seen.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
-        """Return None to leave an event out, else the number of equal events that were left out before."""
+        """Return None to leave out an event, else the number of events of this subject left out in the last window.
+
+        `logger` and `event` are names, `fields` the values of the event. `now` is in seconds of a monotonic clock.
+        """
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         seen = self._seen.get(key)
         if seen is None:

@@ -29,7 +29,10 @@ Tap = Callable[[Mapping[str, Any]], None]
 
 
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
-    """Write all log events of this process to `file`, and warnings to standard error."""
+    """Write all log events of this process from `level` to `file`, and warnings to standard error.
+
+    `tap` gets each event that is written to the file. Raise OSError if the file cannot be opened.
+    """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
@@ -59,7 +62,8 @@ def hide_warnings() -> None:
 
 
 def log_to_stderr() -> None:
-    """Write log events of a child process to its standard error, with redaction. The parent keeps them in a file."""
+    """Write log events of this child process to standard error, which its parent stores in a file. Secrets are
+    hidden."""
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[
@@ -90,7 +94,10 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
 
 def shorten(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
-    """Empty a regular file above `longest` bytes; return whether it was emptied."""
+    """Empty the open file if it is a regular file of more than `longest` bytes. Return whether it was emptied.
+
+    Raise OSError if `descriptor` is not open.
+    """
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
         return False
@@ -142,7 +149,10 @@ class _DeduplicationFilter(logging.Filter):
 
 
 def terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
-    """Return an event as a line for a terminal: local time, level, event and its fields, without control characters."""
+    """Render an event as a line for a terminal: local time, level, event and its fields, without control characters.
+
+    The signature is that of a structlog processor.
+    """
     when = str(event.pop("timestamp", ""))
     with contextlib.suppress(ValueError):
         when = datetime.fromisoformat(when).astimezone().strftime("%H:%M:%S")

@@ -15,7 +15,7 @@ MAX_NAME_CHARS = 100
 
 
 class PauseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A pause: the node accepts no new requests."""
+    """Pause of a node, during which the node accepts no new requests."""
 
     until: float | None
     """End in Unix seconds; None until a person resumes the node."""
@@ -24,25 +24,25 @@ class PauseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PauseFile:
-    """Pause file in the folder of a node (`STATE/node`)."""
+    """Reader and writer of the pause file in the folder of a node (`STATE/node`)."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
     def write(self, pause: PauseRecord) -> None:
-        """Write a pause; replaces an earlier one. Raises OSError."""
+        """Store a pause in place of an earlier one. Raise OSError if that fails."""
         private_folder(self.path.parent)
         kept = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(kept))
 
     def remove(self) -> bool:
-        """Remove the file; return whether it existed. Raises OSError."""
+        """Remove the pause. Return whether there was one. Raise OSError if that fails."""
         there = self.path.exists()
         self.path.unlink(missing_ok=True)
         return there
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes with the file; None without a file. Raises OSError."""
+        """Return a value that changes when the file does; None without a file. Raise OSError for other failures."""
         try:
             seen = self.path.stat()
         except FileNotFoundError:
@@ -50,7 +50,7 @@ class PauseFile:
         return seen.st_mtime_ns, seen.st_ino
 
     def read(self) -> PauseRecord:
-        """Read the pause. Raises OSError or ValueError."""
+        """Return the stored pause. Raise OSError without a readable file, ValueError for an invalid one."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=PauseRecord)
         except msgspec.MsgspecError as error:

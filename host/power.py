@@ -30,7 +30,7 @@ class Battery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """Power state of this machine."""
+    """Reading of power supply, battery and idle time of this machine. None: the value cannot be read."""
 
     plugged: bool | None = None
     """Whether the machine runs on mains."""
@@ -41,7 +41,7 @@ class PowerState:
 
 
 def read_battery() -> Battery | None:
-    """Read the battery or uninterruptible supply; None without one. Raises OSError."""
+    """Read the battery or uninterruptible supply; None if the machine has none. Raise OSError if the read fails."""
     read = cast("Callable[[], Battery | None] | None", getattr(psutil, "sensors_battery", None))
     return None if read is None else read()
 
@@ -49,7 +49,11 @@ def read_battery() -> Battery | None:
 def read_power(
     platform: str = sys.platform, run: RunCommand | None = None, battery: Callable[[], Battery | None] = read_battery
 ) -> PowerState:
-    """Read the power state; blocks for at most TOOL_TIMEOUT_SECONDS. Does not raise."""
+    """Return the power state of this machine, with None for values that cannot be read.
+
+    The call blocks for at most TOOL_TIMEOUT_SECONDS. A machine without a battery counts as plugged in. The arguments
+    replace the platform, the tool runner and the battery in tests.
+    """
     idle = idle_in((run or _run)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()
@@ -59,7 +63,7 @@ def read_power(
 
 
 def idle_in(listing: str) -> float | None:
-    """Parse the idle seconds from HIDIdleTime (nanoseconds) in the output of `ioreg`."""
+    """Return the idle seconds from the output of `ioreg` (HIDIdleTime, nanoseconds); None if they are missing."""
     found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
     return None if found is None else int(found[1]) / 1e9
 

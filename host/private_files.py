@@ -1,11 +1,11 @@
-"""Private files and folders, written atomically."""
+"""Create folders and replace files that only this user can read."""
 
 import os
 from pathlib import Path
 
 
 def private_folder(folder: Path) -> Path:
-    """Create a folder of mode 0700, or change the mode of an existing one. Raises OSError.
+    """Create a folder of mode 0700, or change the mode of an existing one, and return it. Raise OSError on failure.
 
     Missing parents get mode 0700 as well, because `mkdir(parents=True)` uses the umask. Existing parents do not change.
     """
@@ -17,7 +17,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file atomically by one of mode 0600, synced to disk. Raises OSError."""
+    """Replace a file atomically by one of mode 0600 with this content, synced to disk. Raise OSError on failure."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.new")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:

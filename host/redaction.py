@@ -1,8 +1,8 @@
 """Remove secrets, prompts and answers from log events. Pure.
 
 Events of this project contain no prompt, key or token. Redaction is a second line of defence, because exceptions quote
-values and libraries log requests. It works on the fields of an event by their names, and on the rendered line by the
-patterns of secrets.
+values and libraries log requests. Fields of an event are redacted by their names, the rendered line by the patterns of
+secrets.
 
 Of an exception, the log has its type, the functions of its traceback and a bounded message. Messages of PRIVATE events
 are removed, because errors of templates, grammars and tokenizers quote the text of clients.
@@ -58,17 +58,19 @@ Failure = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def hide(text: str) -> str:
-    """Replace secrets in a text by HIDDEN."""
+    """Replace secrets in a text by HIDDEN: keys, tokens, passwords and private keys in PEM."""
     return _PRIVATE_KEY.sub(HIDDEN, hide_in_line(text))
 
 
 def hide_in_line(line: str) -> str:
-    """Replace secrets in a rendered line by HIDDEN; quotes and brackets of the line stay in place."""
+    """Replace secrets in a rendered log line by HIDDEN, so that JSON stays valid. Private keys in PEM are not
+    detected."""
     return _NAMED.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, line))
 
 
 def redact(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hide private fields of an event at any depth, and secrets in all other fields."""
+    """Hide the values of private fields (NAMES) at any depth, and secrets in all other fields. Change and return
+    `fields`."""
     for name, value in fields.items():
         fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _clean(value)
     return fields
@@ -85,7 +87,10 @@ def _clean(value: object) -> object:
 
 
 def trace(failure: Failure, *, private: bool) -> str:
-    """Format an exception: type, message unless `private`, and functions of the traceback without source lines."""
+    """Format an exception: type, message, and functions of the traceback without source lines.
+
+    The message is redacted and bounded; with `private` it is left out.
+    """
     kind, error, where = failure
     frames = traceback.extract_tb(where)
     lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]

@@ -24,16 +24,19 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """An unknown setting or an invalid value. The text names origin, key and the most similar known key."""
+    """Error for an unknown setting or an invalid value. The text names key, origin and the most similar known key."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of settings sections. Every field has a default and a description."""
+    """Base of settings sections, such as `[memory]` of the file. Every field has a default and a description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One documented setting."""
+    """A setting that a settings type has, for listings.
+
+    `key` is its dotted path, such as `memory.cap`.
+    """
 
     key: str
     default: object
@@ -46,10 +49,11 @@ class ResolvedSettings(Generic[T]):
 
     value: T
     origins: Mapping[str, str]
+    """Origin by key: the path of the file, `environment`, `--set` or `--models`."""
 
 
 def describe(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
-    """Return all settings of a type, with default and description."""
+    """Return all settings of a type, with default and description. `prefix` is put before each key."""
     found: list[Setting] = []
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -72,7 +76,7 @@ def _description(hint: Any) -> str:
 
 
 def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten a parsed TOML file to dotted keys."""
+    """Flatten a parsed TOML file to values by dotted key."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -83,7 +87,7 @@ def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return MACPOOL_SECTION__KEY variables by key (`section.key`), without those in OUTSIDE."""
+    """Return the values of MACPOOL_SECTION__KEY variables by key (`section.key`), without those in OUTSIDE."""
     return {
         name[len(PREFIX) :].lower().replace("__", "."): value
         for name, value in environ.items()
@@ -92,7 +96,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
 
 
 def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
-    """Parse `key=value` texts of --set. Raises SettingsError for a text without `=`."""
+    """Parse `key=value` texts of --set to texts by key. Raise SettingsError for a text without `=` or key."""
     flat: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -103,10 +107,10 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
 
 
 def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> ResolvedSettings[T]:
-    """Merge layers of settings, lowest precedence first, each with the name of its origin.
+    """Merge layers of settings to an object of the type `kind`.
 
-    `others` are keys or sections of another process, which are skipped. Raises SettingsError for an unknown key and for
-    a value that does not fit its type.
+    `layers` are pairs of origin and values by key, lowest precedence first. `others` are keys or sections of another
+    process, which are skipped. Raise SettingsError for an unknown key, or a value that does not fit its type.
     """
     known = {setting.key: setting for setting in describe(kind)}
     merged: dict[str, object] = {}
@@ -122,15 +126,15 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
 
 @dataclass(frozen=True, slots=True)
 class InvalidSetting:
-    """An invalid setting."""
+    """Finding of `faults`: an unknown key or an invalid value."""
 
     key: str
     text: str
     """Description of the error."""
     near: str = ""
-    """Most similar known key."""
+    """Most similar known key; empty if the key is known or none is similar."""
     meaning: str = ""
-    """Description of the setting."""
+    """Description of the setting; empty if the key is unknown."""
 
 
 def faults(
@@ -138,7 +142,8 @@ def faults(
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
-    `rule` raises SettingsError for rules that types cannot express. Unlike `resolve`, this does not stop at the first.
+    `rule` raises SettingsError for values that types cannot restrict. `others` are skipped, as by `resolve`, but this
+    function does not stop at the first invalid setting.
     """
     known = {setting.key: setting for setting in describe(kind)}
     found: list[InvalidSetting] = []
@@ -159,7 +164,7 @@ def faults(
 
 
 def setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
-    """Return rows of all settings in force: key, value, origin, description."""
+    """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`."""
     rows: list[dict[str, object]] = []
     for one in describe(type(resolved.value)):
         value: object = resolved.value
@@ -172,7 +177,7 @@ def setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class SettingDrift:
-    """A setting whose value in a running process differs from its file (`now`)."""
+    """Setting whose value in a running process (`running`) differs from that in the file (`now`)."""
 
     key: str
     running: object
@@ -184,8 +189,8 @@ def changed_settings(
 ) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `setting_rows`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
-    invalid file.
+    `running` are rows of `setting_rows`, `file` the values by key. Settings with an origin in GIVEN do not change.
+    Raise SettingsError for invalid values in the file.
     """
     later = {row["key"]: row["value"] for row in setting_rows(resolve(kind, [("file", file)], others))}
     return [

@@ -18,7 +18,10 @@ END_TIMEOUT_SECONDS = 2.0
 
 
 class SleepInhibitor:
-    """An assertion against idle sleep."""
+    """Assertion that prevents idle sleep of this machine while it is held.
+
+    `command` replaces `caffeinate`; it gets the process id as last argument. Empty: nothing is held.
+    """
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:
         self._command = command if command is not None else CAFFEINATE if sys.platform == "darwin" else ()
@@ -35,7 +38,8 @@ class SleepInhibitor:
         return None if self._child is None else self._child.pid
 
     def hold(self, wanted: bool) -> None:
-        """Hold or release the assertion. Does nothing on systems without one."""
+        """Hold or release the assertion. Do nothing on systems without one. A failed start is logged and not
+        repeated."""
         if wanted and not self.held:
             self._begin()
         elif not wanted:

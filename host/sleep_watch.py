@@ -5,9 +5,6 @@ the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of the
 sleep that has ended. Changes of the wall clock have no effect.
 Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
 (`host.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
-
-`on_sleep` is called on the loop with a function to be called after all goodbyes were sent. `on_wake` is called with the
-seconds asleep, `on_look` at every check.
 """
 
 import asyncio
@@ -30,19 +27,22 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 
 
 class SleepNotices(Protocol):
-    """Source of announcements of a sleep."""
+    """Source of announcements of the system before a sleep and after a wake-up."""
 
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
-        """Start a thread that calls the functions; return whether the system announces sleeps."""
+        """Start a thread that calls the functions. Return whether the system announces sleeps.
+
+        `on_sleep` is called before a sleep with a function that permits the sleep.
+        """
         ...
 
     def stop(self) -> None:
-        """Stop to listen."""
+        """Stop the announcements."""
         ...
 
 
 class NoSleepNotices:
-    """A system without announcements."""
+    """Source for a system that announces no sleep."""
 
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Return False."""
@@ -62,7 +62,8 @@ def open_notice() -> SleepNotices:
 
 
 def system_clocks() -> Clocks:
-    """Return the two clocks of this system; the same clock twice if it has only one, which detects no sleep."""
+    """Return the two clocks of this system. On a system with one clock, return that clock twice: no sleep is
+    detected."""
     on = getattr(time, "CLOCK_BOOTTIME", None)
     off = time.CLOCK_MONOTONIC
     if sys.platform == "darwin":
@@ -73,7 +74,12 @@ def system_clocks() -> Clocks:
 
 
 class SleepWatch:
-    """Detector of sleep and wake-up; calls its functions on the running loop."""
+    """Detector of sleep and wake-up of this machine. All functions are called on the running loop.
+
+    `on_sleep` is called before an announced sleep, with a function to call after all goodbyes were sent. `on_wake` is
+    called with the seconds asleep, `on_look` at every check. `notice` and `clocks` replace those of the system in
+    tests.
+    """
 
     def __init__(
         self,
@@ -94,7 +100,7 @@ class SleepWatch:
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Start to check the clocks; needs a running loop."""
+        """Start to listen for announcements and to check the clocks. Call on a running event loop."""
         loop = asyncio.get_running_loop()
 
         def later(call: Callable[..., None], *arguments: object) -> None:
@@ -107,7 +113,7 @@ class SleepWatch:
         self._look()
 
     def stop(self) -> None:
-        """Stop to check the clocks."""
+        """Stop to listen and to check the clocks."""
         self._notice.stop()
         if self._handle is not None:
             self._handle.cancel()
