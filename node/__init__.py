@@ -1,1 +1,1 @@
-"""One Mac: the agent that never imports MLX, and the engine child that alone does."""
+"""Node of the pool: the agent, and the engine process, which alone imports MLX."""

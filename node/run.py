@@ -1,7 +1,8 @@
-"""The node's composition root: settings, identity, engine and agent; `python -m node.run`, started by `cluster`.
+"""Program of a node: `python -m node.run`, started by `cluster join`, `cluster leave` and `cluster up`.
 
-Exit codes are those of `cluster --help`. With `--lifeline` the node ends when its standard input does, so that the node
-that `cluster up` started never outlives it.
+The program reads the settings, joins the cluster if necessary, and runs agent and engine. Exit codes are those of
+`cluster --help`. With `--lifeline` the node ends when its standard input ends. A node that `cluster up` started
+therefore never outlives the coordinator.
 """
 
 import argparse
@@ -61,7 +62,7 @@ log = structlog.get_logger("node.run")
 
 
 class NodeStartError(Exception):
-    """The node cannot run; an exit code and a sentence."""
+    """Error for a node that cannot start, with its exit code. The text names the reason and the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -69,7 +70,7 @@ class NodeStartError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a node until it is stopped, and return the exit code."""
+    """Run a node until it is stopped, with the arguments of the command line. Return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
@@ -129,7 +130,7 @@ def _settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
-    """One node per state folder, and its process number for `cluster leave`."""
+    """Lock that allows one node per state folder. The file has the process id for `cluster leave`."""
 
     def __init__(self, state: Path) -> None:
         self._file = private_folder(state / "node") / "lock"
@@ -254,7 +255,7 @@ async def _serve(
 
 
 def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, new_identity: bool) -> int | None:
-    """Return the exit code after a coordinator's final denial, or None where a token makes a new identity."""
+    """Return the exit code after a coordinator's final denial; None if the token shall create a new identity."""
     if error.reason in DENIED and (options.leave or (new_identity and not welcomed)):
         forget(options.state / "node" / "identity")
         if options.leave:
@@ -281,7 +282,7 @@ def _on_lifeline(stop: asyncio.Event) -> None:
 
 
 class Announce:
-    """Prints the ready line, once."""
+    """Callback of the agent that prints once that the node is ready, as text or JSON."""
 
     def __init__(self, output: str, identity: NodeIdentity) -> None:
         self._output = output
@@ -289,7 +290,7 @@ class Announce:
         self._done = False
 
     def __call__(self, address: str) -> None:
-        """The node is ready, linked to the coordinator at `address`."""
+        """Print once that the node is ready and linked to the coordinator at `address` (`host:port`)."""
         if self._done:
             return
         self._done = True

@@ -1,6 +1,6 @@
-"""Settings of a node with their defaults and descriptions, and the checks that need two values.
+"""Settings of a node with their defaults and descriptions, and the checks that types cannot express.
 
-The tree holds values as written by a person ("96GiB", "auto"). `node/memory/cap` resolves them for this machine.
+The tree holds values as written by a person ("96GiB", "auto"). `node.memory.cap` resolves sizes for this machine.
 `resolve` refuses an impossible value and names its key, before any process is started.
 """
 
@@ -24,11 +24,11 @@ from wire.units import parse_size
 Size = str | int
 AUTO: Final = "auto"
 MAX_BYTES: Final = 2**60
-"""Sums of a few sizes must stay within the 64 bits of a frame's integers."""
+"""Maximum of a size in bytes, because sums of a few sizes must stay within the 64 bits of a frame's integers."""
 
 
 class MemorySettings(Section, frozen=True):
-    """How much of this machine the engine may use."""
+    """Settings of the memory that the engine may use (`[memory]`)."""
 
     cap: Annotated[
         Size,
@@ -98,7 +98,7 @@ class MemorySettings(Section, frozen=True):
 
 
 class ScriptedSettings(Section, frozen=True):
-    """The scripted engine: real frames and real admission over a pretended model, for tests and benchmarks."""
+    """Settings of the scripted engine: real frames and admission with a simulated model, for tests and benchmarks."""
 
     model: Annotated[str, Meta(description="Name of the served model.")] = "scripted-1"
     identity: Annotated[
@@ -172,7 +172,7 @@ class ScriptedSettings(Section, frozen=True):
 
 
 class MlxSettings(Section, frozen=True):
-    """The engine that runs models with MLX."""
+    """Settings of the engine that runs models with MLX (`[engine.mlx]`)."""
 
     max_batch_size: Annotated[
         int,
@@ -237,7 +237,7 @@ class MlxSettings(Section, frozen=True):
 
 
 class EngineSettings(Section, frozen=True):
-    """Which engine generates, and each kind's own settings."""
+    """Settings of the engine: its kind, and a section for each kind (`[engine]`)."""
 
     kind: Annotated[
         str, Meta(description=('Kind of engine: "mlx" (models), or "scripted" (simulated, for tests).'))
@@ -247,7 +247,10 @@ class EngineSettings(Section, frozen=True):
 
 
 class ModelSettings(Section, frozen=True):
-    """Which models the MLX engine may serve. A list is written as ["a", "b"] in the file, as a,b elsewhere."""
+    """Settings of the models that the MLX engine serves (`[models]`).
+
+    A list is written as ["a", "b"] in the file, as a,b in the environment and with --set.
+    """
 
     folders: Annotated[
         tuple[str, ...],
@@ -292,7 +295,10 @@ class ModelSettings(Section, frozen=True):
 
 
 class WorkerSettings(Section, frozen=True):
-    """Video on this node: memory is leased to a worker for one job at a time. For the coordinator: `video`."""
+    """Settings of video generation on this node (`[worker]`); `[video]` has those of the coordinator.
+
+    Memory is leased to a worker process for one job at a time.
+    """
 
     enabled: Annotated[
         bool,
@@ -366,7 +372,7 @@ class WorkerSettings(Section, frozen=True):
 
 
 class AgentSettings(Section, frozen=True):
-    """The node itself."""
+    """Settings of the agent: name, reports, sleep, machine id and log (`[node]`)."""
 
     name: Annotated[str, Meta(description="Display name of this node. Empty: its host name.")] = ""
     report_busy_seconds: Annotated[
@@ -407,7 +413,7 @@ class AgentSettings(Section, frozen=True):
 
 
 class SharingSettings(Section, frozen=True):
-    """When this Mac accepts work."""
+    """Settings of the times at which this Mac accepts work, and of the work that runs when they end (`[sharing]`)."""
 
     when: Annotated[
         str,
@@ -472,7 +478,7 @@ class SharingSettings(Section, frozen=True):
 
 
 class NodeSettings(Section, frozen=True):
-    """All settings of a node."""
+    """All settings of a node, by section of config.toml."""
 
     memory: MemorySettings = MemorySettings()
     engine: EngineSettings = EngineSettings()
@@ -518,7 +524,11 @@ _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
 
 
 def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> ResolvedSettings[NodeSettings]:
-    """Merge layers (weakest first) into the node's settings and check them; SettingsError names the key."""
+    """Merge layers to the settings of a node, set the tier of an explicit cap, and check all values.
+
+    `layers` are pairs of origin and values by key, lowest precedence first. `others` are sections to skip. Raise
+    SettingsError with the key for an unknown key or an invalid value.
+    """
     resolved = resolve_layers(NodeSettings, layers, others)
     settings = with_tier(resolved.value, resolved.origins)
     check(settings)
@@ -526,9 +536,9 @@ def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozens
 
 
 def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
-    """Set the tier of an explicit cap to `custom`.
+    """Return the settings with the tier `custom` if the cap is explicit and no tier is set.
 
-    Raises SettingsError where both are set and contradict, because an ignored setting is worse than a refused one.
+    Raise SettingsError if cap and tier are set and contradict each other, or for the tier `custom` without a cap.
     """
     memory, tier_from = settings.memory, origins.get("memory.tier")
     if memory.cap == AUTO:
@@ -548,7 +558,7 @@ def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSetting
 
 
 def check(settings: NodeSettings) -> None:
-    """Raise SettingsError for a value that its type takes and its meaning does not."""
+    """Check values that their types cannot restrict. Raise SettingsError with the key for an invalid value."""
     for key, choices in _CHOICES.items():
         value = _leaf(settings, key)
         if value not in choices:
@@ -606,7 +616,11 @@ def _leaf(settings: NodeSettings, key: str) -> object:
 
 
 def node_name(settings: NodeSettings, host: str) -> str:
-    """Return the node's name: the configured one, else the host name made safe for printing and labels."""
+    """Return the display name of the node: the setting `node.name`, else the host name `host` without unsafe
+    characters.
+
+    The name is `node` if the host name has no valid character.
+    """
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")

@@ -25,7 +25,11 @@ OPENBLAS = (
 
 
 def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
-    """Return the environment of an engine with its temporary files in `scratch`; `blas` is `engine.mlx.blas`."""
+    """Return the environment variables of an engine process, based on `inherited`.
+
+    `scratch` is the folder for temporary files, which is created; profiles are stored next to it. `blas` is the value
+    of `engine.mlx.blas`. Raise OSError if the folder cannot be created.
+    """
     environment = {**inherited, "TMPDIR": str(private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -39,5 +43,5 @@ def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -
 
 
 def openblas() -> str | None:
-    """Return the path of OpenBLAS; None when it is not installed."""
+    """Return the path of the installed OpenBLAS library; None if none of the OPENBLAS paths exists."""
     return next((path for path in OPENBLAS if os.path.exists(path)), None)

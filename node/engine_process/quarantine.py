@@ -16,7 +16,7 @@ QUARANTINE_SECONDS = 600.0
 
 @dataclass(slots=True)
 class Quarantine:
-    """Crashes by model. Times are seconds of a monotonic clock."""
+    """Recent crashes by model, and the models in quarantine. Times are seconds of a monotonic clock."""
 
     _deaths: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     _until: dict[str, float] = field(default_factory=dict[str, float])
@@ -32,6 +32,6 @@ class Quarantine:
         return True
 
     def bans(self, now: float) -> tuple[ModelBan, ...]:
-        """Return the models in quarantine."""
+        """Return the models that are in quarantine at `now`, with the remaining seconds and the cause."""
         cause = f"the engine crashed {MAX_CRASHES} times in its load, template, tokenizer or forward pass"
         return tuple(ModelBan(model, until - now, cause) for model, until in self._until.items() if until > now)

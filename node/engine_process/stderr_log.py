@@ -14,22 +14,25 @@ TAIL_LINES = 3
 
 
 class EngineLog:
-    """Log of one engine, mode 0600, because a traceback may quote a prompt."""
+    """Log file of the engine's standard error, mode 0600, because a traceback may quote a prompt.
+
+    Above MAX_LOG_BYTES the log is rotated: the file with the suffix `.1` has the older lines.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def open(self) -> int:
-        """Rotate a long log, open the log to append, and return its descriptor. Raises OSError."""
+        """Rotate a long log, open the log to append, and return its file descriptor. Raise OSError if that fails."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self.size() > MAX_LOG_BYTES:
             self._path.replace(self._older)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def bound(self) -> None:
-        """Rotate a long log while its engine writes: the engine appends, and continues at the beginning of the file.
+        """Rotate a long log while the engine writes: copy its end to the older log, and empty the file.
 
-        Output of this very moment may be lost.
+        Output that the engine writes at this moment may be lost. Errors are ignored.
         """
         if self.size() <= MAX_LOG_BYTES:
             return
@@ -45,13 +48,16 @@ class EngineLog:
         return self._path.with_suffix(self._path.suffix + ".1")
 
     def size(self) -> int:
-        """Return the length in bytes; 0 without a file."""
+        """Return the length of the log in bytes; 0 without a file."""
         with suppress(OSError):
             return self._path.stat().st_size
         return 0
 
     def tail(self, start: int) -> str:
-        """Return the last lines after byte `start`, without lines of level info."""
+        """Return the last TAIL_LINES lines after byte `start`, joined by ` | `, without lines of level info.
+
+        Return an empty text if there are none or the log cannot be read.
+        """
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)

@@ -1,1 +1,1 @@
-"""Descriptions of a node for `cluster doctor` and `cluster config`."""
+"""Read-only reports about the node of this machine, for `cluster doctor` and `cluster config`."""

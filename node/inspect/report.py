@@ -1,9 +1,9 @@
 """Report of the node's side of this machine as JSON, without any change: `python -m node.inspect.report`.
 
-`cluster doctor` and `cluster config` start it, because the coordinator's package knows nothing of the node's settings,
-identity and memory. Where a node runs in the state folder, the machine is judged by that node's settings. Otherwise it
-is judged by the settings that a start would use. The report contains no secret: of the identity only the public content
-of its certificate.
+`cluster doctor` and `cluster config` start this program, because the coordinator's package does not import the node's
+settings, identity and memory. If a node runs in the state folder, the report uses the settings of that node. Otherwise
+the report uses the settings with which a node would start. The report contains no secret: of the identity only the
+public content of its certificate.
 """
 
 import argparse
@@ -46,7 +46,7 @@ DIAL_TIMEOUT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the requested report. The exit code is 0 unless the arguments are wrong."""
+    """Print the report as JSON. Return 0; end with exit code 2 for invalid arguments."""
     parser = argparse.ArgumentParser(prog="examine", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--file", type=Path, help="another file than STATE/config.toml")
@@ -64,7 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the node's settings with their origins, or their faults; `made` is the resolved value."""
+    """Return the settings with which a node would start, as a dictionary.
+
+    `settings` are rows with origins, `made` is the `NodeSettings`. With invalid settings, `error` has the first error,
+    `faults` have all, and `settings` leave out the invalid ones.
+    """
     layers: list[tuple[str, Flat]] = []
     try:
         layers.append((str(file), from_tree(tomllib.loads(file.read_text()) if file.exists() else {})))
@@ -80,7 +84,8 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
 
 
 def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
-    """Return the settings of the running node, and those that differ from its file now."""
+    """Return the settings of the running node (`settings`), and those that a restart with this file changes
+    (`drift`)."""
     rows = setting_rows(now)
     try:
         later = changed_settings(
@@ -104,7 +109,10 @@ def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSet
 
 
 def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
-    """Return the machine, its identity, the inputs of its cap, the model folders, and the results of dialing."""
+    """Return machine id, hardware, cap, engine, model folders and identity for the state folder, as a dictionary.
+
+    Dials the remembered addresses of the coordinator.
+    """
     machine = machine_id(made.node.machine)
     opened = open_machine(made)
     bounds = opened.bounds()
@@ -123,14 +131,15 @@ def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
 
 
 def asdict_of(struct: Any) -> dict[str, Any]:
-    """Return a msgspec struct as a dictionary."""
+    """Return a msgspec struct as a dictionary, also one that is encoded as an array."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
-    """Return the cap in bytes with its binding term, or the error.
+    """Return the limits of the machine, cap and margin in bytes, with the limiting term of the cap.
 
-    `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
+    `error` is the reason if the settings allow no cap. `safe` is the highest wired limit in bytes that leaves the
+    system the reserve of the tier.
     """
     report: dict[str, Any] = {
         "total": bounds.total,
@@ -157,7 +166,11 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
 
 
 def identity(folder: Path, machine: str) -> dict[str, Any]:
-    """Return this node's identity and the results of dialing its stored addresses; None where it has not joined."""
+    """Return the identity stored in a folder (`identity`) and the results of dialing its addresses (`dialled`).
+
+    `identity` is None if the node has not joined, or cannot use its identity (`identity_error`). `machine` is the
+    machine id.
+    """
     try:
         known = load_identity(folder, machine)
     except IdentityError as error:
@@ -182,7 +195,11 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
 
 
 def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
-    """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
+    """Connect to `host:port`, verify the coordinator by the cluster's CA, and close without sending a frame.
+
+    Return a dictionary: `seconds` to connect, `errno` of the connection (0: none), `proven` and `expires` (Unix
+    seconds) of the certificate, and `error`. Values are None if they are unknown. Errors are not raised.
+    """
     report: dict[str, Any] = {
         "address": address,
         "errno": None,

@@ -1,9 +1,9 @@
-"""Settings of a running node, published next to its lock for inspection: `node.inspect.report`.
+"""Publish the settings of a running node in a file, and read them for `node.inspect.report`.
 
-Flags and the environment of a process are known only to the process. A report from files alone would judge another
+Flags and the environment of a process are known only to the process. A report from files alone would describe another
 configuration than the running one. The node therefore writes its non-default settings with their origins to
-STATE/node/running.json. The file has mode 0600, although no setting of a node is a secret. It removes the file when it
-stops. A file that a killed node left, or a copy, is detected by its lock, which no process holds.
+STATE/node/running.json. The file has mode 0600, although no setting of a node is a secret. The node removes the file
+when it stops. A file that a killed node left, or a copy, is detected by the lock of the node, which no process holds.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ FILE = "running.json"
 
 
 class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Process id of a node, and its settings that are not defaults: value and origin by key."""
+    """Content of the file: process id of the node, and its settings that are not defaults (value and origin by key)."""
 
     pid: int
     settings: dict[str, tuple[object, str]]
@@ -29,9 +29,9 @@ class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @contextmanager
 def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
-    """Publish the settings in a node's folder while the block runs.
+    """Publish the settings of the node with this process id in its folder (STATE/node) while the block runs.
 
-    A write error, such as a full disk, does not stop the node: the settings are then not published.
+    After a write error, such as a full disk, the settings are not published, and the node runs.
     """
     set_here = {
         str(row["key"]): (row["value"], str(row["origin"]))
@@ -48,7 +48,10 @@ def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) 
 
 
 def running(folder: Path, others: frozenset[str]) -> ResolvedSettings[NodeSettings] | None:
-    """Return the settings of the node that runs in a folder; None where none runs or they cannot be read."""
+    """Return the settings of the node that runs in a folder (STATE/node), with origins. `others` are sections to skip.
+
+    Return None if no node runs there or its settings cannot be read.
+    """
     try:
         settings = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
         if settings.pid != _holder(folder / "lock"):

@@ -1,4 +1,4 @@
-"""Apply `node.sharing.policy`: read the pause, the clocks and the power supply, and run the actions that are due.
+"""Apply `node.sharing.policy`: read pause, clocks and power supply, and run the actions that are due.
 
 The pause is a file (`host.pause_file`). `cluster pause` on this machine writes it without node or coordinator; the
 coordinator sets it by a frame. The controller reads the file once a second; a pause survives restarts.
@@ -45,14 +45,14 @@ log = structlog.get_logger("node.sharing.controller")
 
 
 class SharingTarget(Protocol):
-    """Interface of the node for the controller."""
+    """Interface through which the controller reads and changes the node. `Agent` implements it."""
 
     def occupancy(self) -> Occupancy:
-        """Return the present use of the node."""
+        """Return the present use of the node by requests, video jobs and models."""
         ...
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
-        """Run an action."""
+        """Run an action that is due. `sharing` has the reason."""
         ...
 
     def sharing_changed(self) -> None:
@@ -61,7 +61,11 @@ class SharingTarget(Protocol):
 
 
 class SharingController:
-    """Decision whether this Mac accepts work now. All methods run on the loop that called `start`."""
+    """Controller that decides whether this Mac accepts work now, and applies the decision to `holder`.
+
+    `folder` is that of the node (STATE/node), with the pause file. `wall` returns Unix seconds. All methods run on the
+    loop that called `start`.
+    """
 
     def __init__(
         self,
@@ -85,10 +89,12 @@ class SharingController:
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
         self.sharing_state: SharingState = SHARED
+        """Last decision."""
         self.holder: SharingTarget | None = None
+        """Node to which decisions are applied; None: decisions are only stored."""
 
     async def start(self) -> None:
-        """Decide before the node accepts work, and then periodically."""
+        """Read all inputs and decide, then repeat in the background until `stop`."""
         await self.read_power()
         self.update()
         log.info(
@@ -102,27 +108,27 @@ class SharingController:
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
-        """Stop deciding."""
+        """Stop the periodic decisions."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def update_now(self) -> None:
-        """Decide now, because a request or a video has ended."""
+        """Move the next decision forward to now, because a request has ended."""
         self._woken.set()
 
     def to_report(self) -> Sharing:
-        """Return the decision for the report."""
+        """Return the decision in the form of a node's report."""
         one = self.sharing_state
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
 
     def retry_after(self) -> float | None:
-        """Return the seconds until the node shares again; None when unknown."""
+        """Return the seconds until this Mac accepts work again, at least 1; None if unknown."""
         until = self.sharing_state.until
         return None if until is None else max(1.0, until - self._wall())
 
     def apply_order(self, order: Order) -> None:
-        """Set or remove the pause by an order of the coordinator."""
+        """Set or remove the pause by an order of the coordinator, and decide. A write error is logged."""
         try:
             if order.seconds is None or order.seconds > 0:
                 until = None if order.seconds is None else self._wall() + order.seconds
@@ -134,7 +140,7 @@ class SharingController:
         self.update()
 
     def update(self) -> None:
-        """Decide, report a change, and run the actions that are due."""
+        """Read pause and clock, decide, report a changed decision, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
         facts = SharingInputs(
@@ -171,7 +177,7 @@ class SharingController:
                 log.exception("sharing")  # the last decision holds until the next check
 
     async def read_power(self) -> None:
-        """Read the power supply and the battery, where the rule depends on them."""
+        """Read power supply, battery and idle time in a thread, if the rule depends on them."""
         if self._rule.when in (ShareWhen.PLUGGED_IN, ShareWhen.IDLE) or self._rule.battery:
             self._power = await asyncio.to_thread(self._read)
         self._read_at = asyncio.get_running_loop().time()

@@ -9,7 +9,10 @@ LINGER_SECONDS = 60.0
 
 
 class SleepPolicy:
-    """Rule of idle sleep. `busy` returns whether there is work, `clock` seconds."""
+    """Rule by which this Mac may sleep when idle.
+
+    `rule` is the value of `node.stay_awake`. `busy` returns whether the node works, `clock` monotonic seconds.
+    """
 
     def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: SleepInhibitor) -> None:
         self._rule = rule
@@ -19,12 +22,12 @@ class SleepPolicy:
         self._worked_at = -LINGER_SECONDS
 
     def update(self) -> None:
-        """Prevent or allow sleep according to the present work."""
+        """Prevent or allow idle sleep by the rule and the present work. Call periodically."""
         now = self._clock()
         if self._busy():
             self._worked_at = now
         self._awake.hold(self._rule == "always" or (self._rule == "busy" and now - self._worked_at < LINGER_SECONDS))
 
     def stop(self) -> None:
-        """Allow sleep."""
+        """Allow idle sleep."""
         self._awake.hold(False)

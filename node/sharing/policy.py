@@ -32,7 +32,7 @@ _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
 class ShareWhen(StrEnum):
-    """Values of `sharing.when`."""
+    """Value of `sharing.when`: condition under which this Mac accepts work."""
 
     ALWAYS = "always"
     PLUGGED_IN = "plugged-in"
@@ -47,11 +47,11 @@ class ShareHours:
     spans: tuple[tuple[int, int], ...]
 
     def inside(self, second: float) -> bool:
-        """Return whether a second of the day (0 to DAY) is in a span."""
+        """Return whether a second of the day (0 to `DAY_SECONDS`) is in a span."""
         return any(_within(second, begin, end) for begin, end in self.spans)
 
     def opens_in(self, second: float) -> float:
-        """Return the seconds until the next span begins; 0 within a span."""
+        """Return the seconds from a second of the day until the next span begins; 0 within a span."""
         if self.inside(second):
             return 0.0
         return min((begin - second) % DAY_SECONDS for begin, _ in self.spans)
@@ -61,7 +61,7 @@ class ShareHours:
 
 
 def read_hours(text: str) -> ShareHours:
-    """Parse `22:00-07:00`, or several spans separated by commas. Raises ValueError with the faulty part."""
+    """Parse `22:00-07:00`, or several spans separated by commas. Raise ValueError with the faulty part."""
     spans = tuple(_spans(text))
     if not spans:
         raise ValueError("no hours: write a span such as 22:00-07:00, several separated by commas")
@@ -96,30 +96,30 @@ def _clock(second: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SharingRule:
-    """Settings of the rule."""
+    """Settings that decide whether a Mac accepts work while no pause is set."""
 
     when: ShareWhen = ShareWhen.ALWAYS
     hours: ShareHours | None = None
-    """Spans of `ShareWhen.HOURS`."""
+    """Spans for `ShareWhen.HOURS`; None for other rules."""
     idle: float = 600.0
     """Seconds without input after which a Mac is idle."""
     battery: int = 0
-    """Least charge in percent on battery; 0: any charge."""
+    """Minimum charge in percent to accept work on battery; 0: any charge."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingPause:
-    """Pause that a person set."""
+    """Pause of this Mac that a person set."""
 
     until: float | None
-    """Unix seconds; None: until `cluster resume`."""
+    """End in Unix seconds; None: until `cluster resume`."""
     by: str = ""
-    """Name of the person or key."""
+    """Name of the person or key; empty for the owner of the Mac."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingInputs:
-    """Last readings of all inputs. None: unreadable."""
+    """Inputs of one decision: the last readings. None: unreadable, for `pause` no pause."""
 
     pause: SharingPause | None = None
     plugged: bool | None = None
@@ -127,20 +127,20 @@ class SharingInputs:
     idle: float | None = None
     """Seconds without input from a person."""
     second: float = 0.0
-    """Local time in seconds of the day, 0 to DAY."""
+    """Local time in seconds of the day, 0 to `DAY_SECONDS`."""
     battery: float | None = None
     """Charge in percent."""
     low: bool = False
-    """Previous result of `too_low`."""
+    """Result of `too_low` for the previous inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharingState:
-    """Decision: whether this Mac shares."""
+    """Decision whether this Mac shares: accepts work of the pool."""
 
     shared: bool = True
     why: str = ""
-    """Reason against sharing, for people."""
+    """Reason against sharing, for people; empty if the Mac shares."""
     until: float | None = None
     """Unix seconds at which the Mac shares again; None: unknown."""
     by_hand: bool = False
@@ -151,12 +151,12 @@ SHARED = SharingState()
 
 
 def in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
-    """Return the pause if it has not expired at `now` (Unix seconds)."""
+    """Return the pause if it has not expired at `now` (Unix seconds); None if it has, or without a pause."""
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
 def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
-    """Return whether this node shares at `now` (Unix seconds), with the reason and the end if it does not."""
+    """Decide whether this Mac shares at `now` (Unix seconds), with the reason and the end if it does not."""
     pause = in_force(facts.pause, now)
     if pause is not None:
         return SharingState(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
@@ -165,7 +165,7 @@ def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> Sharin
 
 
 def too_low(rule: SharingRule, facts: SharingInputs) -> bool:
-    """Return whether the battery keeps this Mac from sharing. The result is `low` of the next call."""
+    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
     return facts.battery < (recovery_percent(rule.battery) if facts.low else rule.battery)
@@ -236,7 +236,7 @@ def _span(seconds: float) -> str:
 
 
 class SharingAction(Enum):
-    """Actions that return the memory of a node to its owner."""
+    """Action by which a node that stops sharing returns its memory to the owner, or that undoes it."""
 
     END_REQUESTS = "end the running requests"
     END_LEASE = "end the running video job"
@@ -246,11 +246,14 @@ class SharingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Present use of the node: number of requests, whether memory is leased, and whether its engine rests."""
+    """Present use of the node."""
 
     requests: int = 0
+    """Number of open requests."""
     lending: bool = False
+    """Whether memory is leased to a video job."""
     resting: bool = False
+    """Whether the engine was asked to hold no memory."""
 
 
 @dataclass(frozen=True, slots=True)
