@@ -1,1 +1,1 @@
-"""Agent of a Mac: its connection to the coordinator, discovery, enrollment and identity."""
+"""Agent of a node: its link to the coordinator, discovery, enrollment and identity."""

@@ -1,4 +1,4 @@
-"""Agent of a Mac: keeps it connected to the coordinator, and reconnects with back-off.
+"""Agent of a node: keep the node linked to the coordinator, and forward frames to and from the engine.
 
 Covers: reconnecting (remembered addresses, then Bonjour by cluster id, jittered back-off), reports, and forwarding of
 frames to and from the engine. It also renews the certificate over a second link and sends a goodbye. Does not cover:
@@ -114,7 +114,10 @@ log = structlog.get_logger("node.agent.agent")
 
 
 class Expelled(Exception):
-    """The coordinator denied this node for good. The text names the reason and the next step for a person."""
+    """Error of `Agent.run`: the coordinator denied this node for good. The text names the reason and the next step.
+
+    `reason` is the machine-readable reason.
+    """
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)
@@ -122,7 +125,11 @@ class Expelled(Exception):
 
 
 class Agent:
-    """Links of this node to the coordinator. `run` ends after `stop`, or raises Expelled."""
+    """Agent of this node: its links to the coordinator, and its reports.
+
+    `version` is that of Macpool, `log_file` the log of the node, which the coordinator may request. The other parts of
+    the node are attributes that `node.run` sets before `run`. `run` ends after `stop`, or raises Expelled.
+    """
 
     def __init__(
         self, identity: NodeIdentity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
@@ -161,13 +168,16 @@ class Agent:
         self.on_sharing: Callable[[str], None] = lambda why: None
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
+        """Set when the coordinator has accepted a link for the first time."""
         self.on_ready: Callable[[str], None] = lambda address: None
-        """Called with the coordinator's address whenever this node is linked and its engine is ready."""
+        """Called with the coordinator's address (`host:port`), possibly often, when this node is linked and its engine
+        is ready."""
 
     # -- staying connected ---------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until `stop`. Raises Expelled when the coordinator denies the node for good."""
+        """Keep the node linked until `stop`: reconnect after every loss. Raise Expelled if the coordinator denies the
+        node for good."""
         wait = DIAL_DELAYS_SECONDS[0]
         while not self._stopped.is_set():
             link = await self._connect_unless_stopped()
@@ -286,7 +296,7 @@ class Agent:
         self._woken.set()
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
-        """Send a goodbye before this machine sleeps, and call `said` after `GOODBYE_SECONDS`.
+        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after `GOODBYE_SECONDS`.
 
         The coordinator resumes the requests of this node on another node, and raises no alarm.
         """
@@ -414,9 +424,11 @@ class Agent:
     # -- frames from the engine -------------------------------------------------
 
     def from_engine(self, tag: int, encoded: bytes, request: int) -> None:
-        """Forward a frame of a request to its link, and a `Deltas` step to every link with a request in it.
+        """Forward an encoded frame of the engine to the link of its request, and `Deltas` to the links of their
+        requests.
 
-        An `Admitted` frame is not urgent. It is sent together with the next frame.
+        `tag` is the tag of the frame. An `Admitted` frame is not urgent and is sent together with the next frame.
+        Frames of requests whose link was lost are discarded.
         """
         kind = TAGS.get(tag)
         if kind is Deltas:
@@ -453,9 +465,9 @@ class Agent:
             self.sharing_controller.update_now()
 
     def schedule_report(self) -> None:
-        """Schedule a report when a request began or ended, or when the engine's state changed.
+        """Schedule a report and a memory poll, because the supervisor has a new report or state of the engine.
 
-        Generated tokens cause no report.
+        Without a change that concerns the coordinator, such as after generated tokens, no report is sent.
         """
         if self.poll is not None:
             self.poll.poll_sooner()
@@ -465,7 +477,7 @@ class Agent:
         self._report_soon()
 
     def video_changed(self) -> None:
-        """Schedule a report when a lease, an environment, a package or Ray changed."""
+        """Schedule a report, because a lease, an environment, a package or Ray changed."""
         self._report_soon()
 
     def send_frame(self, frame: Frame) -> None:
@@ -511,7 +523,7 @@ class Agent:
     # -- reports -----------------------------------------------------------------
 
     def report(self) -> None:
-        """Send a report now and schedule the next."""
+        """Send a report now and schedule the next. Do nothing without a link."""
         self._next_report.cancel()
         supervisor, link = self.supervisor, self._link
         if supervisor is None or link is None:
@@ -547,7 +559,7 @@ class Agent:
 
     @property
     def settings(self) -> NodeSettings:
-        """This node's settings."""
+        """Settings of this node."""
         return self._settings
 
     def busy(self) -> bool:
@@ -599,14 +611,14 @@ class Agent:
         return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
 
     def sharing_changed(self) -> None:
-        """Notify the local listener and the coordinator whether this Mac accepts work."""
+        """Notify `on_sharing` and the coordinator of a new decision whether this Mac accepts work."""
         assert self.sharing_controller is not None  # noqa: S101  it calls us
         sharing = self.sharing_controller.sharing_state
         self.on_sharing("" if sharing.shared else sharing.why)
         self.report()
 
     def occupancy(self) -> Occupancy:
-        """Return the open requests, whether memory is leased, and whether the engine rests."""
+        """Return the present use of this node: open requests, leased memory, and whether the engine rests."""
         return Occupancy(
             sum(len(link.requests) for link in self._links),
             self.lease_manager is not None and self.lease_manager.holding,
@@ -614,7 +626,7 @@ class Agent:
         )
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
-        """Execute one step of releasing memory, or accept work again."""
+        """Run an action of the sharing rule: end requests or the lease, release memory, or load models again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
             case SharingAction.END_REQUESTS:
@@ -679,7 +691,10 @@ class Agent:
     # -- the end ---------------------------------------------------------------------
 
     async def stop(self, drain: float, reason: str = "stopping") -> None:
-        """Refuse new work, wait at most `drain` seconds for running requests, send a goodbye and close the links."""
+        """Report draining, wait at most `drain` seconds for running requests, send a goodbye and close the links.
+
+        `reason` is that of the Goodbye: `stopping` or `leave`.
+        """
         self._draining = True
         self.report()
         loop = asyncio.get_running_loop()
@@ -696,9 +711,9 @@ class Agent:
 
 
 def within_bounds(report: Report) -> Report:
-    """Return a report that the coordinator accepts: at most MAX_MODELS models and MAX_REPORT_BYTES bytes.
+    """Return the report, shortened to MAX_MODELS models and MAX_REPORT_BYTES bytes if it is longer.
 
-    Loaded models come first.
+    Models that are not loaded are removed first.
     """
     if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
         return report
@@ -720,8 +735,11 @@ def _line_start(file: BinaryIO, position: int) -> int:
 
 
 def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
-    """Yield a window of a file as answers, read while they are sent. With `lines` a window at the end begins with a
-    whole line."""
+    """Yield the requested window of a file in chunks, read while they are sent. A read error ends it with an error
+    chunk.
+
+    With `lines`, a window that counts from the end begins with a whole line.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""Node's end of the link: one TLS connection that the node dialed."""
+"""Node's end of the link: one TLS connection that the node dialed. Counterpart: `coordinator.cluster.link_server`."""
 
 import asyncio
 import ssl
@@ -13,11 +13,15 @@ DIAL_TIMEOUT_SECONDS = 5.0
 
 
 class NotTheCoordinator(ConnectionError):
-    """The remote end has no certificate of our cluster's coordinator."""
+    """Error: the remote end has no certificate of the coordinator of this cluster."""
 
 
 class CoordinatorLink(LinkEndpoint):
-    """One connection to the coordinator. `take(link, tag, body)` and `gone(link, reason)` are called on the loop."""
+    """Connection of this node to the coordinator, created by `dial`.
+
+    `take(link, tag, body)` is called for each frame, `gone(link, reason)` once at the end, both on the loop. `cluster`
+    is the id of the cluster.
+    """
 
     def __init__(
         self,
@@ -31,8 +35,11 @@ class CoordinatorLink(LinkEndpoint):
         self._take = take
         self._gone = gone
         self.verified = False
+        """Whether `verify` has passed. Bytes that arrive before are discarded."""
         self.address = ""
+        """Address (`host:port`) that was dialed."""
         self.received_at = self._loop.time()
+        """Time of the last received bytes, in seconds of the loop's clock."""
         self.requests: set[int] = set()
         """Open requests that came over this link. They are cancelled when the link ends."""
 
@@ -41,7 +48,7 @@ class CoordinatorLink(LinkEndpoint):
         self._take(self, tag, body)
 
     def data_received(self, data: bytes) -> None:
-        """Record the time of the coordinator's last bytes and parse them once the link is verified."""
+        """Record the time of received bytes, and parse them if the link is verified; discard them otherwise."""
         self.received_at = self._loop.time()
         if self.verified:
             super().data_received(data)
@@ -51,7 +58,8 @@ class CoordinatorLink(LinkEndpoint):
         self._gone(self, reason)
 
     def verify(self) -> None:
-        """Check that the remote certificate is our coordinator's. Raises NotTheCoordinator otherwise."""
+        """Check that the remote end has the certificate of this cluster's coordinator. Otherwise abort the connection
+        and raise NotTheCoordinator."""
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the server is not the coordinator of this cluster")
@@ -60,9 +68,9 @@ class CoordinatorLink(LinkEndpoint):
 
 
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[], CoordinatorLink]) -> CoordinatorLink:
-    """Connect to `host:port` and verify the coordinator.
+    """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link.
 
-    Raises OSError, ssl.SSLError, TimeoutError or NotTheCoordinator.
+    Raise OSError, ssl.SSLError or TimeoutError if the connection fails, NotTheCoordinator if the certificate is wrong.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):

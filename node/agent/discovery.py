@@ -1,4 +1,4 @@
-"""Discovery of coordinators on the LAN, and of Macs that have not joined.
+"""Find coordinators, and Macs that have not joined, on the LAN by Bonjour.
 
 A record is an untrusted hint. Its texts are made printable, and its addresses are only candidates. A coordinator is
 trusted only when its certificate proves its role. A zeroconf failure is logged once and handled like an empty LAN.
@@ -43,33 +43,36 @@ STAGGER_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredService:
-    """Bonjour record of a coordinator or of a Mac."""
+    """Resolved Bonjour record of a coordinator, or of a Mac that has not joined. All values are untrusted."""
 
     name: str
     """Printable name for people."""
     cluster: str
-    """Hint of the cluster's id (12 hex digits)."""
+    """First 12 hex digits of the cluster id; empty for a Mac that has not joined."""
     addresses: tuple[str, ...]
-    """IP addresses to dial, the best first."""
+    """IP addresses to dial."""
     port: int
     protocol: int = 0
+    """Protocol version."""
     version: str = ""
+    """Version of Macpool."""
     fingerprint: str = ""
-    """Hint of the fingerprint."""
+    """First 16 hex digits of the SHA-256 of the CA."""
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Return `host:port` for every address, the best first."""
+        """Addresses to dial as `host:port`."""
         return tuple(f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}" for ip in self.addresses)
 
 
 async def find(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
-    """Search for coordinators for at most `seconds`, or less once a record was found.
+    """Search the LAN by Bonjour for at most `seconds`, or until SETTLE_SECONDS after the first record.
 
-    `cluster` (a whole id) limits the search to one cluster. Returns an empty list also when multicast is not possible
-    here.
+    `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
+    cluster. `interfaces` are the addresses of this machine to search from; None for all. The list is also empty if
+    multicast is not possible. The services are sorted by name.
     """
     where = list(interfaces) if interfaces is not None else addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]
@@ -150,10 +153,10 @@ class _Search:
 async def locate(
     identity: NodeIdentity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
-    """Search for our coordinator at the remembered addresses and by Bonjour in parallel.
+    """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
-    Dead addresses cause no delay. `besides` are addresses to leave out. Returns the `host:port` at which the
-    certificate proved the coordinator, None when there is none.
+    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
+    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find`.
     """
 
     async def proven(address: str) -> bool:
@@ -184,9 +187,10 @@ def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
 async def first_proven(
     candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER_SECONDS
 ) -> str | None:
-    """Try addresses in parallel and return the first that is proven, None when all fail.
+    """Check addresses in parallel with `proven`. Return the first that passes; None if all fail.
 
-    Each address starts `stagger` seconds after the one before, or at once when all earlier addresses have failed.
+    The check of an address starts `stagger` seconds after that of the previous address, or at once after a failed
+    check.
     """
     waiting = list(dict.fromkeys(candidates))
     running: dict[asyncio.Task[bool], str] = {}

@@ -1,4 +1,4 @@
-"""Client side of enrollment: how a Mac becomes a node (the frames: coordinator/joining/enrollment.py).
+"""Node's side of enrollment: how a machine becomes a node. Counterpart: `coordinator.joining.enrollment`.
 
 Enrollment takes two connections. The first trusts no certificate and only fetches the CA, which is compared with the
 token's pin. The second verifies the coordinator with that CA and carries the certificate request. Without a token there
@@ -77,19 +77,19 @@ F = TypeVar("F", bound=Frame)
 
 
 class EnrollError(Exception):
-    """Joining failed. The text names the reason and the next step."""
+    """Error: joining failed. The text names the reason and the next step."""
 
 
 class CoordinatorUnreachable(EnrollError):
-    """The address did not answer, or not as a coordinator does."""
+    """Error: the address did not answer, or not as a coordinator does."""
 
 
 class PinMismatch(EnrollError):
-    """The coordinator's CA is not the one that the token names: the wrong cluster, or a man in the middle."""
+    """Error: the coordinator's CA is not that of the token, or changed. Wrong cluster, or an attacker in the middle."""
 
 
 class EnrollDenied(EnrollError):
-    """The coordinator denied the enrollment, with a machine-readable reason."""
+    """Error: the coordinator denied the enrollment. The attributes are those of `wire.frames.Denied`."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)
@@ -100,7 +100,10 @@ class EnrollDenied(EnrollError):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Raises EnrolError with the accepted form."""
+    """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Return host and port.
+
+    The default port is DEFAULT_PORT. Raise EnrollError with the accepted form for other texts.
+    """
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
@@ -118,11 +121,14 @@ async def enroll(
     folder: Path,
     on_code: Callable[[str, float], None],
 ) -> NodeIdentity:
-    """Join the cluster whose coordinator listens at `url` (`host:port`) and store the identity in `folder`.
+    """Join the cluster whose coordinator listens at `url` (`host:port`), and store the identity in `folder`.
 
-    An existing identity, such as a clone's or a damaged one, is replaced once the coordinator has agreed. `on_code` is
-    called only without a token, with the six digits to show and the seconds that a person has. Raises PinMismatch,
-    EnrolDenied (with `reason`), Unreachable, or IdentityError for an answer that is not ours.
+    An identity in the folder, such as a clone's or a damaged one, is replaced after the coordinator has agreed. `name`
+    is the display name, `machine` the machine id. `on_code` is called only without a token, with the six digits to show
+    and the seconds that a person has.
+
+    Raise EnrollError for an invalid address, CoordinatorUnreachable, PinMismatch, EnrollDenied (with `reason`), or
+    IdentityError if the certificate received is not for this request.
     """
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)
@@ -150,7 +156,7 @@ async def enroll(
 
 
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
-    """Return whether our coordinator answers at `host:port`, proven by its certificate."""
+    """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate."""
     try:
         host, port = parse_address(address)
         async with _connect(host, port, client_context(identity)) as line:
@@ -214,7 +220,8 @@ class _EnrollConnection:
         await self._writer.drain()
 
     async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
-        """Return the next frame, which must be of this kind. Raises EnrolDenied when it is the coordinator's denial."""
+        """Return the next frame, which must be of this kind. Raise EnrollDenied for a denial, WireError for other
+        frames."""
         async with asyncio.timeout(seconds):
             while not self._frames:
                 data = await self._reader.read(MAX_ANSWER_BYTES)

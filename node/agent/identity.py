@@ -1,8 +1,8 @@
 """Identity of this node: its files, its TLS contexts, and the renewal of its certificate.
 
-`node.pem` holds key and certificate (mode 0600, replaced whole). `identity.json` holds the rest and is written last: a
-folder without it has no identity. The private key is created here and never leaves the folder. The identity belongs to
-one machine. With a cloned disk two Macs would be one node, hence the clone is refused.
+`node.pem` has key and certificate (mode 0600, replaced whole). `identity.json` has the rest and is written last: a
+folder without this file has no identity. The private key is created here and never leaves the folder. The identity
+belongs to one machine. Two Macs with copies of one disk would be the same node; the identity of a copy is refused.
 """
 
 import ssl
@@ -31,22 +31,27 @@ MAX_ADDRESSES = 16
 
 
 class IdentityError(Exception):
-    """The identity in this folder cannot be used. The text names the reason and the next step."""
+    """Error: the stored identity, or a received certificate, cannot be used. The text names the reason."""
 
 
 class IdentityMismatch(IdentityError):
-    """The identity belongs to another machine."""
+    """Error: the stored identity belongs to another machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Identity of a joined node."""
+    """Identity of a joined node, as stored in a folder."""
 
     cluster: str
+    """Id of the cluster."""
     node: NodeId
+    """Id of the node."""
     name: str
+    """Display name of the node."""
     machine: str
+    """Machine id."""
     folder: Path
+    """Folder of the files."""
     certificate: bytes
     """Certificate in DER."""
     ca: bytes
@@ -56,7 +61,7 @@ class NodeIdentity:
     generation: int = 0
     """Highest generation that a coordinator of the cluster has shown."""
     seal: bytes = b""
-    """The coordinator's signature of `generation`."""
+    """Signature of `generation` by the CA."""
 
 
 class _StoredIdentity(msgspec.Struct, frozen=True):
@@ -81,7 +86,7 @@ class CertificateRequest:
 
 
 def new_request(name: str) -> CertificateRequest:
-    """Create a P-256 key and a request for it. The coordinator uses only the key of the request."""
+    """Create a P-256 key and a certificate request for it. The coordinator uses only the public key of the request."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
@@ -90,9 +95,9 @@ def new_request(name: str) -> CertificateRequest:
 
 
 def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
-    """Return the certificate (DER) stored in a folder and its key's signature under a request (DER) to join again.
+    """Return the certificate (DER) stored in a folder, and a signature of `csr` (DER) by its key, to join again.
 
-    Both are empty where no readable certificate is stored.
+    Both are empty if the folder has no readable certificate and key.
     """
     try:
         pem = (folder / "node.pem").read_bytes()
@@ -106,9 +111,10 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
 
 
 def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
-    """Read the identity stored in a folder, None when there is none.
+    """Return the identity stored in a folder; None if there is none. `machine` is the id of this machine.
 
-    Raises IdentityMismatch when it belongs to another machine, IdentityError when the files are damaged.
+    Raise IdentityMismatch if the identity belongs to another machine, IdentityError if the files are damaged or
+    unreadable.
     """
     try:
         content = (folder / "identity.json").read_bytes()
@@ -146,8 +152,11 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
 def create(
     folder: Path, request: CertificateRequest, certificate: bytes, cluster: str, ca: bytes, machine: str
 ) -> NodeIdentity:
-    """Store the identity that the coordinator issued. Raises IdentityError when the certificate is not for this
-    request."""
+    """Store the identity that the coordinator issued in a folder, and return it.
+
+    `certificate` and `ca` are in DER. Raise IdentityError if the certificate is not for this request and cluster,
+    OSError if the files cannot be written.
+    """
     try:
         parsed = read_certificate(certificate)
     except ValueError:
@@ -162,13 +171,13 @@ def create(
 
 
 def forget(folder: Path) -> None:
-    """Remove the identity, key first. Does nothing when there is none."""
+    """Remove the identity stored in a folder, key first. Do nothing if there is none. Raise OSError on failure."""
     for name in ("node.pem", "next.key", "identity.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def remember(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Store an address at which the coordinator proved itself, the latest first."""
+    """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity."""
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
@@ -177,7 +186,7 @@ def remember(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def forget_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the address of a superseded coordinator."""
+    """Remove the stored address of a superseded coordinator. Return the new identity."""
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
         _keep(after)
@@ -185,7 +194,8 @@ def forget_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
-    """Store the generation of a proven coordinator if it is higher than the stored one."""
+    """Store the generation of a proven coordinator and its seal, if it is higher than the stored one. Return the
+    identity."""
     if generation <= identity.generation:
         return identity
     after = replace(identity, generation=generation, seal=seal)
@@ -194,9 +204,10 @@ def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> No
 
 
 def client_context(identity: NodeIdentity) -> ssl.SSLContext:
-    """Return the TLS context of the link: 1.3, our certificate, only the cluster's CA, strict.
+    """Return the TLS context of the link: TLS 1.3, the certificate of this node, only the cluster's CA.
 
-    The caller must check `proves_coordinator` as well.
+    The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise OSError
+    or ssl.SSLError if the certificate cannot be loaded.
     """
     context = authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")
@@ -204,9 +215,10 @@ def client_context(identity: NodeIdentity) -> ssl.SSLContext:
 
 
 def authority_context(ca: bytes) -> ssl.SSLContext:
-    """Return a client's TLS context that trusts one CA (DER) and checks no host name.
+    """Return a client's TLS context that trusts only one CA (DER).
 
-    Addresses change, the SAN's URI does not.
+    Host names are not checked, because addresses change: the URI in the SAN identifies the peer. Raise ssl.SSLError or
+    ValueError if `ca` is no certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -218,7 +230,10 @@ def authority_context(ca: bytes) -> ssl.SSLContext:
 
 
 def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bool:
-    """Return whether the remote end of a verified connection is this cluster's coordinator."""
+    """Return whether the certificate of the remote end is that of the coordinator of `cluster` (an id).
+
+    TLS must have verified the certificate.
+    """
     der = shown.getpeercert(binary_form=True)
     return bool(der) and read_certificate(der).uri == coordinator_uri(cluster)
 
@@ -229,16 +244,18 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 
 
 def new_csr(identity: NodeIdentity) -> bytes:
-    """Create the key of the next certificate, store it as `next.key`, and return the request (DER) to send in
-    `RenewCertificate`."""
+    """Create the key of the next certificate and store it. Return the certificate request (DER) for
+    `wire.frames.RenewCertificate`."""
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
     return request.csr
 
 
 def install(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
-    """Install the renewed certificate (DER) and its key. Raises IdentityError when it is not for this node and that
-    key."""
+    """Store the renewed certificate (DER) with the key that `new_csr` created. Return the new identity.
+
+    Raise IdentityError if no certificate was requested, or this one is not for the node and that key.
+    """
     pending = identity.folder / "next.key"
     try:
         key = pending.read_bytes()

@@ -15,7 +15,10 @@ _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def machine_id(override: str = "") -> str:
-    """Return 32 hex digits that name this machine, or the hash of an override (several nodes on one machine)."""
+    """Return the id of this machine: 32 hex digits of a hash.
+
+    `override` (setting `node.machine`) is hashed instead, for several nodes on one machine.
+    """
     raw = override or (_platform_uuid() if sys.platform == "darwin" else _linux_id()) or f"mac:{uuid.getnode():x}"
     return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]
 
@@ -35,7 +38,7 @@ def _platform_uuid() -> str:
 
 
 def platform_uuid_in(listing: str) -> str:
-    """Return IOPlatformUUID from the output of `ioreg`; empty when it is not there."""
+    """Return IOPlatformUUID from the output of `ioreg`; empty if it is missing."""
     match = re.search(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]{36})"', listing)
     return match[1] if match else ""
 

@@ -1,9 +1,9 @@
-"""Handling of an existing identity when `cluster join` or `cluster leave` runs again.
+"""Decide whether `cluster join` or `cluster leave` uses the identity that a node already has.
 
-Without a token the identity is used as it is, or its fault is reported. With a token, a person wants this machine in
-that cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
+Without a token the identity is used, or its error is reported. With a token, a person wants this machine in that
+cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
 identity of another cluster is not replaced, because its node would silently vanish there. A node that was removed while
-it ran stays out: the token of its first join is no request to join again.
+it ran does not join again, because the token of its first join does not request that.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ log = structlog.get_logger("node.agent.rejoin")
 
 
 class OtherClusterError(Exception):
-    """This machine is a node of another cluster than the one to join."""
+    """Error: this machine is a node of another cluster than the one to join."""
 
 
 def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
-    """Return the identity to use, None where there is none or a new one is to replace it.
+    """Return the identity in a folder to use; None if a new one must be created. `machine` is the machine id.
 
-    Raises IdentityError for an unusable identity without a token to replace it. Raises OtherClusterError for an
-    identity of another cluster.
+    Raise IdentityError for an unusable identity without a token to replace it. Raise OtherClusterError if the identity
+    belongs to another cluster than the token.
     """
     try:
         found = load_identity(folder, machine)

@@ -1,1 +1,1 @@
-"""Supervision of the engine process: start, restart, quarantine of models, environment and stderr."""
+"""Supervision of the engine process by the agent: start, restart, quarantine of models, environment and stderr."""

@@ -10,25 +10,25 @@ models.
 A child whose models are all unloaded, but whose memory was not returned, is recycled: ended while idle and replaced at
 once. A recycled child counts as no death: it delays no restart and blames no model.
 
-While the engine rests (`release_memory`), its owner wants the memory. A child that has loaded any model is recycled. No
-child then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded
-models again.
+While the engine rests (`Supervisor.release_memory`), the owner of the Mac uses the memory. A child that has loaded any
+model is recycled. New children load neither the models of their predecessor nor the preloaded models. `Supervisor.wake`
+loads the preloaded models again.
 
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
 
-A child counts as hung in two cases. It answers pings, and the inference thread has been in one call for more than
-max(10 s, 5 × its expected duration). Or it has answered no ping for 30 s. The child ends when this end of
-its socket closes. No process therefore survives the agent, however the agent ends.
+A child counts as hung in two cases. It answers pings, and its inference thread has been in one native call for more
+than max(10 s, 5 × the expected duration). Or it has answered no ping for 30 s. The child ends when the agent's end of
+its socket closes. No engine therefore survives the agent, however the agent ends.
 
 A child is ended gracefully. A process that is killed with a large wired model can leave that memory wired until the Mac
 restarts (docs/decisions/0018):
 
-    Stop ─(the call in flight may end, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
+    StopEngine ─(rest of the native call, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
 
-A hung child gets SIGTERM at once, because it will not react to `StopEngine`. Over the cap each wait is `over`. After
-each end the machine's wired memory is compared with that before the start (`wired`). After the second leak no engine is
-started.
+Timeouts are those of `SupervisorTimeouts`. A hung child gets SIGTERM at once, because it will not react to
+`StopEngine`. Above the cap each wait is `over`. After each end the wired memory of the machine is compared with that
+before the start of the child (`node.memory.wired_leak`). After the second leak no engine is started.
 """
 
 import asyncio
@@ -117,17 +117,25 @@ class SupervisorTimeouts:
     """Delays and timeouts of the supervisor, in seconds."""
 
     first: float = 0.2
+    """Delay of the first restart."""
     longest: float = 30.0
+    """Maximum delay of a restart."""
     healthy: float = 60.0
+    """Lifetime of a child after which the delay begins with `first` again."""
     ping_busy: float = 1.0
+    """Interval of pings while requests are open."""
     ping_idle: float = 5.0
+    """Interval of pings without open requests."""
     turn: float = 10.0
+    """Minimum duration of a native call that counts as hung."""
     turn_factor: float = 5.0
+    """Factor on the expected duration of a native call above which the call counts as hung."""
     silence: float = 30.0
+    """Time without an answer to a ping after which the child counts as hung."""
     leave: float = 6.0
-    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.EXIT_TIMEOUT_SECONDS`)."""
+    """Time to release the memory and end: 1 s above `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
     over: float = 1.0
-    """Each of the two waits over the cap, the call in flight included."""
+    """Each of the two waits for an engine above its cap, including the native call in progress."""
     stopping: float = 15.0
     """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
     settle: float = 10.0
@@ -140,11 +148,13 @@ class SupervisorTimeouts:
         return min(self.longest, self.first * 2.0 ** min(deaths - 1, 32))
 
     def is_hung(self, busy: float, expected: float) -> bool:
-        """Return whether a turn that has lasted `busy` seconds, of `expected`, counts as hung."""
+        """Return whether a native call counts as hung that has lasted `busy` seconds, with `expected` seconds
+        expected."""
         return busy > self._longest(expected)
 
     def left(self, busy: float, expected: float) -> float:
-        """Return the seconds that a turn of `busy` seconds may still last before it counts as hung."""
+        """Return the seconds until a native call counts as hung that has lasted `busy` of `expected` seconds; 0 if
+        hung."""
         return max(0.0, self._longest(expected) - busy)
 
     def _longest(self, expected: float) -> float:
@@ -153,68 +163,83 @@ class SupervisorTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ExitTimeouts:
-    """Timeouts of a child's end, in seconds."""
+    """Time that a child has to end, before SIGTERM and then before SIGKILL, in seconds."""
 
     stop_requested: float
-    """Time after `StopEngine`."""
+    """Time from `StopEngine` to SIGTERM."""
     terminated: float
-    """Time after SIGTERM."""
+    """Time from SIGTERM to SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildExit:
-    """End of a child process."""
+    """Description of how an engine process ended, or that it could not be started."""
 
     cause: str
-    """Reason of the end."""
+    """Reason of the end, for users."""
     last: CrashRecord | None
-    """Native call in which the child died."""
+    """Native call in which the child died; None if it died in none."""
     wired: WiredReadings
-    """Wired memory before the start."""
+    """Wired memory of the system before the start and during the lifetime of the child."""
     recycled: bool = False
     """Whether the child was recycled instead of having died."""
 
 
 @dataclass(slots=True, eq=False)
 class EngineChild(asyncio.Protocol):
-    """One engine process and this end of its socket."""
+    """One engine process, and the agent's end of the socket to it. Times are monotonic seconds."""
 
     process: asyncio.subprocess.Process
     sensor: Sensor
+    """Reader of the footprint of the process."""
     started: float
+    """Time of the start."""
     on_frame: Callable[[int, bytes], None]
+    """Called with tag and body of each frame of the child."""
     on_fault: Callable[[str], None]
+    """Called with the reason when the child violates the wire protocol."""
     page: int
+    """File descriptor of the shared page in which the child records its native calls (`crash_recorder`)."""
     wired: WiredReadings
     splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     transport: asyncio.Transport | None = None
     ready: bool = False
+    """Whether the child has reported with limits in force, and was not asked to end."""
     nonce: int = 0
+    """Nonce of the last ping."""
     pinged: float | None = None
+    """Time of the ping that is not answered yet; None without one."""
     pong: Pong = _NO_PONG
-    """Last answer to a ping, which came at `ponged`."""
+    """Last answer to a ping."""
     ponged: float = 0.0
+    """Time at which `pong` arrived."""
     stop_requested: bool = False
-    """Whether the child was asked to end. No frame is written to it any more."""
+    """Whether the child was asked to end. No more frames are sent to the child."""
     ending: asyncio.Task[None] | None = None
+    """Task that waits for the end and sends signals; None before the child is asked to end."""
     killed_at: float = 0.0
     """Monotonic time at which SIGKILL is due while the child ends."""
     cause: str = ""
+    """Reason for which the agent ends the child; empty without such a reason."""
     hung: bool = False
+    """Whether the agent ends the child because it hung."""
     broken: bool = False
-    """Whether the child's frames cannot be parsed."""
+    """Whether the child has sent an invalid frame."""
     recycled: bool = False
+    """Whether the agent ends a healthy child to replace it."""
     resting: bool = False
     """Whether the child was started without preloaded models, or has no model loaded."""
     seen: set[str] = field(default_factory=set[str])
+    """Models that the child has loaded or begun to load."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
+        """Store the transport to the child."""
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Pass on every complete frame. After an invalid frame the child is ended, and its bytes are discarded."""
+        """Pass each complete frame to `on_frame`. After an invalid frame, call `on_fault` once and discard all later
+        bytes."""
         if self.broken:
             return
         try:
@@ -225,51 +250,51 @@ class EngineChild(asyncio.Protocol):
             self.on_fault(f"its frames cannot be read: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record that the child ends now, or has ended."""
+        """Set `closed`, because the child has ended or closed its socket."""
         self.closed.set()
 
     def write(self, encoded: bytes) -> None:
-        """Send bytes, unless the socket is closed or the child was asked to end."""
+        """Send an encoded frame; discard it if the socket is closed or the child was asked to end."""
         if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
             self.transport.write(encoded)
 
     def unsent(self) -> int:
-        """Return the bytes that the child has not read yet."""
+        """Return the bytes that wait in the agent because the child has not read them."""
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
     def ping(self, now: float) -> None:
-        """Send a ping, unless an answer is pending."""
+        """Send a ping at `now` (monotonic seconds), unless an answer is pending."""
         if self.pinged is None:
             self.nonce += 1
             self.pinged = now
             self.write(encode(Ping(self.nonce)))
 
     def stop(self, seconds: float) -> None:
-        """Ask the process to end within `seconds`, and close the sending side."""
+        """Ask the process to end within `seconds`, and send nothing after that."""
         if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
             self.transport.write(encode(StopEngine(seconds)))
             self.transport.write_eof()
         self.stop_requested = True
 
     async def wait_exit(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the process to end. Returns whether it has ended."""
+        """Wait at most `seconds` for the process to end. Return whether the process has ended."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode is not None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send the process a signal, unless it has ended."""
+        """Send a signal to the process. Do nothing if the process has ended."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 
 
 class Supervisor:
-    """Supervisor of the engine child, which is always restarted. Every method is called on the loop that called
-    `start`.
+    """Supervisor of the engine process, which is always restarted. Call every method on the loop that called `start`.
 
     `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes. `request` is 0 for
     Deltas, which concern many requests. `on_change()` is called after a new report and after each change of the state.
-    `wired()` returns the bytes that the system has wired, None where they cannot be read.
+    `wired()` returns the wired bytes of the system, None if they cannot be read. `scratch` is the folder for temporary
+    files of the engine, `command` starts the engine.
     """
 
     def __init__(
@@ -319,12 +344,12 @@ class Supervisor:
 
     @property
     def reported_at(self) -> float | None:
-        """Monotonic time at which that report came."""
+        """Monotonic time in seconds at which `report` arrived; None before the first report of the current child."""
         return self._reported_at
 
     @property
     def state(self) -> EngineState:
-        """The state for the report, with the cause of the last death and the number of restarts."""
+        """State of the engine for the node's report, with the cause of the last end and the number of restarts."""
         report = self._report
         engine = self._settings.engine
         rows = engine.mlx.max_batch_size if engine.kind == "mlx" else engine.scripted.max_batch_size
@@ -356,54 +381,55 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the current child."""
+        """Process id of the current child; None without a child."""
         return self._child.process.pid if self._child else None
 
     @property
     def child(self) -> EngineChild | None:
-        """Current child; None while there is none."""
+        """Current child; None while none runs."""
         return self._child
 
     @property
     def ready(self) -> int | None:
-        """Process id of the current child once it has limits in force; None before that."""
+        """Process id of the current child if it has limits in force and accepts requests, else None."""
         return self._child.process.pid if self._child is not None and self._child.ready else None
 
     @property
     def reported_limits_number(self) -> int:
-        """Number of the limits that the engine reports to hold; 0 before its first report."""
+        """Sequence number of the limits that the engine reports to be in force; 0 before its first report."""
         return 0 if self._report is None else self._report.limits_number
 
     @property
     def applied_limits_number(self) -> int:
-        """Number of the limits that were put in force last."""
+        """Sequence number of the limits that were set last (`set_limits`); 0 before the first."""
         return self._numbered
 
     @property
     def freed_order(self) -> int:
-        """Number of the last `free_memory` order that the engine reports as done."""
+        """Sequence number of the last `free_memory` order that the engine reports as done; 0 before the first."""
         return 0 if self._report is None else self._report.freed_order
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warning about memory that ended engines leaked, with the remedy; empty without a leak."""
+        """Warning about wired memory that ended engines leaked, with the remedy; empty without a leak."""
         warning = self._leaks.warning()
         return (warning,) if warning else ()
 
     @property
     def call_until(self) -> float:
-        """Monotonic time until which the native call in flight may last, as of the last pong; 0 without a call."""
+        """Monotonic time in seconds from which the native call in progress is too long, by the last pong; 0 without a
+        call."""
         child = self._child
         if child is None or not child.pong.expected:
             return 0.0
         return child.ponged - child.pong.busy + self._timeouts.turn_factor * child.pong.expected
 
     def highs(self) -> HighWaterMarks:
-        """Read the kernel's high-water marks of the child."""
+        """Read the kernel's high-water marks of the child's footprint; unknown without a child."""
         return HighWaterMarks() if self._child is None else self._child.sensor.highs()
 
     def phys(self) -> MemoryReading:
-        """Read the child's footprint now; unknown while there is no child."""
+        """Read the footprint of the child now; unknown without a child."""
         if self._child is None:
             return MemoryReading(None, "no engine", time.monotonic())
         return self._child.sensor.phys()
@@ -411,13 +437,16 @@ class Supervisor:
     # orders
 
     async def start(self) -> None:
-        """Start the first child and keep one alive. Raises OSError when the log cannot be opened."""
+        """Start the first child, and keep one running until `stop`. Raise OSError if the log cannot be opened."""
         os.close(self._log.open())
         self._task = asyncio.create_task(self._keep())
 
     def send(self, encoded: bytes, kind: type[Frame], request: int) -> None:
-        """Forward a frame to the engine. A request that the engine cannot take now is refused at once through
-        `on_frame`."""
+        """Forward an encoded frame of type `kind` about `request` to the engine.
+
+        A request that the engine cannot accept now is refused at once through `on_frame`. Other frames are discarded
+        without an engine.
+        """
         child = self._child
         if kind in _BEGINS:
             if child is None or not child.ready or child.unsent() > MAX_UNSENT_BYTES:
@@ -431,9 +460,9 @@ class Supervisor:
             child.write(encoded)
 
     def set_limits(self, limits: MemoryLimits) -> int:
-        """Put limits in force, in this child and in all later children. Returns their number.
+        """Send limits to the current child and to all later children. Return their sequence number.
 
-        Once `held` has reached that number, the engine judges by these limits, and keeps no more wired than they allow.
+        When `reported_limits_number` has reached that number, the engine applies these limits.
         """
         self._numbered += 1
         self._limits = replace(limits, number=self._numbered)
@@ -442,24 +471,27 @@ class Supervisor:
         return self._numbered
 
     def ping(self) -> None:
-        """Ping the child now: the answer names its current call and the call's duration."""
+        """Ping the child now, unless an answer is pending. The answer updates `call_until`."""
         if self._child is not None:
             self._child.ping(time.monotonic())
 
     def enforce(self, order: ReduceMemory) -> None:
-        """Notify the engine that its memory is over a watermark."""
+        """Send the engine an order to reduce its memory. Do nothing without an engine."""
         if self._child is not None:
             self._child.write(encode(order))
 
     def free_memory(self, size: int) -> int:
-        """Ask the engine to evict and unload reclaimable memory until `size` bytes fit. Returns the order's number."""
+        """Ask the engine to free reclaimable memory until `size` bytes fit.
+
+        Return the sequence number of the order, which `freed_order` reaches when the order is done.
+        """
         self._free_orders += 1
         if self._child is not None:
             self._child.write(encode(ReclaimMemory(self._free_orders, size)))
         return self._free_orders
 
     def end(self, cause: str) -> None:
-        """End the current child quickly, because it is over its cap. A new child starts as after any death."""
+        """End the current child quickly, because it is above its cap. A new child starts as after a crash."""
         if self._child is not None:
             self._let_go(self._child, cause, ExitTimeouts(self._timeouts.over, self._timeouts.over))
             self._become("restarting", cause)
@@ -470,7 +502,10 @@ class Supervisor:
         return self._resting
 
     def release_memory(self) -> None:
-        """Release all of the engine's memory, and load no model until `wake`. Running requests are lost."""
+        """Release all memory of the engine, and load no models without a request until `wake`. Running requests fail.
+
+        A child that has loaded a model is replaced by one without models.
+        """
         self._resting = True
         child = self._child
         if child is None or child.resting:
@@ -480,14 +515,14 @@ class Supervisor:
         child.resting = True
 
     def wake(self) -> None:
-        """Allow models to be loaded again. Preloaded models return with a new child."""
+        """End the rest that `release_memory` began. A new child loads the preloaded models, if there are any."""
         self._resting = False
         child = self._child
         if child is not None and child.resting and self._settings.models.preload:
             self.recycle(child, "replaced by an engine that loads the preloaded models")
 
     async def stop(self) -> None:
-        """End the child. Open requests end in Failed."""
+        """End the child and start no other. Open requests end in Failed."""
         self._stopping.set()
         if self._task is None:
             return
@@ -534,7 +569,7 @@ class Supervisor:
             self._leaks.update(self._wired())
 
     async def _stopped_within(self, seconds: float) -> bool:
-        """Wait `seconds`, or until stopped. Returns whether the supervisor was stopped."""
+        """Wait `seconds`, or until stopped. Return whether the supervisor was stopped."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
@@ -753,7 +788,8 @@ class Supervisor:
         return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
 
     def recycle(self, child: EngineChild, why: str) -> None:
-        """End a healthy child to replace it. A child that already ends is replaced without this call."""
+        """End a healthy child to replace it; `why` is the reason for the state. Do nothing if the child already
+        ends."""
         if child.stop_requested:
             return
         self._recycles += 1
