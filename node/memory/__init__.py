@@ -1,1 +1,1 @@
-"""Memory readings of the machine and of processes, and the cap that follows from them."""
+"""Memory readings of the machine and of processes, the limits computed from them, and their enforcement."""

@@ -1,8 +1,8 @@
 """Compute cap, ceiling and margin of a node, and name the term that limits each.
 
     static  = RAM − reserve(tier), or memory.cap     in a container the RAM is the container's limit
-    cap     = min(static, metal)                     explicit and above Metal: refused, unless
-              memory.allow_above_metal_limit
+    cap     = min(static, metal)                     an explicit cap above the Metal limit is refused, unless
+              memory.allow_above_metal_limit is set
     dynamic = own phys + reclaimable + min(worker footprint, lease)        each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
@@ -27,10 +27,10 @@ from wire.units import GIB, MIB, parse_size, show_size
 
 @dataclass(frozen=True, slots=True)
 class MemoryTier:
-    """Memory that a tier leaves to the system."""
+    """Value of `memory.tier`: how much memory the node leaves to the system."""
 
     reserve: int
-    """Bytes."""
+    """Bytes of RAM that an automatic cap leaves to the system."""
     active_share: float
     """Share of active pages that counts as reclaimable."""
 
@@ -71,21 +71,21 @@ MAX_WIRED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class MachineBounds:
-    """Limits of this machine in bytes."""
+    """Memory limits of this machine in bytes, from which the cap follows."""
 
     total: int
     """RAM; 0 if unreadable."""
     metal: int | None = None
-    """Metal limit; None without Metal. Without a figure of the device (`with_device`), the limit that a person set, or
-    an estimate."""
+    """Metal limit; None without Metal. Before the device has reported a limit (`with_device`), the limit that a person
+    set, or an estimate."""
     container: int | None = None
     """Memory limit of the container; None without one."""
     wired: int | None = None
-    """`iogpu.wired_limit_mb`, if a person set it."""
+    """Limit that a person set with `iogpu.wired_limit_mb`; None for the default."""
 
     @property
     def ram(self) -> int:
-        """RAM that the node can use: the RAM, or the limit of the container."""
+        """RAM in bytes that the node can use: the RAM, or the limit of the container if that is less."""
         return self.total if self.container is None else min(self.total, self.container)
 
 
@@ -99,11 +99,11 @@ class MetalDevice:
 
 @dataclass(frozen=True, slots=True)
 class MemoryCap:
-    """Maximum memory of the engine."""
+    """Cap: maximum memory of the engine, as the settings and the limits of the machine allow."""
 
     bytes: int
     bound_by: str
-    """Name of the limiting term."""
+    """Name of the limiting term: `setting`, `static`, `metal` or `container`."""
     remedy: str
     """Advice about the limiting term."""
     warning: str = ""
@@ -112,7 +112,7 @@ class MemoryCap:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Cap at this moment, in bytes, with the limiting term and advice about it."""
+    """Ceiling: cap at this moment in bytes, with the limiting term and advice about that term."""
 
     bytes: int
     bound_by: str
@@ -121,17 +121,17 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """Bytes kept free for transients that readings do not show."""
+    """Margin: part of the cap that is kept free for transients that readings do not show."""
 
     bytes: int
     warning: str = ""
     """Warning that stays; empty for none."""
     automatic: bool = False
-    """Whether the margin is the default."""
+    """Whether the margin is the default, which a profile of the loaded models may replace."""
 
 
 def reserve(tier: str, total: int) -> int:
-    """Return the bytes that an automatic cap leaves to the system, for `total` bytes of RAM."""
+    """Return the bytes that an automatic cap leaves to the system, for a tier and `total` bytes of RAM."""
     return SMALL_RESERVE_BYTES if total < SMALL_MACHINE_BYTES else TIERS[tier].reserve
 
 
@@ -152,10 +152,11 @@ def default_metal(total: int, system: str = "") -> int:
 
 
 def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBounds:
-    """Return the bounds with the Metal limit that the device reported; unchanged without a device.
+    """Return the bounds with the Metal limit that the device reported; unchanged without a device or Metal.
 
-    The figure of the device follows `iogpu.wired_limit_mb`, but MLX reads it once for each process. A limit that
-    changes later therefore applies immediately if it is lower, and after the next start of the engine if it is higher.
+    The limit of the device follows `iogpu.wired_limit_mb`, but MLX reads the limit once for each process. A changed
+    `iogpu.wired_limit_mb` therefore applies immediately if it is lower, and after the next start of the engine if it is
+    higher.
     """
     if device is None or bounds.metal is None:
         return bounds
@@ -164,17 +165,21 @@ def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBou
 
 
 def safe_wired_limit(tier: str, total: int) -> int:
-    """Return the highest wired limit in bytes that keeps the reserve of the system, for `total` bytes of RAM."""
+    """Return the highest wired limit in bytes that leaves the system the reserve of the tier and 5 % of the RAM.
+
+    `total` is the RAM in bytes.
+    """
     return max(0, min(total - reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
 
 def resolve_cap(
     setting: str | int, tier: str, bounds: MachineBounds, *, above_metal: bool = False, starting: bool = True
 ) -> MemoryCap:
-    """Return the cap for a value of `memory.cap`.
+    """Return the cap for the values of `memory.cap` and `memory.tier`.
 
-    Raises SettingsError for an explicit cap of 0 or above the RAM, and for a relative cap if the RAM cannot be read. At
-    start also for a cap above the Metal limit without `above_metal`; later, the Metal limit applies.
+    `above_metal` is `memory.allow_above_metal_limit`. Raise SettingsError for an invalid size, a cap of 0, and for
+    "auto" or a percentage if the RAM cannot be read. With `starting`, also raise SettingsError for an explicit cap
+    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:
@@ -259,7 +264,7 @@ def _sysctl(wanted: int, total: int) -> str:
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
-    """Return the margin for a cap in bytes and a value of `memory.margin`. Raises SettingsError for a bad size."""
+    """Return the margin for a value of `memory.margin` and a cap in bytes. Raise SettingsError for an invalid size."""
     if setting == "auto":
         return Margin(default_margin(cap), automatic=True)
     try:
@@ -274,9 +279,10 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
 
 
 def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
-    """Return the bytes that the engine could use now: own footprint, reclaimable memory and the leased worker's bytes.
+    """Return the bytes that the engine could use now; None if `phys` or `reclaimable` is None.
 
-    The footprint of the worker counts up to its lease, because the ceiling is reduced by the lease. None if unreadable.
+    That is the footprint of the engine (`phys`), the memory that the system can free (`reclaimable`), and the footprint
+    of the video worker (`worker`). The worker counts up to its `lease`, because the ceiling is reduced by the lease.
     """
     if phys is None or reclaimable is None:
         return None
@@ -284,9 +290,10 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
 
 
 def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
-    """Return the ceiling for a cap, the result of `dynamic` and the bytes of leases; 1 byte if `reach` is None.
+    """Return the ceiling for a cap, the result of `dynamic` (`reach`) and the bytes of leases.
 
-    The limiting term is the one that reduces the cap most, or that of the cap if nothing reduces it.
+    The ceiling is at least 1 byte, and 1 byte if `reach` is None. The limiting term is the one that reduces the cap
+    most, or that of the cap if nothing reduces it.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
@@ -300,5 +307,5 @@ def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
 
 
 def limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
-    """Return the frame with the limits in force for the engine."""
+    """Return the limits as a frame for the engine, without a sequence number. `leases` are bytes."""
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

@@ -2,9 +2,9 @@
 
 The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>). It counts
 Metal's IOAccelerator pages, which resident sizes do not, and works for every process of the same user. The structure
-also has the highest footprint ever, and since `proc_reset_footprint_interval` (<libproc.h>). psutil has neither. Its
-start time of a process changes with the clock and therefore does not identify a process.
-Errors are None, never 0.
+also has the highest footprint ever, and since `proc_reset_footprint_interval` (<libproc.h>). psutil has neither. The
+start time that psutil returns changes with the clock and therefore does not identify a process.
+A value that cannot be read is None, never 0.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ class ProcBsdInfo(ctypes.Structure):
 
 
 class LibSystem:
-    """Calls of libSystem. Raises OSError if the library cannot be loaded."""
+    """Functions of libSystem that read memory, by ctypes. Raise OSError if the library cannot be loaded."""
 
     def __init__(self, library: str = SYSTEM) -> None:
         calls = ctypes.CDLL(library, use_errno=True)
@@ -86,14 +86,14 @@ class LibSystem:
         return None if usage is None else usage.phys_footprint or None
 
     def highs(self, pid: int) -> HighWaterMarks:
-        """Return the high-water marks of a process."""
+        """Return the high-water marks of a process's footprint; unknown for an ended or foreign process."""
         usage = self._usage(pid)
         if usage is None:
             return HighWaterMarks()
         return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset the high-water mark of the interval of a process. Return whether that succeeded."""
         return self._reset_interval is not None and self._reset_interval(pid) == 0
 
     def _usage(self, pid: int) -> RusageV4 | None:
@@ -101,16 +101,16 @@ class LibSystem:
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
     def born(self, pid: int) -> str:
-        """Return an identifier of a process: its start time. Empty for an ended process."""
+        """Return an identifier of a process that no later process has: its start time. Empty for an ended process."""
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
         return f"{described.start_seconds}.{described.start_microseconds}"
 
     def wired_limit(self) -> int | None:
-        """Return the Metal limit that a person set, in bytes; None for the default.
+        """Return the Metal limit in bytes that a person set with `iogpu.wired_limit_mb`; None for the default.
 
-        After a failed read, the last value is returned, because a lower cap would end requests.
+        After a failed read, the last value is returned, because a lower cap could end requests.
         """
         megabytes = self._number("iogpu.wired_limit_mb")
         if megabytes is not None:
@@ -118,7 +118,7 @@ class LibSystem:
         return self._limit * MIB or None
 
     def pressure(self) -> str:
-        """Return the memory pressure: `normal`, `warn` or `critical`; empty if unknown."""
+        """Return the memory pressure of the system: `normal`, `warn` or `critical`; empty if unknown."""
         return PRESSURES.get(self._number("kern.memorystatus_vm_pressure_level") or 0, "")
 
     def chip_name(self) -> str:
@@ -137,7 +137,7 @@ class LibSystem:
 
 
 class DarwinFootprint:
-    """Footprint of a process."""
+    """Reader of the footprint of one process on macOS."""
 
     source = "phys_footprint"
 
@@ -150,11 +150,11 @@ class DarwinFootprint:
         return self._system.phys(self._pid)
 
     def highs(self) -> HighWaterMarks:
-        """Return the high-water marks."""
+        """Return the high-water marks of the footprint; unknown if they cannot be read."""
         return self._system.highs(self._pid)
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval."""
+        """Reset the high-water mark of the interval. Return whether that succeeded."""
         return self._system.begin_interval(self._pid)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Decide the orders to an engine that is over its limits. Pure; `poll` drives it.
+"""Decide the orders to an engine that is above its limits. Pure: `node.memory.poll` calls `step` at each poll.
 
-The gate is inside the engine and refuses before memory is allocated. The enforcer is outside. It sees memory that was
-allocated nevertheless: by a peak that no estimate predicted, a leak, or a new lease. It decides by the agent's own
-reading of the process, and it can end the process from outside.
+The gate is inside the engine and refuses before memory is allocated. The enforcer is in the agent. The enforcer reacts
+to memory that was allocated nevertheless: by a peak that no estimate predicted, a leak, or a new lease. It decides by
+the agent's own reading of the process, and can end the process.
 
     OK         headroom ≥ 0         nothing
     OVER_SOFT  headroom < 0         order at each poll: release free buffers, reusable cache and idle models. The gate
@@ -15,9 +15,9 @@ Levels are `wire.capacity.arithmetic.level`; there are no other thresholds. An u
 resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with nothing left
 to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
 
-Orders are executed between native calls. A running native call has time until it counts as hung: a forward or a
-piece of a load can last longer than a period. A poll that comes late ends no engine, because the answer of the
-engine may not have been read yet.
+Orders are executed between native calls. A running native call may last 5 times as long as expected before the process
+is ended, because a forward can last longer than a period. A poll that comes late ends no engine, because
+the answer of the engine may not have been read yet.
 """
 
 from dataclasses import dataclass, replace
@@ -31,58 +31,61 @@ from wire.units import show_size
 BUSY_POLL_SECONDS = 0.25
 IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
 EMPTY_POLL_SECONDS = 5.0
-"""Seconds between polls: while the engine works or is over its cap, while it is idle, and without a loaded model."""
+"""Seconds between polls: while the engine works or is above its cap, while it is idle, and without a loaded model."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds after which the next poll of an engine over its cap is late."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnforcerInput:
-    """Input of one poll."""
+    """Input of `step`: readings of the engine at one poll, and its answer to orders."""
 
     engine: int | None
     """Process id of the engine that runs and has limits; None without one."""
     memory: Memory
     """Memory part of the engine's last report, with the agent's own reading and limits."""
     enforced: int = 0
-    """Last order that the engine reports as executed."""
+    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed."""
     call_until: float = 0.0
-    """Time at which the running native call counts as hung, as the engine last reported; 0 without a call."""
+    """Monotonic time until which the running native call may last (`Supervisor.call_until`); 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnforcerState:
-    """State of the enforcer between polls."""
+    """State of the enforcer between polls, an input and result of `step`. Times are monotonic seconds."""
 
     polls: int = 0
+    """Number of polls; also the sequence number of the orders of a poll."""
     level: MemoryLevel = MemoryLevel.UNKNOWN
+    """Level at the last poll."""
     engine: int | None = None
+    """Process id of the engine at the last poll; None without one."""
     over: int = 0
-    """Consecutive readings over the cap."""
+    """Number of consecutive readings above cap − leases."""
     order_number: int = 0
-    """Number of the last order to end a request; 0: none."""
+    """Sequence number of the last order to end a request; 0: none."""
     ordered_at: float = 0.0
     """Time of that order."""
     looked_at: float = 0.0
     """Time of the last poll."""
     ended: int | None = None
-    """Process that was ended, until another or none runs. The system can reuse its process id."""
+    """Process id that the enforcer ended, until another or no engine runs, because the system can reuse the id."""
     over_caps: int = 0
-    """Times that the engine was over its cap."""
+    """Number of times that the engine was above cap − leases."""
     kills: int = 0
-    """Engine processes that were ended."""
+    """Number of engine processes that the enforcer ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendOrder:
-    """Send this order to the engine."""
+    """Action: send this order to the engine."""
 
     order: ReduceMemory
 
 
 @dataclass(frozen=True, slots=True)
 class EndEngine:
-    """End the engine process for this reason."""
+    """Action: end the engine process for this reason."""
 
     cause: str
 
@@ -91,7 +94,7 @@ Action = SendOrder | EndEngine
 
 
 def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
-    """Return the state after one poll, and the actions. `now` is in seconds of a monotonic clock."""
+    """Return the state after one poll, and the actions to run. `now` is in monotonic seconds."""
     level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
     if seen.engine != state.engine:
         state = replace(state, engine=seen.engine, over=0, order_number=0, ended=None)
@@ -131,7 +134,7 @@ def _hard(
 
 
 def pause(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
-    """Return the seconds until the next poll."""
+    """Return the seconds until the next poll. `busy`: the engine works; `loaded`: a model is loaded."""
     if busy or state.over:
         return BUSY_POLL_SECONDS
     return IDLE_POLL_SECONDS if loaded else EMPTY_POLL_SECONDS

@@ -1,11 +1,11 @@
 """Compute the memory limits of this node: a cap, a margin and a moving ceiling, from settings and machine.
 
-Each poll reads all inputs, because Metal's limit, the container's limit and the spare memory of the system can change.
-The engine receives new limits when the ceiling moved by more than a step, or when a lease, the cap or the binding term
-changed. An idle machine sends nothing.
+Each poll reads all inputs, because the Metal limit, the container's limit and the memory of the system can change. The
+engine receives new limits after a change of a lease, the cap or the limiting term. A change of the ceiling is sent if
+it is at least a step.
 
-A failed reading says nothing about memory: the last good reading holds for `reading.STALE_AFTER_SECONDS` seconds. After
-that the reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
+After a failed reading, the last good one is used for `reading.STALE_AFTER_SECONDS` seconds. After that the available
+memory is unknown: the engine then admits no request, and evicts nothing for this reason.
 """
 
 import time
@@ -42,10 +42,10 @@ log = structlog.get_logger("node.memory.limits")
 
 
 class Limiter:
-    """Cap and margin of this node, and the limits for each reading.
+    """Calculator of this node's memory limits; keeps cap, margin and the last readings.
 
-    `origins` names the origin of each setting that differs from its default. Metal's limit as the device reported it is
-    stored in `folder` (None: not stored). Raises SettingsError when this machine cannot meet the settings.
+    `origins` has the origin of each setting that is not a default, for the log. The Metal limit that the device reports
+    is stored in `folder` (None: not stored). Raise SettingsError if this machine cannot satisfy the settings.
     """
 
     def __init__(
@@ -62,41 +62,41 @@ class Limiter:
         self.leases = 0
         """Bytes leased to video jobs."""
         self.worker: int | None = None
-        """Process that uses the leases. Its footprint is subtracted once."""
+        """Id of the process group that uses the leases; None without one. Its footprint is not counted twice."""
         bounds = machine.bounds()
         self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
-        """Ceiling of the last poll, with the binding term and its remedy."""
+        """Ceiling of the last poll, with the limiting term and advice."""
         self._reach = LastGood()
         self._last_limits: MemoryLimits | None = None
         self._log_guard(origins or {})
 
     @property
     def tier(self) -> str:
-        """The tier in force."""
+        """Memory tier in force (`memory.tier`)."""
         return self._settings.tier
 
     def warnings(self) -> list[str]:
-        """Return the settings that weaken the memory safety of this node, as sentences."""
+        """Return a warning for each setting that weakens the memory safety of this node; empty if there is none."""
         off = "memory.guard is off: no request is refused for memory, and the machine may panic"
         return [text for text in (self.cap.warning, self.margin.warning, "" if self._guard else off) if text]
 
     def warn(self) -> None:
-        """Log the warnings."""
+        """Log the texts of `warnings`."""
         for warning in self.warnings():
             log.warning("guard weakened", warning=warning)
 
     def worker_phys(self) -> int:
-        """Return the footprint of the process that uses the leases, in bytes; 0 without one or when unreadable."""
+        """Return the footprint of the process group that uses the leases, in bytes; 0 without one or if unreadable."""
         return 0 if self.worker is None else footprint(self.worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
-        """Use Metal's limit (bytes; 0: no Metal) as this engine process reports it, and store it for later starts.
+        """Use the Metal limit that an engine reports (bytes; 0: no Metal), and store the limit for later starts.
 
-        Only the first report of a process counts: MLX reads the figure once.
+        `engine` is the process id. Only the first report of a process counts, because MLX reads the limit once.
         """
         if not limit or engine == self._engine:
             return
@@ -110,22 +110,23 @@ class Limiter:
             write_device(self._folder, self._machine.hardware, self._device)
 
     def wired(self) -> int | None:
-        """Return the wired bytes of this machine without those of the process that uses the leases.
+        """Return the wired bytes of this machine without the footprint of the process group that uses the leases.
 
-        None when unreadable.
+        Return None if they cannot be read.
         """
         wired = self._machine.wired()
         return None if wired is None else max(0, wired - self.worker_phys())
 
     def now(self, phys: int | None) -> MemoryLimits:
-        """Return the limits for the engine's footprint in bytes: 0 while there is no engine, None when unreadable."""
+        """Read the machine and return the limits now. `phys` is the footprint of the engine in bytes, 0 without an
+        engine, None if unreadable."""
         self._look()
         reach = self._reach.update(self._reaches(phys), time.monotonic())
         self.current_ceiling = ceiling(self.cap, reach, self.leases)
         return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self.leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Return the current limits, and pass them to `tell` when they changed."""
+        """Return the limits as `now` does, and pass them to `send` if they have changed since they were last sent."""
         found, last = self.now(phys), self._last_limits
         if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
             self._last_limits = found
@@ -133,7 +134,7 @@ class Limiter:
         return found
 
     def _reaches(self, phys: int | None) -> int | None:
-        """Return the bytes that the engine can reach; None when one of its readings fails."""
+        """Return the result of `dynamic` for the present readings; None if one of the readings fails."""
         worker = self.worker
         lent = 0 if worker is None else footprint(worker)
         if lent is None and worker is not None and members(worker):

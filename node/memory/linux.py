@@ -20,7 +20,7 @@ STALLED = (("critical", 60.0), ("warn", 10.0))
 
 
 class LinuxFootprint:
-    """Resident set of a process."""
+    """Reader of the footprint of one process on Linux: its resident set."""
 
     source = "statm"
 
@@ -33,7 +33,7 @@ class LinuxFootprint:
             self._file = -1
 
     def phys(self) -> int | None:
-        """Return resident bytes; None for an ended or unreadable process."""
+        """Return the resident bytes of the process; None for an ended or unreadable process."""
         try:
             resident = int(os.pread(self._file, 128, 0).split()[1])
         except (OSError, IndexError, ValueError):
@@ -41,7 +41,7 @@ class LinuxFootprint:
         return resident * PAGE_BYTES or None
 
     def highs(self) -> HighWaterMarks:
-        """Return the high-water marks."""
+        """Return the high-water marks of the resident set; unknown if they cannot be read."""
         mark = _kilobytes(self._folder / "status").get("VmHWM")
         if mark is None:
             return HighWaterMarks()
@@ -49,7 +49,7 @@ class LinuxFootprint:
         return HighWaterMarks(self._highest, mark)
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset the high-water mark of the interval. Return whether that succeeded."""
         self.highs()
         try:
             (self._folder / "clear_refs").write_text("5")
@@ -65,7 +65,8 @@ class LinuxFootprint:
 
 
 def born(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return an identifier of a process: boot id and start time. Empty for an ended process."""
+    """Return an identifier of a process that no later process has: boot id and start time. Empty for an ended
+    process."""
     stat = _stat(f"{proc}/{pid}")
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
@@ -110,7 +111,7 @@ def container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
 
 
 def pressure(proc: Path = Path("/proc")) -> str:
-    """Return the memory pressure: `normal`, `warn` or `critical` by STALLED; empty if unknown."""
+    """Return the memory pressure of the system: `normal`, `warn` or `critical` by STALLED; empty if unknown."""
     try:
         line = next(line for line in (proc / "pressure" / "memory").read_text().splitlines() if line.startswith("some"))
         share = float(line.split()[1].removeprefix("avg10="))
@@ -120,13 +121,19 @@ def pressure(proc: Path = Path("/proc")) -> str:
 
 
 def container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the least free memory of the cgroups of this process in bytes; None without a limit."""
+    """Return the free bytes of the cgroup of this process that has least; None without a limit.
+
+    Page cache that the kernel can free counts as free.
+    """
     limits = [free for folder in _folders(proc, cgroups) if (free := _free_bytes(folder)) is not None]
     return min(limits, default=None)
 
 
 def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes that can be neither paged out nor freed: locked memory and memory of drivers."""
+    """Return the bytes that can be neither paged out nor freed: locked memory and memory of drivers.
+
+    Return None if they cannot be read.
+    """
     return _kilobytes(proc / "meminfo").get("Unevictable")
 
 

@@ -1,7 +1,7 @@
-"""Store Metal's limit, as the device of this machine reported it, in STATE/node/metal.json (0600) for later starts.
+"""Store the Metal limit that the device of this machine reported, in STATE/node/metal.json (0600), for later starts.
 
-A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. A file that differs from
-this machine in one of them, or cannot be read, is ignored: an estimate is used until the engine's report.
+A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. An unreadable
+file, and one that differs from this machine, are ignored: the node uses an estimate until the engine reports.
 """
 
 from pathlib import Path
@@ -29,9 +29,9 @@ class _StoredLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
-    """Return the stored limit of this machine; None without one.
+    """Return the Metal limit stored in `folder` for this machine; None without one.
 
-    `wired` is the present value of `iogpu.wired_limit_mb` in bytes, None when it is not set.
+    `wired` is the present value of `iogpu.wired_limit_mb` in bytes; None if a person has not set it.
     """
     try:
         kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_StoredLimit)
@@ -42,7 +42,7 @@ def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDev
 
 
 def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:
-    """Store a limit for later starts. A full disk stops no node: the next start uses an estimate again."""
+    """Store the Metal limit of this machine in `folder`. A write error is logged: the next start uses an estimate."""
     try:
         write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
     except OSError as error:

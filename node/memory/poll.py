@@ -28,17 +28,17 @@ log = structlog.get_logger("node.memory.poll")
 
 
 def margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
-    """Return the margin in bytes by which the engine's gate judges, from its report `said`.
+    """Return the margin in bytes that the engine's gate uses, from the memory that the engine `reported`.
 
-    The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
-    the cap: before the first report under the present cap the margin without profiles holds.
+    The gate decides an automatic margin, because only the engine has the profiles from which the margin follows. Before
+    the first report under the present cap, the margin without profiles is used.
     """
     decided = limits.margin_auto and reported.cap == limits.cap > 0
     return reported.margin if decided else limits.margin
 
 
 class MemoryPoll:
-    """Polls of one engine. All methods run on the loop that called `start`."""
+    """Periodic memory poll of the agent. Call all methods on the loop that called `start`."""
 
     def __init__(self, limiter: Limiter, machine: MachineMemory, supervisor: Supervisor) -> None:
         self._limiter = limiter
@@ -50,9 +50,10 @@ class MemoryPoll:
         self._phys: int | None = None
         self._spare: AvailableMemory = machine.spare()
         self.state = EnforcerState()
+        """State of the enforcer after the last poll."""
 
     def start(self) -> None:
-        """Poll now, before the first engine needs limits, and then periodically."""
+        """Poll now, and then periodically. Call before the first engine starts, because it needs limits."""
         self.poll_once()
 
     def stop(self) -> None:
@@ -60,13 +61,13 @@ class MemoryPoll:
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:
-        """Move the next poll forward after a change at the engine; poll a new process at once."""
+        """Move the next poll forward after a change of the engine. Poll soon if the engine is a new process."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._looked + self._pause()))
 
     def poll_once(self) -> None:
-        """Read the memory, set the limits, and run the enforcer."""
+        """Read the memory, set the limits, run the enforcer, and schedule the next poll."""
         loop = asyncio.get_running_loop()
         self._looked = loop.time()
         try:
@@ -149,20 +150,20 @@ class MemoryPoll:
         return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def memory(self) -> Memory:
-        """Return the memory of the engine, read now, with the current limits."""
+        """Return the memory of the engine with a new reading of the footprint and the limits now."""
         self._phys = self._supervisor.phys().phys
         return self._judged(self._limiter.now(self._ceiling_footprint()))
 
     # parts of the report
 
     def system(self) -> SystemMemory:
-        """Return the last reading of the machine with its age in seconds."""
+        """Return the last reading of the machine's memory for the node's report."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
         return SystemMemory(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
 
     def enforcement(self) -> Enforcement:
-        """Return the level, the limits and the counts of the enforcer."""
+        """Return level, high-water marks, warnings and counts of the enforcer for the node's report."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
         return Enforcement(
             state.level,

@@ -1,8 +1,8 @@
-"""Footprint readings of a process, and the maximum of the last polls.
+"""Values of memory readings, and the recent peak of a process.
 
 An unreadable footprint is None, never 0, because no request starts while the footprint is unknown. Readings are taken
-between forwards. Margin and estimate cover the peak inside a forward (`wire.capacity.arithmetic`); as a reading it
-would count twice.
+between forwards. Margin and estimate cover the peak inside a forward (`wire.capacity.arithmetic`), which would count
+twice as a reading.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 RECENT_POLLS = 5
 """Number of polls in the window of `RecentPeak`."""
 POLL_PERIOD_SECONDS = 1.0
-"""Seconds of a poll; of the readings in a poll, the highest counts."""
+"""Seconds of a poll. `RecentPeak` keeps the highest reading of each poll."""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 STALE_AFTER_SECONDS = 5.0
@@ -19,29 +19,34 @@ STALE_AFTER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MemoryReading:
-    """A reading of the memory that the kernel charges to a process."""
+    """Reading of the footprint of a process."""
 
     phys: int | None
-    """Bytes; None if unreadable."""
+    """Footprint in bytes; None if unreadable."""
     source: str
-    """Name of the source."""
+    """Name of the source: `statm`, `phys_footprint` or `scripted`."""
     at: float
-    """Monotonic time of the reading."""
+    """Monotonic time of the reading in seconds."""
 
     def live(self, now: float) -> bool:
-        """Return whether the reading has a value and is at most STALE_AFTER_SECONDS seconds old."""
+        """Return whether the reading has a value and is at most STALE_AFTER_SECONDS old at `now` (monotonic
+        seconds)."""
         return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
 
 @dataclass(slots=True)
 class LastGood:
-    """Last value of a reading that can fail."""
+    """Last good value of a reading that can fail, which replaces failed readings for a short time."""
 
     value: int | None = None
     at: float = 0.0
+    """Time of `value` in monotonic seconds."""
 
     def update(self, value: int | None, now: float) -> int | None:
-        """Return `value`, or the last value for STALE_AFTER_SECONDS seconds after it if `value` is None."""
+        """Store and return `value`. If `value` is None, return the last good value.
+
+        Return None if that is older than STALE_AFTER_SECONDS at `now` (monotonic seconds).
+        """
         if value is not None:
             self.value, self.at = value, now
         return self.value if now - self.at <= STALE_AFTER_SECONDS else None
@@ -49,40 +54,44 @@ class LastGood:
 
 @dataclass(frozen=True, slots=True)
 class HighWaterMarks:
-    """High-water marks of a process in bytes, kept by the kernel; None if unknown.
+    """High-water marks of a process's footprint in bytes, measured by the kernel; None if unknown.
 
-    They include the transients of forwards. They calibrate margin and estimate and are not part of `current`.
+    They include the transients of forwards. They calibrate margin and estimates, and are not a part of the memory in
+    use (`wire.capacity.arithmetic.current`).
     """
 
     lifetime: int | None = None
+    """Maximum since the start of the process."""
     interval: int | None = None
     """Maximum since the last reset."""
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """Available memory of the system."""
+    """Reading of the memory that the system has available."""
 
     available: int | None
     """Bytes that can be allocated without displacing other programs; None if unknown."""
     pressure: str
     """Memory pressure: `normal`, `warn` or `critical`; empty if unknown."""
     source: str
+    """Name of the source."""
     at: float
-    """Monotonic time of the reading."""
+    """Monotonic time of the reading in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecentPeak:
-    """Highest reading of each of the last polls, as pairs of start time and bytes, newest last.
+    """Recent peak of a process: the highest reading of each of the last polls. Times are monotonic seconds.
 
-    Entries expire by time. An idle process without polls therefore does not keep an old maximum.
+    `polls` are pairs of start time and bytes, newest last. Entries expire by time. An idle process without polls
+    therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()
 
     def with_reading(self, phys: int, now: float) -> "RecentPeak":
-        """Return the window with a further reading."""
+        """Return the window with a further reading of `phys` bytes at `now`."""
         polls = self._within(now)
         if polls and now - polls[-1][0] < POLL_PERIOD_SECONDS:
             start, height = polls[-1]
@@ -90,11 +99,11 @@ class RecentPeak:
         return RecentPeak((*polls, (now, phys))[-RECENT_POLLS:])
 
     def highest(self, now: float) -> int:
-        """Return the highest reading in the window in bytes; 0 without readings."""
+        """Return the highest reading in the window that ends at `now`, in bytes; 0 without readings."""
         return max((height for _, height in self._within(now)), default=0)
 
     def peak_expires_at(self, floor: int, now: float) -> float | None:
-        """Return the time at which `highest` falls next; None if it is at most `floor` bytes."""
+        """Return the monotonic time at which `highest` falls next; None if it is at most `floor` bytes."""
         polls = self._within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:

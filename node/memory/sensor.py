@@ -1,4 +1,4 @@
-"""Select the memory readings of this system, or a simulated machine for the scripted engine."""
+"""Read the memory of processes and of this machine on macOS and Linux, or of a simulated machine."""
 
 import functools
 import os
@@ -22,16 +22,17 @@ from wire.units import parse_size
 
 
 class FootprintSource(Protocol):
-    """Reader of the footprint of a process."""
+    """Reader of the footprint of one process, for one operating system."""
 
     source: str
+    """Name of the source for reports."""
 
     def phys(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
         ...
 
     def highs(self) -> HighWaterMarks:
-        """Return the high-water marks."""
+        """Return the high-water marks of the footprint; unknown if they cannot be read."""
         ...
 
     def begin_interval(self) -> bool:
@@ -39,12 +40,15 @@ class FootprintSource(Protocol):
         ...
 
     def close(self) -> None:
-        """Release resources."""
+        """Release the resources of the reader."""
         ...
 
 
 class PageCounts(Protocol):
-    """Counts of psutil in bytes. `available` are free and inactive pages on macOS, MemAvailable on Linux."""
+    """Memory of the system in bytes, as psutil counts it.
+
+    `available` are free and inactive pages on macOS, MemAvailable on Linux.
+    """
 
     total: int
     available: int
@@ -52,17 +56,17 @@ class PageCounts(Protocol):
 
 
 class Sensor:
-    """Readings of a process with their time."""
+    """Reader of the footprint of one process, with the time of each reading."""
 
     def __init__(self, source: FootprintSource) -> None:
         self.source = source
 
     def phys(self) -> MemoryReading:
-        """Read the footprint; the time is that of the monotonic clock."""
+        """Read the footprint of the process now."""
         return MemoryReading(self.source.phys(), self.source.source, time.monotonic())
 
     def highs(self) -> HighWaterMarks:
-        """Read the high-water marks, for calibration and display."""
+        """Read the high-water marks of the footprint, for calibration and display."""
         return self.source.highs()
 
     def begin_interval(self) -> bool:
@@ -70,22 +74,25 @@ class Sensor:
         return self.source.begin_interval()
 
     def close(self) -> None:
-        """Release the source."""
+        """Release the resources of the source."""
         self.source.close()
 
 
 def open_sensor(pid: int) -> Sensor:
-    """Return a sensor for a process of this user. Readings of an ended process are None."""
+    """Return a sensor for a process of this user. Its readings are None after the process has ended."""
     return Sensor(darwin.DarwinFootprint(pid, _system()) if sys.platform == "darwin" else linux.LinuxFootprint(pid))
 
 
 def footprint(group: int) -> int | None:
-    """Return the footprint of a process group, such as the video worker; None without processes or after an error."""
+    """Return the total footprint of a process group in bytes, such as that of the video worker.
+
+    Return None without processes, or if a living one cannot be read. `group` is a process group id.
+    """
     return footprint_of(members(group))
 
 
 def footprint_of(pids: tuple[int, ...]) -> int | None:
-    """Return the total footprint of processes; None without processes or if a living one cannot be read."""
+    """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
     total = 0
     for pid in pids:
         found = _footprint(pid)
@@ -104,7 +111,7 @@ def _footprint(pid: int) -> int | None:
 
 
 def members(group: int) -> tuple[int, ...]:
-    """Return the living processes of a group, without zombies."""
+    """Return the ids of the living processes of a process group, without zombies."""
     return tuple(pid for pid in psutil.pids() if _group(pid) == group and born(pid))
 
 
@@ -116,7 +123,7 @@ def _group(pid: int) -> int | None:
 
 
 def virtual_memory() -> "PageCounts | None":
-    """Return the memory counts of this machine; None if they cannot be read."""
+    """Return the memory of this machine as psutil counts it; None if psutil fails."""
     try:
         return psutil.virtual_memory()
     except (OSError, RuntimeError, KeyError, psutil.Error):
@@ -129,15 +136,15 @@ def born(pid: int) -> str:
 
 
 class MachineMemory(Protocol):
-    """Memory of a machine. Every call reads the system."""
+    """Reader of the memory of a machine. Every call reads the system."""
 
     @property
     def hardware(self) -> Hardware:
-        """Description of the machine for `Hello`."""
+        """Description of the machine for `wire.frames.Hello`."""
         ...
 
     def bounds(self) -> MachineBounds:
-        """Return RAM, Metal limit and limit of the container."""
+        """Return RAM, Metal limit and limit of the container in bytes."""
         ...
 
     def reclaimable(self) -> int | None:
@@ -145,7 +152,7 @@ class MachineMemory(Protocol):
         ...
 
     def spare(self) -> AvailableMemory:
-        """Return the available memory, for display."""
+        """Return the available memory and the memory pressure, for display."""
         ...
 
     def wired(self) -> int | None:
@@ -155,48 +162,50 @@ class MachineMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mac:
-    """This Mac. Unverified on macOS."""
+    """Reader of the memory of this Mac. Unverified on macOS."""
 
     hardware: Hardware
     active_share: float
+    """Share of active pages that counts as reclaimable."""
     system: darwin.LibSystem
     pages: Callable[[], PageCounts | None] = virtual_memory
 
     def bounds(self) -> MachineBounds:
-        """Return the RAM and the Metal limit, which a person can change at any time."""
+        """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""
         wired, hardware = self.system.wired_limit(), self.hardware
         return MachineBounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
 
     def reclaimable(self) -> int | None:
-        """Return free and inactive pages, and `active_share` of the active pages, in bytes."""
+        """Return the bytes of free and inactive pages, and of `active_share` of the active pages; None if
+        unreadable."""
         found = self.pages()
         return None if found is None else int(found.available + found.active * self.active_share)
 
     def spare(self) -> AvailableMemory:
-        """Return free and inactive pages as available memory."""
+        """Return free and inactive pages as available memory, and the memory pressure."""
         found = self.pages()
         available = None if found is None else found.available
         return AvailableMemory(available, self.system.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
-        """Return wired pages in bytes."""
+        """Return the bytes of wired pages; None if they cannot be read."""
         found = self.pages()
         return None if found is None else getattr(found, "wired", None)
 
 
 @dataclass(frozen=True, slots=True)
 class LinuxMachine:
-    """This Linux machine, or its container."""
+    """Reader of the memory of this Linux machine, or of its container."""
 
     hardware: Hardware
 
     def bounds(self) -> MachineBounds:
-        """Return the RAM and the limit of the cgroups."""
+        """Return the RAM (0 if unreadable) and the lowest limit of the cgroups in bytes."""
         found = virtual_memory()
         return MachineBounds(0 if found is None else found.total, None, linux.container_limit())
 
     def reclaimable(self) -> int | None:
-        """Return the minimum of MemAvailable and the free memory of the cgroups."""
+        """Return MemAvailable in bytes, at most the free memory of the cgroups; None if it cannot be read."""
         found, container_free = virtual_memory(), linux.container_free_bytes()
         return (
             None
@@ -207,17 +216,17 @@ class LinuxMachine:
         )
 
     def spare(self) -> AvailableMemory:
-        """Return reclaimable memory as available memory, and the pressure."""
+        """Return the reclaimable memory as available memory, and the memory pressure."""
         return AvailableMemory(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
-        """Return Unevictable: locked memory and memory of drivers."""
+        """Return Unevictable in bytes (locked memory and memory of drivers); None if it cannot be read."""
         return linux.unevictable_memory()
 
 
 @dataclass(frozen=True, slots=True)
 class PretendedMachine:
-    """A simulated Mac without other programs.
+    """Simulated memory of a Mac without other programs, for the scripted engine.
 
     `readings` is the path of a JSON file with values of `reclaimable` and `wired`, which is read at each call.
     """
@@ -226,19 +235,19 @@ class PretendedMachine:
     readings: str = ""
 
     def bounds(self) -> MachineBounds:
-        """Return the RAM and the default Metal limit."""
+        """Return the simulated RAM and its default Metal limit in bytes."""
         return MachineBounds(self.hardware.memory, default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
-        """Return the value in the file, or the RAM."""
+        """Return the value in the file in bytes (None: unreadable), or the RAM without a value."""
         return self._reading("reclaimable", self.hardware.memory)
 
     def spare(self) -> AvailableMemory:
-        """Return reclaimable memory as available memory."""
+        """Return the reclaimable memory as available memory, with normal pressure."""
         return AvailableMemory(self.reclaimable(), "normal", "pretended", time.monotonic())
 
     def wired(self) -> int | None:
-        """Return the value in the file, or None."""
+        """Return the value in the file in bytes; None without a value."""
         return self._reading("wired", None)
 
     def _reading(self, name: str, otherwise: int | None) -> int | None:
@@ -251,7 +260,7 @@ class PretendedMachine:
 
 
 def open_machine(settings: NodeSettings) -> MachineMemory:
-    """Return a simulated machine for the scripted engine, else this machine."""
+    """Return the reader of the memory of this machine, or of a simulated machine for the scripted engine."""
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
         return PretendedMachine(machine(parse_size(scripted.memory)), scripted.readings)
@@ -261,7 +270,10 @@ def open_machine(settings: NodeSettings) -> MachineMemory:
 
 
 def machine(memory: int | None = None) -> Hardware:
-    """Describe this machine for `Hello`. `memory` overrides its RAM in bytes; 0 if the RAM cannot be read."""
+    """Describe this machine for `wire.frames.Hello`.
+
+    `memory` replaces its RAM (bytes). Without `memory` and a readable RAM, `Hardware.memory` is 0.
+    """
     apple = sys.platform == "darwin"
     chip = _system().chip_name() if apple else linux.chip_name()
     if memory is None:

@@ -1,4 +1,4 @@
-"""Schedule one call, and move it forward.
+"""Timer for one call, which can be moved forward.
 
 The timer keeps its own due time, because uvloop returns a handle without one for calls that are due at once.
 """
@@ -16,18 +16,18 @@ class Timer:
         self._when = 0.0
 
     def set(self, when: float) -> None:
-        """Schedule the call for this time, and for no other."""
+        """Schedule the call for the time `when`, in place of an earlier schedule."""
         self.cancel()
         self._when = when
         self._handle = asyncio.get_running_loop().call_at(when, self._rung)
 
     def move_forward(self, when: float) -> None:
-        """Move a later call forward to this time."""
+        """Move the call forward to the time `when`. Do nothing if no call is scheduled or it is due earlier."""
         if self._handle is not None and when < self._when:
             self.set(when)
 
     def cancel(self) -> None:
-        """Cancel the call."""
+        """Cancel the scheduled call, if there is one."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

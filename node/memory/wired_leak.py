@@ -24,17 +24,20 @@ MIN_LEAK_BYTES = GIB
 
 @dataclass(slots=True)
 class WiredReadings:
-    """Wired bytes of the system around the lifetime of a process."""
+    """Wired bytes of the system before and during the lifetime of a process, to detect a leak at its end."""
 
     before: int | None
     """Before the start of the process; None if unreadable."""
     last: int | None = None
-    """Last reading during its lifetime."""
+    """Last reading during its lifetime; None if unreadable."""
     weights: int = 0
     """Maximum bytes of weights in the process."""
 
     def leaked_bytes(self, after: int | None) -> int:
-        """Return the leaked bytes by a reading after the end; 0 below the thresholds or if unknown."""
+        """Return the bytes that the ended process leaked; 0 below the thresholds or if unknown.
+
+        `after` is a reading of the system after the end, in bytes; None if unreadable.
+        """
         if self.before is None or after is None:
             return 0
         fall = 0 if self.last is None else max(0, self.last - after)
@@ -44,9 +47,10 @@ class WiredReadings:
 
 @dataclass(slots=True)
 class WiredLeaks:
-    """Leaks of ended processes."""
+    """Sum of the leaks of ended processes."""
 
     count: int = 0
+    """Number of processes that leaked."""
     missing: int = 0
     """Leaked bytes in total."""
     first: int = 0
@@ -54,10 +58,13 @@ class WiredLeaks:
     before: int = 0
     """Wired bytes before the start of the last process with a leak."""
     after: int = 0
-    """Wired bytes after its end."""
+    """Wired bytes of the system after the end of the last process with a leak."""
 
     def add(self, wired: WiredReadings, after: int | None) -> int:
-        """Record the leak of an ended process; return its bytes, 0 for none."""
+        """Record the leak of an ended process. Return its bytes; 0 if the process leaked nothing.
+
+        `after` is a reading of the system after the end, in bytes; None if unreadable.
+        """
         missing = wired.leaked_bytes(after)
         if missing and wired.before is not None and after is not None:
             self.first = self.first if self.count else wired.before
@@ -66,12 +73,12 @@ class WiredLeaks:
         return missing
 
     def update(self, wired: int | None) -> None:
-        """Forget the leaks if a reading shows that most of the memory returned."""
+        """Forget the leaks if most of the memory has returned. `wired` are the wired bytes of the system now."""
         if wired is not None and wired < self.first + LEAK_SHARE * self.missing:
             self.count = self.missing = 0
 
     def warning(self) -> str:
-        """Return advice with the numbers; empty without a leak."""
+        """Return a warning with the numbers and the remedy; empty without a leak."""
         if not self.count:
             return ""
         return (

@@ -1,1 +1,1 @@
-"""Models on the disk of this Mac, and the embedded model."""
+"""Catalogue of the models on the disk of this machine, and the embedded model `macpool-tiny`."""

@@ -2,11 +2,11 @@
 
 A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) and its parts
 are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
-requests it.
+requests that model.
 
-Two nodes have the same model if its fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
-are the files that change prompts or answers (`_IDENTITY`). The second part are the headers of the weights: names,
-shapes, types and offsets of every tensor. The third part are samples of every tensor: its first, middle and last
+Two nodes have the same model if the fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
+is the files that change prompts or answers (`_IDENTITY`). The second part is the headers of the weights: names,
+shapes, types and offsets of every tensor. The third part is samples of every tensor: its first, middle and last
 SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
 detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
@@ -100,7 +100,7 @@ log = structlog.get_logger("node.models.catalogue")
 
 
 class Digest(Protocol):
-    """A hash that is updated with bytes."""
+    """Hash that is updated with bytes, such as those of hashlib."""
 
     def update(self, data: bytes, /) -> None:
         """Add bytes to the hash."""
@@ -108,7 +108,11 @@ class Digest(Protocol):
 
 
 class ModelCatalogue:
-    """Models of the last scan. One thread scans; all other threads see the complete result of one scan."""
+    """Models that the MLX engine can offer, by the last scan of the folders and Hugging Face's cache.
+
+    Only one thread may scan. All other threads see the complete result of one scan. `environment` has the variables
+    that locate the cache.
+    """
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
@@ -119,7 +123,7 @@ class ModelCatalogue:
         self._scanned = -SCAN_INTERVAL_SECONDS
 
     def known(self) -> Mapping[str, ModelDescriptor]:
-        """Return all models by name, including those that cannot be served."""
+        """Return all models by name, including those that cannot be served (`ModelDescriptor.cause`)."""
         return {**self._known, **self._pinned}
 
     def find(self, name: str) -> ModelDescriptor | None:
@@ -127,29 +131,36 @@ class ModelCatalogue:
         return self._pinned.get(name) or self._known.get(name)
 
     def find_fresh(self, name: str) -> ModelDescriptor | None:
-        """Return a model by its name, after a new scan if it is unknown, because it may just have been downloaded."""
+        """Return a model by its name; None if it is unknown.
+
+        An unknown name causes a new scan, because the model may just have been downloaded. Scans are at least
+        SCAN_VALID_SECONDS apart.
+        """
         if self.find(name) is None and time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
             self.scan()
         return self.find(name)
 
     def hold(self, found: ModelDescriptor) -> None:
-        """Keep the description of a loaded model until `release`."""
+        """Keep the description of a loaded model until `release`, even if its files are replaced."""
         self._pinned = {**self._pinned, found.name: found}
 
     def release(self, name: str) -> None:
-        """Return to the description of the files on the disk after a model was unloaded."""
+        """End `hold` after the model was unloaded: the description of the files on the disk applies again."""
         self._pinned = {other: found for other, found in self._pinned.items() if other != name}
 
     def replacement(self, found: ModelDescriptor) -> ModelDescriptor | None:
-        """Return the model that replaced a loaded one on the disk by the last scan.
+        """Return the model that has replaced the loaded model `found` on the disk, by the last scan.
 
-        Returns None if the files are the same, are gone, or cannot be loaded.
+        Return None if the files are the same or missing, or the new model cannot be loaded.
         """
         newest = self._known.get(found.name)
         return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
 
     def unchanged(self, found: ModelDescriptor) -> bool:
-        """Describe a model again, independent of the last scan, and return whether it is unchanged."""
+        """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
+
+        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue.
+        """
         try:
             newest = describe(found.name, Path(found.folder))
         except OSError:
@@ -159,7 +170,7 @@ class ModelCatalogue:
         return newest is not None and newest.fingerprint == found.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Returns whether the models changed."""
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed."""
         if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
             return False
         before = self._known
@@ -167,7 +178,7 @@ class ModelCatalogue:
         return self._known != before
 
     def scan(self) -> None:
-        """Scan all folders. The embedded model is served only where no other model can be served."""
+        """Scan all folders. The embedded model is offered only if no other model can be served."""
         found: dict[str, ModelDescriptor] = {}
         for name, folder in self._places():
             if name not in found and valid_model(name):
@@ -203,7 +214,7 @@ class ModelCatalogue:
 
 
 def hub_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of Hugging Face's cache, by the variables that its own library reads."""
+    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses."""
     if "HF_HUB_CACHE" in environment:
         return Path(environment["HF_HUB_CACHE"])
     home = environment.get("HF_HOME") or os.path.join(
@@ -213,9 +224,10 @@ def hub_folder(environment: Mapping[str, str]) -> Path:
 
 
 def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
-    """Yield model folders at or below `top`, or diffusers packages by their marker.
+    """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
-    A name is the path below `top`, or the folder's own name for `top` itself. A found folder is not searched further.
+    A name is the path below `top`, or the folder name of `top` itself. The search ends at MAX_DEPTH levels and
+    MAX_FOLDERS folders, and does not enter a found folder. Folders with GGUF files count as models.
     """
     looked = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
@@ -246,7 +258,11 @@ def _names(folder: Path) -> list[str]:
 
 
 def snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
-    """Yield downloaded models: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
+    """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
+
+    The folder is `models--publisher--name/snapshots/REVISION` of the revision `main`, or of another complete revision.
+    With the marker PACKAGE, diffusers packages are yielded instead.
+    """
     for entry in _names(hub):
         kind, _, rest = entry.partition("--")
         if kind != "models" or not rest:
@@ -280,7 +296,11 @@ def _state(folder: Path) -> tuple[object, ...]:
 
 
 def describe(name: str, folder: Path) -> ModelDescriptor | None:
-    """Describe a model's folder; None when it holds no text model. Raises OSError when it cannot be read."""
+    """Return the descriptor of a model folder; None if the folder has no text model.
+
+    The `cause` of the descriptor is the reason why the model cannot be served. Raise OSError if the folder cannot be
+    read.
+    """
     if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)
     digest = hashlib.sha256()
@@ -318,7 +338,7 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
 
 
 def is_text(config: Config) -> bool:
-    """Return whether a config belongs to a model that generates text."""
+    """Return whether a parsed `config.json` belongs to a model that generates text."""
     if not isinstance(config.get("model_type"), str):
         return False
     named = config.get("architectures")
@@ -332,20 +352,23 @@ def is_text(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightHeaders:
-    """Weights of a model, by their headers."""
+    """Sizes of a model's weights, from the headers of its safetensors files."""
 
     size: int = 0
     """Bytes of all tensors."""
     float_size: int = 2
     """Bytes of one unquantized number."""
     cause: str = ""
-    """Reason why the weights cannot be used; empty when they can."""
+    """Reason why the weights cannot be used; empty if they can."""
     fp8: int = 0
     """Bytes of the tensors in fp8."""
 
 
 def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
-    """Read the headers of all weight files and samples of their tensors, and add both to `digest`."""
+    """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
+
+    Missing or broken files are the `cause` of the result. Raise OSError if a file cannot be read.
+    """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
@@ -365,10 +388,10 @@ def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
 
 
 def loaded_size(config: Config, weights: WeightHeaders) -> int:
-    """Return the expected bytes of loaded weights. Building the model gives the exact number.
+    """Return the expected bytes of the weights in memory. The exact number is known only after the model is built.
 
-    The conversion of fp8 checkpoints to bf16 by mlx-lm doubles their size. It skips packed formats: mxfp8, power-of-two
-    scales over blocks of 32 × 32, compressed-tensors, ModelOpt (`load_model` in mlx_lm/utils.py).
+    mlx-lm converts fp8 checkpoints to bf16, which doubles their size. Packed formats are not converted: mxfp8,
+    power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt (`load_model` in mlx_lm/utils.py).
     """
     found: object = config.get("quantization_config") or _text_config(config).get("quantization_config")
     method: Config = cast("Config", found) if isinstance(found, dict) else {}
@@ -390,8 +413,8 @@ def _indexed(folder: Path) -> set[str]:
 def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read one header and samples of its tensors.
 
-    Returns the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
-    Raises ValueError when the file is broken.
+    Return the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
+    Raise ValueError if the file is broken.
     """
     raw, end = read_header(file)
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
@@ -419,9 +442,9 @@ def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Di
 
 
 def read_header(file: Path) -> tuple[bytes, int]:
-    """Return the raw header of a safetensors file and the bytes of its tensors.
+    """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
 
-    Raises ValueError when the header is broken or the file is incomplete.
+    Raise ValueError if the header is broken or the file is incomplete, OSError if the file cannot be read.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -439,7 +462,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError for any other JSON value."""
+    """Parse a JSON object. Raise ValueError for any other content."""
     try:
         found: object = json.loads(raw)
     except RecursionError:
@@ -464,9 +487,9 @@ def _counts_layers(found: object) -> bool:
 
 
 def unknown(config: Config) -> tuple[str, ...]:
-    """Return the names of missing dimensions that the bytes of a row depend on.
+    """Return the dimensions of a row's memory that a config does not contain, by their names; empty if none is missing.
 
-    Without them no byte is predicted, and the gate still applies.
+    The memory of such a model cannot be predicted before it is loaded. The gate still applies.
     """
     text = _text_config(config)
     dimensions = {
@@ -487,11 +510,11 @@ def _count(value: object) -> int:
 
 
 def predict_kv(config: Config, float_size: int) -> KvParameters:
-    """Predict the KV bytes of a row from the config alone. They are measured once the model is loaded
-    (`node.engine.kv.kv_cache.kv_of`).
+    """Predict the parameters of a row's KV bytes from the config of a model that is not loaded.
 
-    Every layer counts with full keys and values unless the config names its kind. Their numbers have the size of the
-    base type, independent of the quantization of the weights.
+    `float_size` is the bytes of an unquantized number of the weights. Every layer counts with full keys and values
+    unless the config names its kind. The quantization of the weights has no effect. After the load, the parameters are
+    measured (`node.engine.kv.kv_cache.kv_of`).
     """
     text = _text_config(config)
     number = _float_size(text, float_size)
@@ -534,11 +557,12 @@ def _state_bytes(text: Config, number: int) -> int:
 
 
 def predict_transient(config: Config, float_size: int) -> TransientModel:
-    """Predict the transient bytes of a forward from the config alone.
+    """Predict the transient bytes of a forward from the config of a model that is not measured.
 
-    The sum contains the scores of one layer (4 bytes each, without fused attention) and the logits. It also contains a
-    second copy of the keys and values of a layer while they grow, and the inner activations. Measured forwards take up
-    to ten times as much. Dimensions that the config lacks add nothing.
+    `float_size` is the bytes of an unquantized number of the weights. The sum contains the scores of one layer (4 bytes
+    each, without fused attention) and the logits. It also contains a second copy of the keys and values of a layer
+    while they grow, and the inner activations. Measured forwards take up to ten times as much. Dimensions that the
+    config lacks add nothing.
     """
     text = _text_config(config)
     heads, size = _count(text.get("num_attention_heads")), _head_size(text)
