@@ -45,7 +45,7 @@ class NoSleepNotices:
     """Source for a system that announces no sleep."""
 
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
-        """Return False."""
+        """Return False, because no sleep is announced."""
         return False
 
     def stop(self) -> None:

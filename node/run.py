@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_end(options: argparse.Namespace, code: int) -> int:
-    """Print how a run ended well, unless a program reads it; return the exit code."""
+    """Print how the node ended without error, unless a program reads the output. Return the exit code."""
     if code == 0 and not options.lifeline and options.output == "text":
         joined = (options.state / "node" / "identity" / "identity.json").exists()
         print("stopped" if joined else "left the cluster", file=sys.stderr)

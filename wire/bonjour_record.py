@@ -89,7 +89,7 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
 def shown_name(instance: str) -> str:
     """Return the printable name of a Bonjour instance, without its service type.
 
-    The name has at most `MAX_NAME_BYTES` characters. It is `unnamed` if nothing is left.
+    The name has at most `MAX_NAME_BYTES` characters. The name is `unnamed` if nothing is left.
     """
     return plain(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 

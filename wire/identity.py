@@ -70,6 +70,7 @@ class PeerIdentity:
     """Identity of a peer, from its verified certificate; `node` is None for the coordinator."""
 
     cluster: str
+    """Id of the cluster."""
     node: NodeId | None
 
 
@@ -81,7 +82,7 @@ def parse_uri(uri: str) -> PeerIdentity | None:
 
 @dataclass(frozen=True, slots=True)
 class JoinToken:
-    """Join token: `mpj1.<pin, base32>.<id>.<secret, base32>`."""
+    """Join token, with which a machine joins a cluster. As text: `mpj1.<pin, base32>.<id>.<secret, base32>`."""
 
     pin: bytes
     """SHA-256 of the CA, 32 bytes."""

@@ -735,8 +735,8 @@ def _line_start(file: BinaryIO, position: int) -> int:
 
 
 def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
-    """Yield the requested window of a file in chunks, read while they are sent. A read error ends it with an error
-    chunk.
+    """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
+    error chunk.
 
     With `lines`, a window that counts from the end begins with a whole line.
     """

@@ -14,7 +14,7 @@ from host.private_files import private_folder
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROFILES = "MACPOOL_PROFILES"
-"""Variable with the folder of the profiles."""
+"""Environment variable with the folder in which the engine stores profiles of models."""
 OPENBLAS = (
     "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
     "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",

@@ -236,7 +236,7 @@ def _span(seconds: float) -> str:
 
 
 class SharingAction(Enum):
-    """Action by which a node that stops sharing returns its memory to the owner, or that undoes it."""
+    """Action by which a node that stops sharing returns its memory to the owner, or by which it accepts work again."""
 
     END_REQUESTS = "end the running requests"
     END_LEASE = "end the running video job"
@@ -246,7 +246,7 @@ class SharingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Present use of the node."""
+    """Present use of a node: an input of `due`."""
 
     requests: int = 0
     """Number of open requests."""

@@ -21,6 +21,6 @@ class Frame(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class RequestHead(WireStruct, frozen=True, array_like=True, gc=False):
-    """First field of every frame about a request: the only one that the agent decodes when it forwards a frame."""
+    """First field of every frame about a request. Agents that forward a frame decode only this field."""
 
     request: Number

@@ -73,7 +73,7 @@ class Message(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
-    """Constraint on an answer. A node that cannot enforce it refuses the request.
+    """Constraint on an answer. A node that cannot enforce the constraint refuses the request.
 
     Reasoning before the answer is not constrained.
     """
@@ -258,7 +258,7 @@ def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
 
 
 class Timings(WireStruct, frozen=True, array_like=True, gc=False):
-    """Durations of the phases of a request on the node."""
+    """Durations in seconds of the phases of a request on the node: queued, prefill and decode."""
 
     waiting: Seconds = 0.0
     prefill: Seconds = 0.0

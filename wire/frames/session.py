@@ -105,7 +105,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: heartbeat with the state of the node."""
 
     sequence: Number
-    """Sequence number of the report on this run of the agent."""
+    """Sequence number of the report in this run of the agent, from 1."""
     memory: Memory
     engine: EngineState
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
@@ -153,7 +153,7 @@ class RenewCertificate(Frame, frozen=True, array_like=True, gc=False):
 
 
 class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the new certificate. The node opens a second link with it."""
+    """Coordinator → node: the new certificate. With this certificate the node opens a second link."""
 
     certificate: Blob
     """Certificate in DER."""

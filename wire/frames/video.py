@@ -49,7 +49,7 @@ class LeaseRelease(Frame, frozen=True, array_like=True, gc=False):
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):
-    """Sent by coordinators of version 0.1 with a Ray cluster for the whole pool. Nodes ignore it."""
+    """Coordinator → node: address of a Ray cluster for the pool. Sent only by version 0.1; nodes ignore the frame."""
 
     address: Text
 

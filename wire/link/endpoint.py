@@ -179,7 +179,7 @@ class Transport(Protocol):
         """Close after all written bytes were sent."""
 
     def abort(self) -> None:
-        """Close immediately."""
+        """Close immediately and discard unsent bytes."""
 
     def pause_reading(self) -> None:
         """Stop receiving bytes."""
