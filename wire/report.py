@@ -80,7 +80,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     current: Size | None = None
     """Maximum of `active`, `phys` and `recent`."""
     reserved: Size = 0
-    """Bytes committed to admitted requests that they do not use yet."""
+    """Bytes committed to admitted requests and to loads, and not yet in use."""
     headroom: Difference | None = None
     """Bytes for new requests (`wire.capacity.arithmetic.headroom`)."""
     leases: Size = 0
@@ -90,7 +90,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     guard: bool = True
     """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
-    """Whether the gate has live readings, a cap and a margin."""
+    """Whether the gate refuses what does not fit: limits have arrived, the guard is on, the reading is live."""
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint` or `scripted`."""
     age: Seconds = 0.0
@@ -171,7 +171,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     context: Natural = 0
     """Context length in tokens."""
     load_seconds: Real = 0.0
-    """Duration of a load in seconds."""
+    """Duration of a load in seconds: measured for a loaded model, else expected."""
     prefill_speed: Real = 0.0
     """Prompt tokens per second."""
     decode_speed: Real = 0.0
@@ -182,7 +182,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     """Features of requests beyond plain sampling that the model supports."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     expected_output: Natural = 256
-    """Tokens of a usual answer, for which memory is reserved."""
+    """Usual length of an answer in tokens, for predictions of memory and time."""
     kv_step: Natural = 1
     """Tokens by which the cache of a row grows."""
     kv_fixed: Estimate = 0

@@ -93,7 +93,7 @@ class StopEngine(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: free all memory and end the process after the native call in progress. No frame follows."""
 
     seconds: Seconds
-    """Time after which the agent ends the process by a signal."""
+    """Time after which the engine exits in any state."""
 
 
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):

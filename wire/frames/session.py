@@ -98,7 +98,7 @@ class Denied(Frame, frozen=True, array_like=True, gc=False):
     final: bool = False
     """Whether a retry has the same result until a person acts."""
     retry_after: Seconds = 0.0
-    """Seconds before the next try; 0 if the node chooses."""
+    """Minimum seconds before the next try."""
 
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
