@@ -90,7 +90,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     guard: bool = True
     """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
-    """Whether the gate refuses what does not fit: limits have arrived, the guard is on, the reading is live."""
+    """Whether the gate refuses requests that do not fit: limits are set, the guard is on, the reading is live."""
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint` or `scripted`."""
     age: Seconds = 0.0
