@@ -85,8 +85,8 @@ USAGE_INTERVAL_SECONDS = 10.0
 GC_THRESHOLD_OBJECTS = 20_000
 """Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
-"""Longest time for which a thread that parses a long body delays the loop. Python's default is 5 ms, and such delays
-add up."""
+"""Interval, in seconds, after which Python switches threads, for example from one that parses a long body to the loop.
+Python's default is 5 ms, and such delays add up."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 """Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
@@ -94,13 +94,18 @@ LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of the command line. Addresses are (host, port), with port 0 for any."""
+    """Options of one run of the coordinator. Addresses are (host, port), with port 0 for any free port."""
 
     state: Path
+    """State folder."""
     listen: tuple[str, int]
+    """Address of the endpoint."""
     cluster_listen: tuple[str, int]
+    """Address of the cluster port, for links of nodes."""
     local_node: bool
+    """Whether to start a node on this machine."""
     node_arguments: tuple[str, ...]
+    """Further arguments of `node.run` for that node."""
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
     """The settings as rows: key, value, origin, description."""
@@ -124,16 +129,17 @@ class _Superseded:
         self._stop.set()
 
     def check(self) -> None:
-        """Raise `SupersededError` if there was such a proof."""
+        """Raise `SupersededError` if a node has sent such a proof."""
         if self.mark is not None:
             raise SupersededError(moved_message(self.mark, self._state))
 
 
 async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until SIGTERM or SIGINT. `ready` receives the facts of the ready line once.
+    """Run the coordinator until SIGTERM or SIGINT. Call `ready` once, with the facts of the ready line.
 
-    Raise `StoreError` or `OSError` if a part cannot start. Raise `StoreError` if the state can no longer be written,
-    and `SupersededError` if another coordinator of this cluster is newer.
+    Raise `SettingsError`, `AuthorityError`, `LocalNodeElsewhereError`, `StoreError` or `OSError` if a part cannot
+    start. Raise `StoreError` if the state can no longer be written, and `SupersededError` if another coordinator of
+    this cluster is newer.
     """
     stop = asyncio.Event()
     superseded = _Superseded(options.state, stop)
@@ -286,7 +292,7 @@ class _Endpoints:
 
 
 def check_options(options: RunOptions) -> None:
-    """Check the settings before the first file is created.
+    """Check the settings of HTTPS and of the webhook before the first file is created.
 
     Raise `SettingsError` if settings contradict each other or cannot be used.
     """
