@@ -1,4 +1,4 @@
-"""First steps of the coordinator's start: open the state folder (database, CA, log) and load join tokens and API keys."""
+"""First steps of the coordinator's start: open the state folder (database, CA, log), and load tokens and API keys."""
 
 import time
 from contextlib import AsyncExitStack

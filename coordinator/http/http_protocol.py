@@ -48,7 +48,7 @@ def turned_away(problem: Problem) -> bytes:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """Connection of one HTTP client. `most` is the limit of open connections, which leaves file descriptors for nodes."""
+    """Connection of one HTTP client. `most` limits open connections, to keep file descriptors for links of nodes."""
 
     most: ClassVar[int] = MAX_CONNECTIONS
 

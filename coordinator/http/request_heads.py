@@ -42,7 +42,7 @@ def twice(name: bytes) -> Problem:
 
 
 def judge(version: str, headers: Sequence[Header]) -> Problem | None:
-    """Check a head with an HTTP version as `1.1` and header names in lower case. Return its problem; None if accepted."""
+    """Return the problem of a head; None if it is accepted. `version` is as `1.1`; header names are in lower case."""
     seen: set[bytes] = set()
     for name, value in headers:
         if name not in ONCE:

@@ -1,4 +1,5 @@
-"""Rows of one model on a simulated node: committed and written tokens, padded batches (`wire.capacity.arithmetic`)."""
+"""KV caches of one model on a simulated node: reserved and cached tokens in padded batches (`wire.capacity.arithmetic`).
+"""
 
 from dataclasses import dataclass, field
 
@@ -8,19 +9,19 @@ from wire.report import BatchGroup, KvParameters
 
 @dataclass(slots=True, eq=False)
 class SimulatedRow:
-    """KV cache of one answer.
-
-    `promised` are its reserved tokens. Its cached tokens are `prompt` and the tokens decoded since `start`, a count of
-    the node's decode steps. `joined` is set after its prefill.
-    """
+    """KV cache of one answer."""
 
     promised: int
+    """Reserved tokens."""
     prompt: int = 0
+    """Cached tokens of the prompt."""
     start: float = 0.0
+    """Number of decode steps of the node when the answer joined its batch."""
     joined: bool = False
+    """Whether the prefill is complete and the row is part of a batch."""
 
     def written(self, steps: float) -> int:
-        """Return its cached tokens at the node's step count `steps`."""
+        """Return the cached tokens after `steps` decode steps of the node, at most `promised`."""
         return min(self.promised, int(self.prompt + (steps - self.start if self.joined else 0)))
 
 
@@ -39,7 +40,7 @@ class _SimulatedBatch:
 
 
 class SimulatedRows:
-    """All rows of one model."""
+    """All KV caches of one model on a simulated node."""
 
     def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
@@ -52,7 +53,7 @@ class SimulatedRows:
         return self._count
 
     def groups(self) -> tuple[BatchGroup, ...]:
-        """Return the batches as in a report."""
+        """Return the batches with their reserved tokens, as a node reports them."""
         if self._groups is None:
             self._groups = tuple(batch.promised() for batch in self._batches)
             self._promised = sum(padded(group, self.kv) for group in self._groups)
@@ -64,7 +65,7 @@ class SimulatedRows:
         return self._promised
 
     def written(self, steps: float) -> int:
-        """Return the bytes in use."""
+        """Return the bytes of the cached tokens of all rows, after `steps` decode steps of the node."""
         return sum(batch.written(self.kv, steps) for batch in self._batches)
 
     def add(self, row: SimulatedRow) -> None:
@@ -93,7 +94,7 @@ class SimulatedRows:
         self._groups = None
 
     def extension(self, row: SimulatedRow, more: int) -> int:
-        """Return the additional bytes for `more` tokens of a row."""
+        """Return the bytes that `extend` of a row by `more` tokens would add."""
         group = next(batch for batch in self._batches if row in batch.rows).promised()
         longest = max(group.longest, row.promised + more)
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)

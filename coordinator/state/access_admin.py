@@ -105,7 +105,7 @@ class AccessAdmin:
         return self._change_key(key, name=name)
 
     def expire_key(self, key: str, ttl: float | None) -> bool:
-        """Let a key expire `ttl` seconds from now, or never if None. Return False if no key has the id `key`."""
+        """Set the expiry of a key to `ttl` seconds from now; None: never. Return False if no key has the id `key`."""
         return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
 
     def rotate_key(self, key: str) -> str | None:
