@@ -63,7 +63,7 @@ class SimulatedRouter(Protocol):
         ...
 
     def changed(self, node: NodeId) -> None:
-        """Handle free memory on a node, without the delay of a report. Only the clairvoyant may use this information."""
+        """Handle free memory on a node, without the delay of a report. Only the clairvoyant may use this."""
         ...
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class RequestOutcome:
     first_refused: bool = False
     """Whether the first of these nodes refused."""
     gaps: int = 0
-    """Not used."""
+    """Not used; always 0."""
     nodes: list[str] = field(default_factory=list[str])
     """These nodes, in order."""
 

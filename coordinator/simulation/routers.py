@@ -1,8 +1,9 @@
 """Routers of a simulation: the dispatcher under any policy, rules of other projects, and a clairvoyant router.
 
 `ProductionRouter` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the
-memory filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to the
-first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES` nodes.
+memory filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to
+the first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES`
+nodes.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -37,12 +38,12 @@ _MOST_MESSAGE = 4
 
 
 def demand_of(turn: ConversationTurn) -> ResourceDemand:
-    """Return what a router knows of a request: its model, prompt bytes and limit of output tokens."""
+    """Return the facts of a request that a router knows: model, bytes of the prompt, and limit of output tokens."""
     return ResourceDemand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
 def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return messages of the right length, of which the first are equal to those of the conversation's earlier turns."""
+    """Return messages of the right length that begin with the messages of the conversation's earlier turns."""
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
         for number, (text, tokens) in enumerate(turn.conversation)
@@ -50,7 +51,7 @@ def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
 
 
 class ProductionRouter:
-    """Simulated router that uses the production dispatcher with a placement policy. `seed` is for its random choices."""
+    """Router that uses the production dispatcher with a placement policy. `seed` is for random choices."""
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy) -> None:
         self._pool = pool
@@ -123,7 +124,7 @@ class ProductionRouter:
 
 
 class PeerRouter:
-    """Model of other projects' routers: it sends a request to the best node by `policy`, without reservations or queue.
+    """Router of other projects: sends a request to the best node by `policy`, without reservations and queue.
 
     `sample` is the number of random nodes that are compared for a request; 0: all. `seed` is for random choices.
     """
@@ -151,7 +152,10 @@ class PeerRouter:
                         mine[request] = 0
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. After a refusal, retry on another node after a backoff, at most `MAX_TRIES` tries."""
+        """Apply a frame of a request. After a refusal, retry on another node after a backoff.
+
+        A request that is refused `MAX_TRIES` times ends.
+        """
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
@@ -253,7 +257,10 @@ class OracleRouter:
             self._wake(ready)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. A refused request waits again: two requests at one moment may collide on a node."""
+        """Apply a frame of a request. Enqueue a refused request again.
+
+        A refusal is possible because two requests at one moment may collide on a node.
+        """
         if isinstance(frame, Refusal):
             self._waiting.append(self._live.pop(frame.request)[0])
             self._wake(self._ready)
@@ -353,7 +360,7 @@ class LinearCost:
 
 
 class WeightedScorers:
-    """Policy with the scores and weights of llm-d (Gateway API inference extension): prefix cache 3, queue 2, memory 2."""
+    """Policy of llm-d (Gateway API inference extension), by its weights: prefix cache 3, queue 2, memory 2."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the negative weighted sum of scores between 0 and 1; less is better."""
@@ -400,7 +407,7 @@ NAMES = (
 
 
 def make(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
-    """Create the router for the policy `name`, one of `NAMES` or `CLAIRVOYANT`. Raise `LookupError` for another name."""
+    """Create the router for the policy `name`. Raise `LookupError` unless it is in `NAMES` or is `CLAIRVOYANT`."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:
         return OracleRouter(pool)

@@ -164,7 +164,7 @@ class Scenario(_StrictTable, frozen=True):
 
 
 def read(text: str) -> Scenario:
-    """Parse and check the TOML text of a scenario. Raise `ScenarioError`, with location and reason, if it is invalid."""
+    """Parse and check the TOML text of a scenario. Raise `ScenarioError` if the text is invalid."""
     try:
         scenario = msgspec.convert(tomllib.loads(text), Scenario)
     except tomllib.TOMLDecodeError as error:

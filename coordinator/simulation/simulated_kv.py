@@ -1,5 +1,4 @@
-"""KV caches of one model on a simulated node: reserved and cached tokens in padded batches (`wire.capacity.arithmetic`).
-"""
+"""KV caches of one model on a simulated node, in padded batches, with the sums of `wire.capacity.arithmetic`."""
 
 from dataclasses import dataclass, field
 

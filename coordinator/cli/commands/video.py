@@ -84,7 +84,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
 
 
 def _folder(state: Path) -> Path:
-    """Return the folder of video environments of the node in a state folder. Raise `CommandError` for invalid settings."""
+    """Return the folder of video environments of a state folder's node. Raise `CommandError` for an invalid file."""
     file = state / "config.toml"
     try:
         found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
