@@ -1,5 +1,4 @@
-"""Composition root of the coordinator: state, certificates, links, router, HTTP, Bonjour and the local node on one
-loop.
+"""Start and stop of the coordinator: state, certificates, links, router, HTTP, Bonjour and the local node on one loop.
 
 `serve` starts all parts, reports ready, waits for a signal and stops the parts in reverse order. The child process (the
 node on this machine) ends with the coordinator, even after SIGKILL, because the child watches its standard input.
@@ -77,7 +76,7 @@ from wire.identity import NodeId
 log = structlog.get_logger("coordinator.run")
 
 MAX_OPEN_FILES = 8192
-"""Limit of open files and connections that this process sets for itself."""
+"""Limit of open files, which include connections, that this process sets for itself."""
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
 USAGE_INTERVAL_SECONDS = 10.0

@@ -32,7 +32,7 @@ HALF, THIRD, SIXTH = 12, 8, 4
 """Widths of a panel, in columns of 24."""
 QUANTILES = (0.5, 0.9, 0.99)
 BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit", "ops", "reqps", "none"
-"""Units as Grafana names them."""
+"""Units, as Grafana names them."""
 
 
 MAX_OPEN = 12
@@ -96,7 +96,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard."""
+    """Grafana dashboard: rows of panels, and variables that select their series."""
 
     uid: str
     """Id in Grafana, which is part of links."""

@@ -36,7 +36,7 @@ UNCHECKED = (
 )
 """Files that are generated from checked ones, quote the words, or come from other projects."""
 MAX_WORDS = 25
-"""Words of a sentence."""
+"""Most words of a sentence."""
 MAX_SHOWN = 40
 """Most findings of a room that are printed on failure."""
 VERBS = re.compile(r"\s*(?:give|say|take in|let|hear|tell|look|note|see)\b", re.IGNORECASE)
@@ -64,7 +64,7 @@ RULES: Mapping[str, re.Pattern[str]] = {
         re.IGNORECASE,
     ),
 }
-"""Rules 3, 4, 5, and 2 with 9."""
+"""Pattern of each finding, for the rules 3, 4, 5, and 2 with 9 of docs/style.md."""
 ITEM = re.compile(r"\n\s*(?:-|\d+\.)\s+")
 """Begin of an item of a list, which begins a sentence."""
 SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])|\0")

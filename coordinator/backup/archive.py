@@ -46,9 +46,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int
     """Version of the format, `FORMAT`."""
     macpool: str
-    """Version that made the backup."""
+    """Version of macpool that made the backup."""
     made: float
-    """Unix seconds."""
+    """Time of the backup, in Unix seconds."""
     cluster: str
     """Id of the cluster."""
     name: str

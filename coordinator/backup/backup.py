@@ -46,7 +46,7 @@ class BackupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BackupResult:
-    """A completed backup."""
+    """Result of a completed backup."""
 
     file: Path
     size: int

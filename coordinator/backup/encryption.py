@@ -23,7 +23,7 @@ _COST, _BLOCK, _LANES = 2**17, 8, 1
 
 
 class EncryptionError(Exception):
-    """The file cannot be decrypted with this passphrase, or is incomplete."""
+    """The file cannot be decrypted with this passphrase, or is damaged or truncated. The text has the reason."""
 
 
 def _cipher(passphrase: bytes, salt: bytes) -> ChaCha20Poly1305:

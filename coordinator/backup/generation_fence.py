@@ -64,7 +64,7 @@ def record_superseded(state: Path, mark: SupersededMark) -> None:
 
 
 def moved_message(mark: SupersededMark, state: Path) -> str:
-    """Return the message that the cluster has moved, with the next steps."""
+    """Return the error message that another coordinator has superseded that of the folder `state`, with next steps."""
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (
         f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "

@@ -24,7 +24,7 @@ LOGIN_FILE = "login.json"
 
 
 def default_state() -> Path:
-    """Return the default state folder: that of the user for the application `macpool`."""
+    """Return the default state folder: `macpool` in the user's folder for data of applications."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))

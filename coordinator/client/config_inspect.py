@@ -26,7 +26,7 @@ class SettingsReport:
     """Settings that a start would use, and their faults."""
 
     rows: tuple[dict[str, Any], ...]
-    """Every setting as a row: key, value, origin, description. Invalid values are left out."""
+    """Every setting as a row: key, value, origin, description. An invalid value is ignored."""
     wrong: tuple[Any, ...]
     """Faults as `coordinator.state.config_file.ConfigFault`."""
 

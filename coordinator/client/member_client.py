@@ -38,7 +38,7 @@ class MemberIdentity:
     ca: bytes
     """Certificate of the cluster's CA (DER)."""
     addresses: tuple[str, ...]
-    """HOST:PORT of the coordinator, best first."""
+    """Addresses of the coordinator's cluster port (HOST:PORT), that of the last link first."""
 
 
 def member_of(state: Path) -> MemberIdentity | None:

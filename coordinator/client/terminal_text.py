@@ -31,7 +31,7 @@ class SanitizedStream:
         self.stream = stream
 
     encoding = "utf-8"
-    """click would write past this class into the buffer of a stream that it takes for misconfigured."""
+    """Encoding that click sees. With ASCII, click would bypass this class and write into the stream's buffer."""
 
     def write(self, text: str) -> int:
         """Write a text with `?` for control characters, and for characters that the stream cannot encode.

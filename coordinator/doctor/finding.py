@@ -12,7 +12,7 @@ Result = Literal["ok", "warn", "fail", "not here"]
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
 """Exit codes of the doctor."""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
-"""Checks whose failure has its own exit code."""
+"""Ids of checks. A failure of `LOCAL_NETWORK` has its own exit code."""
 
 
 @dataclass(frozen=True, slots=True)

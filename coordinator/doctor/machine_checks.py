@@ -80,7 +80,7 @@ def mlx(here: HostProbe) -> Finding:
 
 
 def wired_limit(here: HostProbe) -> Finding:
-    """Check Metal's wired limit: not above the highest safe value of this machine, and not below the cap."""
+    """Check Metal's wired limit. Fail above the highest safe value of this machine; warn if it limits the cap."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     told = here.examined()
@@ -220,7 +220,7 @@ def _open(path: Path) -> bool:
 
 
 def firewall(here: HostProbe) -> Finding:
-    """Check that macOS's application firewall does not block this Python. It shows no prompt for a service."""
+    """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.firewall_in(here.run_tool(FIREWALL, "--getglobalstate"))

@@ -79,7 +79,10 @@ class FastPath:
         self._count = itertools.count(1)
 
     def head(self, raw: bytes) -> ParsedHead:
-        """Parse a request head, without the empty line at its end, or return it from the cache."""
+        """Parse a request head, without the empty line at its end, or return the result from the cache.
+
+        `length` of the result is None for unusual heads, which the app must answer.
+        """
         known = self._heads.get(raw)
         if known is None:
             known = self._read(raw)

@@ -181,7 +181,8 @@ async def http_server(
 ) -> AsyncGenerator[None]:
     """Serve `app` and the fast path `door` on listening sockets while the context is open.
 
-    `tls` is None for HTTP without TLS. At the end, running requests have 1 s to end before they are cancelled.
+    `tls` is None for HTTP without TLS. The caller first ends running requests. At the end, those that still run have
+    1 s before they are cancelled.
     """
     config = uvicorn.Config(
         app,

@@ -86,13 +86,13 @@ class RequestOutcome:
     ended: float | None = None
     outcome: Outcome | None = None
     tries: int = 0
-    """Number of nodes to which the request was sent."""
+    """Number of times that the request was sent to a node."""
     first_refused: bool = False
-    """Whether the first of these nodes refused."""
+    """Whether the node of the first try refused."""
     gaps: int = 0
     """Not used; always 0."""
     nodes: list[str] = field(default_factory=list[str])
-    """These nodes, in order."""
+    """Node of each try, in order."""
 
     @property
     def served(self) -> bool:

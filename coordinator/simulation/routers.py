@@ -154,7 +154,7 @@ class PeerRouter:
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Apply a frame of a request. After a refusal, retry on another node after a backoff.
 
-        A request that is refused `MAX_TRIES` times ends.
+        A request that is refused in its last try (`MAX_TRIES`) ends.
         """
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
@@ -270,7 +270,7 @@ class OracleRouter:
             self._pool.ended(turn.id, outcome)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Restart the requests of a lost node on other nodes. A loss is not foreseen."""
+        """Restart the requests of a lost node on other nodes. The clairvoyant does not foresee a loss."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)

@@ -13,9 +13,9 @@ class SimulatedRow:
     promised: int
     """Reserved tokens."""
     prompt: int = 0
-    """Cached tokens of the prompt."""
+    """Cached tokens, without those that were decoded since `start`."""
     start: float = 0.0
-    """Number of decode steps of the node when the answer joined its batch."""
+    """Number of decode steps of the node from which decoded tokens count."""
     joined: bool = False
     """Whether the prefill is complete and the row is part of a batch."""
 
@@ -88,7 +88,7 @@ class SimulatedRows:
         self._groups = None
 
     def extend(self, row: SimulatedRow, more: int) -> None:
-        """Reserve `more` tokens for a row."""
+        """Reserve `more` additional tokens for a row."""
         row.promised += more
         self._groups = None
 

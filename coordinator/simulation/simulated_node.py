@@ -620,7 +620,7 @@ class SimulatedNode:
     # queries of the clairvoyant
 
     def fits(self, turn: ConversationTurn) -> bool:
-        """Return whether a request with its complete answer fits now, after eviction of caches and idle models."""
+        """Return whether a request with its complete answer would fit now, if caches and idle models were evicted."""
         self._advance()
         resident = self.residents.get(turn.model)
         if resident is None:

@@ -42,7 +42,7 @@ class ConversationTurn:
     think: float
     """Seconds from the previous answer to this request."""
     session: str = ""
-    """Name of the conversation; empty without further turns."""
+    """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
     conversation: tuple[tuple[str, int], ...] = ()
     """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
 

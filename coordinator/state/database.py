@@ -153,11 +153,11 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One entry of the audit log."""
+    """One entry of the audit log: the action of an actor on a subject."""
 
     number: int
     at: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     actor: str
     """Id of a key, `local`, `offline`, or the name of a node."""
     action: str
@@ -218,7 +218,7 @@ class Database:
             raise
         self._failure: StoreError | None = None
         self.on_death: Callable[[], object] = lambda: None
-        """Called on the writer thread when the thread cannot continue."""
+        """Function that the writer thread calls if it cannot continue."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
         self._writer = threading.Thread(target=self._write, name="store", daemon=True)
@@ -260,12 +260,12 @@ class Database:
         return self._keys
 
     def found(self, cluster: str, name: str) -> None:
-        """Set the cluster's id and name."""
+        """Set id and display name of a new cluster."""
         self._meta = replace(self._meta, cluster=cluster, name=name)
         self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
 
     def next_epoch(self) -> int:
-        """Increment the epoch at a start of the coordinator and return it."""
+        """Increment the epoch, once at each start of the coordinator, and return the new value."""
         self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
         self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
         return self._meta.epoch

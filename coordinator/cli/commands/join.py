@@ -1,4 +1,4 @@
-"""`cluster join` and `cluster leave`: both become the node's own process, which this package never imports."""
+"""`cluster join` and `cluster leave`. Both replace their process by `node.run`, which this package never imports."""
 
 import os
 import signal

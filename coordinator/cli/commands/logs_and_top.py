@@ -1,4 +1,4 @@
-"""Commands for observation: logs, events, live view of the pool, and Prometheus' configuration."""
+"""`cluster logs`, `events`, `top` and `metrics-config`: observation of the pool."""
 
 import codecs
 import itertools

@@ -1,4 +1,4 @@
-"""Commands for models: where they are stored and loaded."""
+"""`cluster models` and `cluster model`: list, show, load, unload and measure models."""
 
 import sys
 import threading
