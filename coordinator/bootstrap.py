@@ -17,13 +17,13 @@ from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_config import check_http
 from host.log_setup import open_journal
 from host.private_files import private_folder
-from router.admission.api_keys import KeyRing, nobody_known
+from router.admission.api_keys import KeyRing, anonymous_key
 
 DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorHome:
+class CoordinatorState:
     """Open and locked state folder of the coordinator, with the objects that use its files."""
 
     state: Path
@@ -42,7 +42,7 @@ class CoordinatorHome:
     """Installed version of macpool."""
 
 
-def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorHome:
+def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorState:
     """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
 
     Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
@@ -59,7 +59,7 @@ def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> 
         store.found(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
-    return CoordinatorHome(
+    return CoordinatorState(
         state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool")
     )
 
@@ -78,20 +78,20 @@ class Credentials:
     admin: AccessAdmin
 
 
-def open_access(home: CoordinatorHome, http: HttpSettings, listen: str) -> Credentials:
+def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint that listens on the host `listen`.
 
     Raise `AuthorityError` if `check_http` refuses the settings, for example anonymous clients from other machines.
     """
     check_http(http, listen)
     tokens, approvals, pepper = (
-        JoinTokens(home.store, home.authority.ca, time.time),
+        JoinTokens(state.store, state.authority.ca, time.time),
         Approvals(),
-        load_pepper(home.state),
+        load_pepper(state.state),
     )
     ring = KeyRing(pepper)
     if http.anonymous:
-        ring.anonymous = nobody_known(time.time())
-    admin = AccessAdmin(home.store, tokens, ring, pepper, time.time)
+        ring.anonymous = anonymous_key(time.time())
+    admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
     admin.load()
     return Credentials(tokens, approvals, pepper, ring, admin)

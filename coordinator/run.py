@@ -33,12 +33,12 @@ from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
 from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
-from coordinator.bootstrap import CoordinatorHome, Credentials, open_access, open_home
+from coordinator.bootstrap import CoordinatorState, Credentials, open_access, open_state
 from coordinator.cluster.local_node import LocalNode, check_node
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.http.chat_fast_path import FastPath
-from coordinator.http.connection_slots import ConnectionSlots, room_for
+from coordinator.http.connection_slots import ConnectionSlots, connections_for
 from coordinator.http.listen import cluster_addresses, from_here, listen, reachable
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import http_server
@@ -180,43 +180,43 @@ async def _start(
     check_options(options)
     opened = listen(*options.listen)
     stack.callback(opened.close)
-    home = open_home(options.state, options.settings.cluster, stack)
-    home.store.on_death = on_death
+    state = open_state(options.state, options.settings.cluster, stack)
+    state.store.on_death = on_death
     if options.local_node:
-        check_node(options.state, home.authority.cluster)
-    access = open_access(home, options.settings.http, options.listen[0])
-    registry = _registry(options, home, access, superseded, stack)
-    dispatcher = _dispatcher(options, home.epoch, registry, access.ring)
-    pool = _Pool(registry, dispatcher, _video(options, home.state, registry, dispatcher, stack))
-    cluster_port = await registry.links.start(*options.cluster_listen, home.authority.server_context())
+        check_node(options.state, state.authority.cluster)
+    access = open_access(state, options.settings.http, options.listen[0])
+    registry = _registry(options, state, access, superseded, stack)
+    dispatcher = _dispatcher(options, state.epoch, registry, access.ring)
+    pool = _Pool(registry, dispatcher, _video(options, state.state, registry, dispatcher, stack))
+    cluster_port = await registry.links.start(*options.cluster_listen, state.authority.server_context())
     stack.push_async_callback(registry.links.close)
-    entrance = _entrance(options, home.state, cluster_port, opened)
+    entrance = _entrance(options, state.state, cluster_port, opened)
     registry.addresses = cluster_addresses(options.cluster_listen[0], cluster_port)
-    await _serve_http(options, home, access, pool, entrance, stack)
+    await _serve_http(options, state, access, pool, entrance, stack)
 
-    key = access.admin.create_key("first", ["infer"], None)["key"] if home.first else None
-    _let_owner_in(options, home, access, entrance, stack)
-    await home.store.flush()
-    _keep_up(home, access, dispatcher, entrance, stack)
+    key = access.admin.create_key("first", ["infer"], None)["key"] if state.first else None
+    _let_owner_in(options, state, access, entrance, stack)
+    await state.store.flush()
+    _keep_up(state, access, dispatcher, entrance, stack)
     if options.settings.cluster.bonjour:
-        _announce(options, home, cluster_port, stack)
+        _announce(options, state, cluster_port, stack)
     node_ready = (
-        await _start_local_node(options, home, access, registry, cluster_port, stack) if options.local_node else None
+        await _start_local_node(options, state, access, registry, cluster_port, stack) if options.local_node else None
     )
     # The last callback runs first: running requests end before their dependencies are closed.
     stack.push_async_callback(dispatcher.drain, options.settings.http.drain_seconds)
     token = access.tokens.create()
-    await home.store.flush()
-    _say_guards(options, entrance.tls)
-    return {**_told(entrance, str(token), key), "local_node_ready": node_ready}
+    await state.store.flush()
+    _log_guards(options, entrance.tls)
+    return {**_ready_facts(entrance, str(token), key), "local_node_ready": node_ready}
 
 
 def _registry(
-    options: RunOptions, home: CoordinatorHome, access: Credentials, superseded: _Superseded, stack: AsyncExitStack
+    options: RunOptions, state: CoordinatorState, access: Credentials, superseded: _Superseded, stack: AsyncExitStack
 ) -> Registry:
     name, enrolled = options.settings.cluster.name, list[Callable[[MemberRow], None]]()
 
-    def tell(row: MemberRow) -> None:
+    def notify(row: MemberRow) -> None:
         for listener in enrolled:
             listener(row)
 
@@ -224,16 +224,16 @@ def _registry(
         return registry.links.address(node)
 
     cluster = EnrollmentContext(
-        name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from
+        name, state.authority, access.tokens, state.store, access.approvals, time.time, notify, linked_from
     )
     registry = Registry(
-        home.store,
-        home.authority,
+        state.store,
+        state.authority,
         EnrollmentServer(cluster),
         name=name,
-        version=home.version,
-        epoch=home.epoch,
-        fence=home.fence,
+        version=state.version,
+        epoch=state.epoch,
+        fence=state.fence,
     )
     registry.on_superseded = superseded
     enrolled.append(registry.enrolled)
@@ -256,17 +256,17 @@ def _dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRi
         quotas=RateLimits(ring.limits, options.settings.router),
         scopes=open_scopes(options.settings.cache),
     )
-    dispatcher.on_trouble = _log_trouble
+    dispatcher.on_failure = _log_failure
     return dispatcher
 
 
 def _video(
     options: RunOptions, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
 ) -> VideoController:
-    conductor = VideoController(state, options.settings.video, registry.links)
-    stack.push_async_callback(conductor.close)
-    registry.placing = ListenerFanout(dispatcher, conductor)
-    return conductor
+    video_controller = VideoController(state, options.settings.video, registry.links)
+    stack.push_async_callback(video_controller.close)
+    registry.placing = ListenerFanout(dispatcher, video_controller)
+    return video_controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ class _Pool:
 
     registry: Registry
     dispatcher: Dispatcher
-    conductor: VideoController
+    video_controller: VideoController
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socke
 
 async def _serve_http(
     options: RunOptions,
-    home: CoordinatorHome,
+    state: CoordinatorState,
     access: Credentials,
     pool: _Pool,
     entrance: _Endpoints,
@@ -334,14 +334,14 @@ async def _serve_http(
 ) -> None:
     """Create the routes and serve them."""
     settings, ring, tls = options.settings, access.ring, entrance.tls
-    registry, dispatcher, conductor = pool.registry, pool.dispatcher, pool.conductor
+    registry, dispatcher, video_controller = pool.registry, pool.dispatcher, pool.video_controller
     facts = ServerInfo(
         settings.cluster.name,
-        home.version,
-        home.epoch,
+        state.version,
+        state.epoch,
         entrance.base + "/v1",
         entrance.cluster_url,
-        home.authority.cluster,
+        state.authority.cluster,
         time.monotonic(),
         entrance.ca_pem,
         options.origins,
@@ -350,12 +350,12 @@ async def _serve_http(
         registry,
         dispatcher,
         ring,
-        home.version,
-        partial(https_validity, home.authority, tls, settings.http.tls_cert_file),
+        state.version,
+        partial(https_validity, state.authority, tls, settings.http.tls_cert_file),
     )
-    metrics.video = conductor.snapshot
+    metrics.video = video_controller.snapshot
     load = _load_history(registry, dispatcher, stack)
-    seen = Observability(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
+    seen = Observability(metrics, _conditions(settings, metrics, stack), load, state.events, state.log_file)
     api = ControlApi(
         registry,
         access.admin,
@@ -363,50 +363,55 @@ async def _serve_http(
         ring,
         dispatcher,
         ModelOperations(dispatcher, time.monotonic),
-        conductor,
+        video_controller,
         facts,
         openapi_paths(),
         BrowserSessions(ring, access.pepper, time.time),
         seen,
     )
     videos = VideoApp(
-        conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, PageApp(PrivateResponses(api.app))
+        video_controller,
+        ring,
+        dispatcher.quotas,
+        settings.router,
+        dispatcher.counters,
+        PageApp(PrivateResponses(api.app)),
     )
     app = OriginCheck(
         RouterApp(dispatcher, ring, settings.router, control=videos),
         settings.http.allowed_hosts,
         local=not settings.http.anonymous,
     )
-    door = FastPath(dispatcher, ring, settings.router, app)
+    fast_path = FastPath(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, HttpsCa) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    room = room_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
-    places = ConnectionSlots(room, settings.http.max_connections_without_key)
-    await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
+    connections = connections_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
+    places = ConnectionSlots(connections, settings.http.max_connections_without_key)
+    await stack.enter_async_context(http_server(app, fast_path, [entrance.socket], context, places))
 
 
 def _let_owner_in(
-    options: RunOptions, home: CoordinatorHome, access: Credentials, entrance: _Endpoints, stack: AsyncExitStack
+    options: RunOptions, state: CoordinatorState, access: Credentials, entrance: _Endpoints, stack: AsyncExitStack
 ) -> None:
     """Create the key of the owner's commands, valid while the coordinator runs."""
     local, secret = new_key(access.pepper, LOCAL, ["admin"], created=time.time())
     access.ring.put(local)
-    _tell_owner(home.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
+    _write_access(state.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
 
 
 def _keep_up(
-    home: CoordinatorHome, access: Credentials, dispatcher: Dispatcher, entrance: _Endpoints, stack: AsyncExitStack
+    state: CoordinatorState, access: Credentials, dispatcher: Dispatcher, entrance: _Endpoints, stack: AsyncExitStack
 ) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage."""
-    stack.push_async_callback(_cancel, asyncio.create_task(_renew(home.authority, entrance.tls)))
+    stack.push_async_callback(_cancel, asyncio.create_task(_renew(state.authority, entrance.tls)))
     stack.callback(access.admin.count, dispatcher.usage)
     stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
 
 
-def _announce(options: RunOptions, home: CoordinatorHome, cluster_port: int, stack: AsyncExitStack) -> None:
-    authority = home.authority
+def _announce(options: RunOptions, state: CoordinatorState, cluster_port: int, stack: AsyncExitStack) -> None:
+    authority = state.authority
     pin = hashlib.sha256(authority.ca).hexdigest()[:16]
-    advert = BonjourRecord("coord", cluster_hint(authority.cluster), home.version, pin)
+    advert = BonjourRecord("coord", cluster_hint(authority.cluster), state.version, pin)
     announcement = Announcement(advert, options.settings.cluster.name, authority.cluster, cluster_port)
     announcement.start()
     stack.push_async_callback(announcement.close)
@@ -414,7 +419,7 @@ def _announce(options: RunOptions, home: CoordinatorHome, cluster_port: int, sta
 
 async def _start_local_node(
     options: RunOptions,
-    home: CoordinatorHome,
+    state: CoordinatorState,
     access: Credentials,
     registry: Registry,
     cluster_port: int,
@@ -423,14 +428,14 @@ async def _start_local_node(
     """Start the node on this machine. Return whether it can answer requests."""
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
     node = LocalNode(
-        home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
+        state.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
     )
     await node.start()
     stack.push_async_callback(node.close)
     return await node.ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-def _told(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
+def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
     tls = entrance.tls
     answer: dict[str, Any] = {
@@ -447,7 +452,7 @@ def _told(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
     return {**answer, "api_key": key} if key else answer
 
 
-def _say_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
+def _log_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
     """Log the resolved value of every protective setting."""
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.alerts.webhook_url
@@ -488,7 +493,7 @@ def _load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitSt
     return history
 
 
-def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
+def _write_access(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
     """Write the URL and key for the owner's commands into a file that exists while the coordinator runs."""
     write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
     stack.callback(file.unlink, missing_ok=True)
@@ -502,13 +507,13 @@ async def _renew(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> 
         await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
-def _log_trouble(ticket: ActiveRequest, code: str) -> None:
+def _log_failure(request: ActiveRequest, code: str) -> None:
     """Log a broken request with the client's id and with the number used by node and engine."""
     log.warning(
         "request broken",
-        request_id=ticket.job.request_id,
-        request=ticket.request,
-        node=ticket.node_name,
+        request_id=request.job.request_id,
+        request=request.request,
+        node=request.node_name,
         code=code[:40],
     )
 

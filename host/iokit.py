@@ -60,18 +60,18 @@ class PowerNotice:
     ) -> None:
         port, notifier, root = c_void_p(), c_uint32(), c_uint32()
 
-        def heard(_: int | None, __: int, message: int, argument: int | None) -> None:
+        def on_power_event(_: int | None, __: int, message: int, argument: int | None) -> None:
             if message == CAN_SLEEP:
                 iokit.IOAllowPowerChange(root, argument or 0)
             elif message == WILL_SLEEP:
-                said = threading.Event()
-                on_sleep(said.set)
-                said.wait(ANSWER_TIMEOUT_SECONDS)
+                acknowledged = threading.Event()
+                on_sleep(acknowledged.set)
+                acknowledged.wait(ANSWER_TIMEOUT_SECONDS)
                 iokit.IOAllowPowerChange(root, argument or 0)
             elif message == POWERED_ON:
                 on_wake()
 
-        callback = _CALLBACK(heard)  # this frame keeps a reference while the run loop can call it
+        callback = _CALLBACK(on_power_event)  # this frame keeps a reference while the run loop can call it
         root.value = iokit.IORegisterForSystemPower(None, byref(port), callback, byref(notifier))
         if root.value and port.value:
             self._loop = core.CFRunLoopGetCurrent()

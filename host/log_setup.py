@@ -130,10 +130,12 @@ class _DeduplicationFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is written; add the number of equal records that were left out before."""
-        told: Any = record.msg
-        fields = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+        message: Any = record.msg
+        fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
         with self._lock:
-            left_out = self._repeats.admit(record.name, str(fields.get("event", told))[:200], fields, time.monotonic())
+            left_out = self._repeats.admit(
+                record.name, str(fields.get("event", message))[:200], fields, time.monotonic()
+            )
         if left_out and fields:
             fields["left_out"] = left_out
         return left_out is not None

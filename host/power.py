@@ -17,7 +17,7 @@ import psutil
 TOOL_TIMEOUT_SECONDS = 5.0
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 
-Ask = Callable[[tuple[str, ...]], str]
+RunCommand = Callable[[tuple[str, ...]], str]
 """Function that runs a tool and returns its output; empty after an error."""
 
 
@@ -47,10 +47,10 @@ def read_battery() -> Battery | None:
 
 
 def read_power(
-    platform: str = sys.platform, ask: Ask | None = None, battery: Callable[[], Battery | None] = read_battery
+    platform: str = sys.platform, run: RunCommand | None = None, battery: Callable[[], Battery | None] = read_battery
 ) -> PowerState:
     """Read the power state; blocks for at most TOOL_TIMEOUT_SECONDS. Does not raise."""
-    idle = idle_in((ask or _ask)(TOUCHED)) if platform == "darwin" else None
+    idle = idle_in((run or _run)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()
     except (OSError, RuntimeError, psutil.Error):
@@ -64,7 +64,7 @@ def idle_in(listing: str) -> float | None:
     return None if found is None else int(found[1]) / 1e9
 
 
-def _ask(command: tuple[str, ...]) -> str:
+def _run(command: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(
             command,

@@ -24,7 +24,7 @@ POLL_INTERVAL_SECONDS = 2.0
 MIN_SLEEP_SECONDS = 3.0
 """Shortest difference of the clocks that counts as a sleep."""
 
-Said = Callable[[], None]
+Acknowledge = Callable[[], None]
 Clocks = tuple[Callable[[], float], Callable[[], float]]
 """A clock that runs during sleep and one that does not, in seconds."""
 
@@ -32,7 +32,7 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 class SleepNotices(Protocol):
     """Source of announcements of a sleep."""
 
-    def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
+    def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Start a thread that calls the functions; return whether the system announces sleeps."""
         ...
 
@@ -44,7 +44,7 @@ class SleepNotices(Protocol):
 class NoSleepNotices:
     """A system without announcements."""
 
-    def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
+    def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Return False."""
         return False
 
@@ -77,7 +77,7 @@ class SleepWatch:
 
     def __init__(
         self,
-        on_sleep: Callable[[Said], None],
+        on_sleep: Callable[[Acknowledge], None],
         on_wake: Callable[[float], None],
         *,
         on_look: Callable[[], None] = lambda: None,
@@ -90,7 +90,7 @@ class SleepWatch:
         self._notice = notice or open_notice()
         self._on, self._off = clocks or system_clocks()
         self._ahead = 0.0
-        self._told = False
+        self._notified = False
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
@@ -102,8 +102,8 @@ class SleepWatch:
                 loop.call_soon_threadsafe(call, *arguments)
 
         self._ahead = self._on() - self._off()
-        tells = self._notice.start(lambda said: later(self._sleeps, said), lambda: later(self._wakes))
-        log.info("sleep watched", told_before=tells)
+        notified = self._notice.start(lambda said: later(self._sleeps, said), lambda: later(self._wakes))
+        log.info("sleep watched", told_before=notified)
         self._look()
 
     def stop(self) -> None:
@@ -123,16 +123,16 @@ class SleepWatch:
     def _slept(self) -> float:
         return self._on() - self._off() - self._ahead
 
-    def _sleeps(self, said: Said) -> None:
-        self._told = True
+    def _sleeps(self, acknowledge: Acknowledge) -> None:
+        self._notified = True
         log.info("system sleep")
-        self._on_sleep(said)
+        self._on_sleep(acknowledge)
 
     def _wakes(self) -> None:
-        if self._told:
+        if self._notified:
             self._over(self._slept())
 
     def _over(self, slept: float) -> None:
-        self._ahead, self._told = self._on() - self._off(), False
+        self._ahead, self._notified = self._on() - self._off(), False
         log.info("woke", slept=round(slept, 1))
         self._on_wake(slept)

@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         resolved = _settings(options)
         with _lock(options.state), published(options.state / "node", os.getpid(), resolved):
-            return _said(options, uvloop.run(_run(options, resolved)))
+            return _print_end(options, uvloop.run(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.code if isinstance(error, NodeStartError) else 2
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _said(options: argparse.Namespace, code: int) -> int:
+def _print_end(options: argparse.Namespace, code: int) -> int:
     """Print how a run ended well, unless a program reads it; return the exit code."""
     if code == 0 and not options.lifeline and options.output == "text":
         joined = (options.state / "node" / "identity" / "identity.json").exists()
@@ -183,12 +183,12 @@ async def _life(
     poll = MemoryPoll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     studio = VideoSubsystem(settings, state, limiter, poll, supervisor)
-    agent.lender, agent.ray = studio.lender, studio.ray
+    agent.lease_manager, agent.ray = studio.lease_manager, studio.ray
     studio.connect(agent.send_frame, agent.video_changed)
-    sharer = SharingController(settings.sharing, state / "node")
-    agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
+    sharing_controller = SharingController(settings.sharing, state / "node")
+    agent.sharing_controller, agent.on_sharing, sharing_controller.holder = sharing_controller, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, poll, studio, sharer, anew=token is not None)
+    return await _serve(options, agent, supervisor, poll, studio, sharing_controller, new_identity=token is not None)
 
 
 async def _serve(
@@ -197,9 +197,9 @@ async def _serve(
     supervisor: Supervisor,
     poll: MemoryPoll,
     studio: VideoSubsystem,
-    sharer: SharingController,
+    sharing_controller: SharingController,
     *,
-    anew: bool,
+    new_identity: bool,
 ) -> int | None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
@@ -216,12 +216,12 @@ async def _serve(
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
-        await sharer.start()
+        await sharing_controller.start()
         poll.start()
         await supervisor.start()
         await studio.start()
-    wakeful = SleepPolicy(agent.settings.node.stay_awake, agent.busy, loop.time, SleepInhibitor())
-    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.update)
+    sleep_policy = SleepPolicy(agent.settings.node.stay_awake, agent.busy, loop.time, SleepInhibitor())
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=sleep_policy.update)
     watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
@@ -234,18 +234,18 @@ async def _serve(
             _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
-            await studio.lender.stop()
+            await studio.lease_manager.stop()
             await agent.stop(drain, reason)
         await run
         if reason == "leave":
             _forget(options.state / "node")
     except Expelled as error:
         log.warning("expelled", reason=str(error))
-        code = _after(error, options, welcomed=agent.welcomed.is_set(), anew=anew)
+        code = _after(error, options, welcomed=agent.welcomed.is_set(), new_identity=new_identity)
     finally:
-        await sharer.stop()
+        await sharing_controller.stop()
         watch.stop()
-        wakeful.stop()
+        sleep_policy.stop()
         await studio.stop()
         poll.stop()
         waiting.cancel()
@@ -253,9 +253,9 @@ async def _serve(
     return code
 
 
-def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, anew: bool) -> int | None:
+def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, new_identity: bool) -> int | None:
     """Return the exit code after a coordinator's final denial, or None where a token makes a new identity."""
-    if error.reason in DENIED and (options.leave or (anew and not welcomed)):
+    if error.reason in DENIED and (options.leave or (new_identity and not welcomed)):
         forget(options.state / "node" / "identity")
         if options.leave:
             mark_left(options.state / "node")

@@ -587,7 +587,7 @@ def _check_size(key: str, value: object) -> None:
     if (value == AUTO and key in _AUTOMATIC) or (value == "off" and key in _SWITCHED):
         return
     try:
-        size = parse_size(value, whole=2**40 if key in _RELATIVE else None)
+        size = parse_size(value, total=2**40 if key in _RELATIVE else None)
     except ValueError as error:
         raise SettingsError(f"setting {key}: {error}") from None
     if size > MAX_BYTES:

@@ -90,7 +90,7 @@ class Problem:
         empty."""
         found: list[Header] = []
         if self.retry_after is not None:
-            found.append((b"retry-after", str(whole_seconds(self.retry_after)).encode()))
+            found.append((b"retry-after", str(total_seconds(self.retry_after)).encode()))
         if self.allow:
             found.append((b"allow", self.allow.encode()))
         if self.status in _ONCE:
@@ -112,7 +112,7 @@ class Problem:
         return error
 
 
-def whole_seconds(seconds: float) -> int:
+def total_seconds(seconds: float) -> int:
     """Round seconds up to the range that clients honour: 1 to 60. Infinity is 60."""
     return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
 

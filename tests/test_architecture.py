@@ -164,7 +164,7 @@ def test_help_imports_next_to_nothing():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_nobody_else_owns_the_names_of_our_packages(package: str):
+def test_no_other_distribution_owns_the_names_of_our_packages(package: str):
     owners = importlib.metadata.packages_distributions().get(package, [])
     assert [owner for owner in owners if owner != "macpool"] == []
 

@@ -117,7 +117,7 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
         f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
     }
     assert {text for text in told if text not in page} == set()
-    assert RECENT_POLLS == 5, "the page says: the last five polls"
+    assert RECENT_POLLS == 5, "the manual says: the last five polls"
     picture = (HERE / "memory.svg").read_text()
     for size in (
         numbers.cap,

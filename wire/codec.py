@@ -122,13 +122,13 @@ class Splitter:
         if buffer:
             buffer += data
             data = buffer
-        start, whole = 0, len(data)
-        while whole - start >= _HEADER.size:
+        start, size = 0, len(data)
+        while size - start >= _HEADER.size:
             length, tag = _HEADER.unpack_from(data, start)
             if not 1 <= length <= self._longest:
                 raise WireError(f"frame length {length} is not within 1..{self._longest}")
             end = start + 4 + length
-            if end > whole:
+            if end > size:
                 break
             body = bytes(data[start + _HEADER.size : end])
             start = end

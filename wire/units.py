@@ -21,7 +21,7 @@ _FACTOR = {
 }
 
 
-def parse_size(text: str | int, *, whole: int | None = None) -> int:
+def parse_size(text: str | int, *, total: int | None = None) -> int:
     """Parse a size and return bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `whole`, or a number of bytes.
 
     Raises ValueError with the accepted forms, also for a percentage without `whole`.
@@ -36,9 +36,9 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
         raise ValueError(f'{text!r} is not a size: write "96GiB", "12GB", "80%" or a number of bytes')
     if unit != "%":
         return int(float(match[1]) * _FACTOR[unit]) if "." in match[1] else int(match[1]) * _FACTOR[unit]
-    if whole is None or float(match[1]) > 100:
+    if total is None or float(match[1]) > 100:
         raise ValueError(f"{text!r}: a percentage must be at most 100 %, and this setting needs a known total")
-    return int(whole * float(match[1]) / 100)
+    return int(total * float(match[1]) / 100)
 
 
 def show_size(size: int | None) -> str:

@@ -26,16 +26,16 @@ log = structlog.get_logger("coordinator.alerts")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Rule that holds for a set of labels."""
+    """Alert rule that has held long enough for a set of labels, such as one node."""
 
     rule: AlertRule
     labels: Labels
     since: float
-    """Unix seconds."""
+    """Unix time, in seconds, since which the rule holds."""
 
     @property
     def summary(self) -> str:
-        """Summary with label values filled in."""
+        """Summary of the rule with the values of the labels."""
         return format_summary(self.rule.summary, self.labels)
 
     @property
@@ -57,12 +57,15 @@ class Condition:
 
 
 Listener = Callable[[Condition, bool], None]
-"""Called with a condition and whether it began (else: ended)."""
+"""Called with a condition and True at its begin, False at its end."""
 _Key = tuple[str, Labels]
 
 
 class Conditions:
-    """Rules that hold, with their begin, and those that have held long enough. Pure except for its listeners."""
+    """Evaluator of alert rules, with the state that it needs between two samples. Pure except for its listeners.
+
+    A condition is active once its rule has held for `AlertRule.seconds`.
+    """
 
     def __init__(self, rules: Iterable[AlertRule] = WATCHED) -> None:
         self._rules = tuple(rules)
@@ -76,12 +79,15 @@ class Conditions:
         return sorted(self._active.values(), key=lambda one: (one.rule.severity, one.since, one.rule.name))
 
     def flags(self) -> Mapping[str, bool]:
-        """Return for every rule whether it holds for any labels."""
+        """Return by name for each rule whether it has an active condition."""
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
     def evaluate(self, sample: Sample, now: float) -> None:
-        """Evaluate the rules on a sample and notify listeners of changes. `now`: Unix seconds."""
+        """Evaluate the rules on the next sample and notify the listeners of conditions that begin or end.
+
+        `now` is in Unix seconds.
+        """
         self._history.add(sample, now)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
@@ -89,21 +95,21 @@ class Conditions:
             holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Scalar) else found)}
         self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
-            self._tell(self._active.pop(key), began=False)
+            self._log_change(self._active.pop(key), began=False)
         for key, rule in holding.items():
             if key not in self._active and now - self._since[key] >= rule.seconds:
                 self._active[key] = Condition(rule, key[1], self._since[key])
-                self._tell(self._active[key], began=True)
+                self._log_change(self._active[key], began=True)
 
-    def _tell(self, condition: Condition, *, began: bool) -> None:
+    def _log_change(self, condition: Condition, *, began: bool) -> None:
         for listener in self.listeners:
             listener(condition, began)
 
 
 def log_conditions(condition: Condition, began: bool) -> None:
     """Log the begin or end of a condition, which `cluster events` shows."""
-    tell = log.warning if began else log.info
-    tell(
+    write = log.warning if began else log.info
+    write(
         "condition began" if began else "condition ended",
         condition=condition.rule.name,
         severity=condition.rule.severity.value,
@@ -113,7 +119,10 @@ def log_conditions(condition: Condition, began: bool) -> None:
 
 
 def sample_of(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
-    """Return the metrics of the rules as Prometheus would have them. Series of nodes have the label `node`."""
+    """Return the metrics that rules use, with the names and labels that Prometheus has.
+
+    Series of nodes have the label `node`. Histograms are left out.
+    """
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect(_POOL, pool):
         _add(sample, collected, ())
@@ -136,7 +145,7 @@ def _add(
 
 
 class AlertLoop:
-    """Periodic evaluation. `sample` takes a sample, `clock` returns Unix seconds."""
+    """Periodic evaluation of `conditions`. `sample` returns the current metrics, `clock` Unix seconds."""
 
     def __init__(self, conditions: Conditions, sample: Callable[[], Sample], clock: Callable[[], float]) -> None:
         self._conditions = conditions

@@ -19,7 +19,7 @@ from typing import NamedTuple
 Labels = frozenset[tuple[str, str]]
 Vector = Mapping[Labels, float]
 Sample = Mapping[str, Vector]
-"""Values of one moment: series of each metric, by its full name."""
+"""Values of one moment: the series of each metric, by the full name of the metric."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">": gt, "<": lt, "==": eq, ">=": ge, "<=": le}
 
 
@@ -33,9 +33,10 @@ Value = Vector | Scalar
 
 
 class SampleHistory:
-    """Last values and recent increases of the counters in `windows`.
+    """Newest sample, and recent increases of counters.
 
-    A counter that falls has restarted: its value is its increase. Times are in seconds of `now`.
+    `windows` has by counter name the windows, in seconds, over which increases are needed. A counter that falls has
+    restarted: its value is its increase. Times are in Unix seconds.
     """
 
     def __init__(self, windows: Mapping[str, frozenset[float]]) -> None:
@@ -46,7 +47,7 @@ class SampleHistory:
         self.now = 0.0
 
     def add(self, sample: Sample, now: float) -> None:
-        """Add the next sample."""
+        """Add the next sample, taken at `now` (Unix seconds)."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
         for gone in self._last.keys() - present:
@@ -67,7 +68,10 @@ class SampleHistory:
             rises.popleft()
 
     def increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
-        """Yield the increase of each series of a counter over the last `seconds`. A series seen once has none."""
+        """Yield the increase of each series of a counter over the last `seconds`.
+
+        Omit a series that was seen only once.
+        """
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
             if rises is not None:
@@ -75,55 +79,55 @@ class SampleHistory:
 
 
 class Expression(ABC):
-    """Base class of the expressions."""
+    """Base class of the nodes of an expression tree."""
 
     @abstractmethod
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render this expression as PromQL."""
 
     @abstractmethod
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Evaluate this expression on the newest sample of `history`."""
 
     def parts(self) -> "tuple[Expression, ...]":
-        """Return the operands."""
+        """Return the operands that are expressions; empty for a leaf."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Metric(Expression):
-    """Newest value of each series of a metric. `only` lists required (label, value) pairs."""
+    """Newest value of each series of a metric, by its full name. `only` lists required (label, value) pairs."""
 
     name: str
     only: tuple[tuple[str, str], ...] = ()
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the metric and its required labels as PromQL."""
         return self.name + (
             "{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only else ""
         )
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of the newest sample that have the required labels; empty if there are none."""
         found = history.sample.get(self.name, {})
         return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
 
 
 @dataclass(frozen=True, slots=True)
 class Increase(Expression):
-    """Increase of a counter over the last `seconds`, summed over the labels in `without`."""
+    """Increase of each series of a counter over the last `seconds`, summed over the labels in `without`."""
 
     name: str
     seconds: int
     without: tuple[str, ...] = ()
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the increase, with its sum, as PromQL."""
         rise = f"increase({self.name}[{self.seconds}s])"
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the increases up to the newest sample, by their labels without those in `without`."""
         sums: dict[Labels, float] = {}
         for labels, rise in history.increases(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
@@ -136,26 +140,26 @@ class CurrentTime(Expression):
     """Current time in Unix seconds."""
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Return `time()`, the current time in PromQL."""
         return "time()"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the time of the newest sample."""
         return Scalar(history.now)
 
 
 @dataclass(frozen=True, slots=True)
 class MaxOver(Expression):
-    """Maximum over all series."""
+    """Maximum over all series of an expression, as one series without labels."""
 
     of: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the maximum as PromQL."""
         return f"max({self.of.promql()})"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the maximum on the newest sample; empty if the expression has no series."""
         found = self.of.value(history)
         return found if isinstance(found, Scalar) else ({frozenset(): max(found.values())} if found else {})
 
@@ -166,18 +170,18 @@ class MaxOver(Expression):
 
 @dataclass(frozen=True, slots=True)
 class BinaryOp(Expression):
-    """Arithmetic: `sign` is - or /. A division by 0 has no value."""
+    """Difference or quotient of two expressions: `sign` is - or /. A division by 0 has no value."""
 
     left: Expression
     sign: str
     right: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the operation in parentheses as PromQL."""
         return f"({self.left.promql()} {self.sign} {self.right.promql()})"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the result for each pair of series with equal labels, on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), self._apply)
 
     def _apply(self, left: float, right: float) -> float | None:
@@ -192,19 +196,19 @@ class BinaryOp(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Comparison(Expression):
-    """Series of `left` for which a comparison holds."""
+    """Series of `left` for which the comparison with `right` holds. `sign` is one of >, <, ==, >= and <=."""
 
     left: Expression
     sign: str
     right: Expression | float
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render the comparison as PromQL."""
         right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
         return f"{self.left.promql()} {self.sign} {right}"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of `left` on the newest sample for which the comparison holds."""
         right = self.right.value(history) if isinstance(self.right, Expression) else Scalar(self.right)
         holds = _COMPARE[self.sign]
         return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
@@ -222,11 +226,11 @@ class And(Expression):
     right: Expression
 
     def promql(self) -> str:
-        """Render as PromQL."""
+        """Render both operands with `and` as PromQL."""
         return f"{self.left.promql()} and {self.right.promql()}"
 
     def value(self, history: SampleHistory) -> Value:
-        """Evaluate on the newest sample."""
+        """Return the series of `left` on the newest sample whose labels also occur in `right`."""
         return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
 
     def parts(self) -> tuple[Expression, ...]:
@@ -235,7 +239,7 @@ class And(Expression):
 
 
 def _matched(left: Value, right: Value, act: Callable[[float, float], float | None]) -> dict[Labels, float]:
-    """Apply `act` to matching values: of equal labels, or with a plain number."""
+    """Apply `act` to pairs of values with equal labels, or of each value and a plain number. Omit results of None."""
     found: dict[Labels, float | None] = {}
     if isinstance(left, Scalar):
         if not isinstance(right, Scalar):
@@ -248,7 +252,7 @@ def _matched(left: Value, right: Value, act: Callable[[float, float], float | No
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """Yield an expression and all its descendants."""
+    """Yield an expression and all of its descendants, parents first."""
     yield expression
     for part in expression.parts():
         yield from walk(part)

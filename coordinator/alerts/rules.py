@@ -36,30 +36,30 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert rule."""
+    """Alert rule: an expression over metrics, the time for which it must hold, and texts for a person."""
 
     name: str
     severity: Severity
     holds: Expression
     seconds: int
-    """How long the expression must hold."""
+    """Seconds for which the expression must hold until the condition is active."""
     summary: str
-    """Text with label names in braces."""
+    """Description of the condition, with label names in braces."""
     remedy: str
     """Next step for a person."""
 
     @property
     def runbook(self) -> str:
-        """Link to the manual's entry."""
+        """Path of the rule's entry in the runbook, relative to the repository."""
         return RUNBOOK + self.name.lower()
 
     def metrics(self) -> set[str]:
-        """Return the names of the rule's metrics."""
+        """Return the full names of the metrics in the rule's expression."""
         return {part.name for part in walk(self.holds) if isinstance(part, Metric | Increase)}
 
 
 def format_summary(text: str, labels: Labels) -> str:
-    """Insert the values of labels into a summary."""
+    """Replace the label names in braces in a summary by their values."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
     return text

@@ -64,12 +64,12 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 
 class WebhookError(ValueError):
-    """Refused address. The text has the reason, without the path."""
+    """Raised for a webhook URL or address that is refused. The text has the reason, without the path of the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookAddress:
-    """Destination of messages."""
+    """Destination of messages, parsed from the webhook URL. `path` includes the query."""
 
     tls: bool
     host: str
@@ -78,7 +78,7 @@ class WebhookAddress:
 
 
 def parse(url: str) -> WebhookAddress:
-    """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
+    """Parse the setting `alerts.webhook_url`. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
         raise WebhookError("alerts.webhook_url contains characters that are not valid in a URL")
     try:
@@ -103,13 +103,16 @@ def _literal_loopback(host: str) -> bool:
 
 
 def resolve(host: str, port: int) -> Sequence[str]:
-    """Resolve the addresses of a host. Raise `OSError` if there are none."""
+    """Return the IP addresses of a host, without duplicates. Raise `OSError` if the name cannot be resolved."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
 def resolve_allowed(address: WebhookAddress, found: Sequence[str]) -> str:
-    """Return the address to connect to. Raise `WebhookError` if any of the host's addresses is forbidden."""
+    """Return the first of the IP addresses `found` of the host.
+
+    Raise `WebhookError` if there are none or one is forbidden.
+    """
     for text in found:
         for one in possible_destinations(text.partition("%")[0]):
             if is_forbidden(one):
@@ -122,10 +125,10 @@ def resolve_allowed(address: WebhookAddress, found: Sequence[str]) -> str:
 
 
 def is_forbidden(one: Ip) -> bool:
-    """Return whether messages to an address are forbidden.
+    """Return whether messages to an IP address are forbidden.
 
-    Forbidden are addresses that serve a cloud machine's secrets, and addresses of no host, as `::/8` with its formerly
-    embedded IPv4 addresses.
+    Forbidden are addresses that serve a cloud machine's secrets, and addresses of no single host, such as multicast
+    and reserved ones.
     """
     if one.is_loopback:
         return False
@@ -134,7 +137,7 @@ def is_forbidden(one: Ip) -> bool:
 
 
 def possible_destinations(text: str) -> Sequence[Ip]:
-    """Return the possible destinations of a packet to this address: itself, or the IPv4 addresses that it embeds."""
+    """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it."""
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
         return [one]
@@ -151,7 +154,11 @@ def possible_destinations(text: str) -> Sequence[Ip]:
 
 
 def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
-    """Send one message and return the answer's status. Raise `OSError` or `WebhookError` if it could not be sent."""
+    """Send one message as a POST and return the HTTP status of the answer.
+
+    Raise `WebhookError` if the address is forbidden, and `OSError` if no valid answer arrives. `trust` replaces the CAs
+    of the system.
+    """
     where = resolve_allowed(address, find(address.host, address.port))
     connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
@@ -169,7 +176,10 @@ def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: s
 
 
 class Webhook:
-    """Sender of messages, in order. `send` sends a body and returns a status."""
+    """Sender of messages about conditions, in order, with a bounded queue and retries.
+
+    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status.
+    """
 
     def __init__(
         self, address: WebhookAddress, cluster: str, send: Callable[[WebhookAddress, bytes], int] = post
@@ -186,13 +196,13 @@ class Webhook:
         return len(self._waiting)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
-        """Enqueue a message about a condition."""
+        """Enqueue a message about the begin or end of a condition. With a full queue, discard the oldest message."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.row()}
         self._waiting.append(json.dumps(message).encode())
         self._more.set()
 
     async def run(self) -> None:
-        """Send queued messages until cancelled."""
+        """Send queued messages until cancelled. Log a message that was not delivered after all retries."""
         while True:
             await self._more.wait()
             self._more.clear()

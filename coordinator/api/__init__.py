@@ -1,1 +1,1 @@
-"""The control plane, /api/v1: every verb of `cluster` as one documented route, a module for each subject."""
+"""The control plane, /api/v1: each verb of `cluster` is one documented route. `routes` has a module per subject."""

@@ -17,15 +17,18 @@ from router.admission.api_keys import KeyRing, credential
 from router.errors import NO_KEY, WRONG_KEY, missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
-"""The key of the request that is being answered, as the audit log names it."""
+"""API key of the current request, by its name in the audit log."""
 KEY: ContextVar[str] = ContextVar("key", default="")
-"""The id of that key."""
+"""Id of the API key of the current request."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """Client address of the current request."""
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
-    """Return a check that admits only keys with `scope` and records the key's id on the request."""
+    """Return a check that admits only requests with an API key of this scope.
+
+    The check sets `ACTOR`, `KEY` and `ADDRESS`. It raises `ProblemError` (401 or 403) for any other request.
+    """
 
     async def check(request: Request) -> None:
         presented = credential(request.scope["headers"])
@@ -44,7 +47,7 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
 
 
 def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Have an act written into the audit log, once it is done."""
+    """Wrap a route handler so that each successful call is written to the audit log, under the handler's name."""
 
     @wraps(act)
     async def audited(**given: Any) -> Any:
@@ -59,6 +62,6 @@ def _subject(given: Mapping[str, Any], answer: Any) -> str:
     """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
     named = [value for value in given.values() if isinstance(value, str)]
     body = next((value for value in given.values() if isinstance(value, Body)), None)
-    told = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
+    fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
     named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
-    return " ".join([*named, *([str(told["id"])] if "id" in told and told["id"] not in named else [])])[:300]
+    return " ".join([*named, *([str(fields["id"])] if "id" in fields and fields["id"] not in named else [])])[:300]

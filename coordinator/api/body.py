@@ -1,6 +1,6 @@
 """Request bodies of the control plane: read after the key was checked, within the route's limit, in strict mode.
 
-Unknown fields are refused, as on the routes that generate.
+Unknown fields are refused, as on the inference routes.
 """
 
 import asyncio
@@ -20,28 +20,31 @@ from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
 BODY_TIMEOUT_SECONDS = 10.0
-"""Longest time for a body of the control plane to arrive."""
+"""Maximum seconds until the body of a control request has arrived."""
 _DIGITS = 18
-"""Digits of a Content-Length that is read as a number."""
+"""Maximum digits of a Content-Length."""
 PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""A text that moves no terminal's cursor."""
+"""Pattern of a text without control characters, which a terminal would obey."""
 
 
 class Body(BaseModel):
-    """Base of request bodies."""
+    """Base of all request bodies of the control plane. Unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class StrictRequest(Request):
-    """Request with a complete and unambiguous body."""
+    """Request whose body has been read completely, and is parsed strictly."""
 
     def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
         super().__init__(scope, receive)
         self._body = body
 
     async def json(self) -> Any:
-        """Return the JSON object, or raise the 400."""
+        """Return the body as a JSON object.
+
+        Raise `HTTPException` (400) if the body is not valid JSON or not an object.
+        """
         found = read_object(self._body)
         if isinstance(found, Problem):
             raise HTTPException(found.status, found.message)
@@ -51,15 +54,18 @@ class StrictRequest(Request):
 class StrictRoute(APIRoute):
     """Route that authenticates first, and then reads its body up to `longest_body` bytes.
 
-    FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because a
-    stranger's body must not be read.
+    FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because the body
+    of a request without a valid key must not be read.
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None
     longest_body = MAX_BODY_BYTES
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler behind the check of the key and the reading of the body."""
+        """Return FastAPI's handler, preceded by the check of the key and the read of the body.
+
+        The handler raises `ProblemError` for a body that is too long, late or incomplete.
+        """
         plain = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
@@ -72,7 +78,7 @@ class StrictRoute(APIRoute):
 
 
 async def _read(request: Request, longest: int) -> bytes:
-    """Read a body of at most `longest` bytes; ProblemError when it is longer, late, or its client has left."""
+    """Read a body of at most `longest` bytes. Raise `ProblemError` if the body is longer, late or incomplete."""
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or len(announced) > _DIGITS or int(announced) > longest:
         raise _too_long(longest)

@@ -1,6 +1,6 @@
-"""The control application: every subject's routes behind their keys, and the OpenAPI document of all that is served.
+"""Control application: all control routes with their key checks, and the OpenAPI document of all routes.
 
-Only this package uses FastAPI; the routes that generate are plain ASGI in `router/http/app.py`. Each subject lists its
+Only this package uses FastAPI; the inference routes are plain ASGI in `router/http/app.py`. Each group lists its
 routes in a table with their scopes, and only `_add` adds a route.
 """
 
@@ -43,10 +43,10 @@ from router.dialects.openapi import openapi_schemas
 
 
 class RouteGroup(Protocol):
-    """A module of routes."""
+    """Group of control routes for one subject, such as `NodeRoutes`."""
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of this group."""
         ...
 
 
@@ -62,8 +62,10 @@ class Observability:
 
 
 class ControlApi:
-    """All groups of control routes with their dependencies. `paths` describes the routes that generate, for the OpenAPI
-    document."""
+    """Control application `app` with all groups of routes.
+
+    `paths` describes the inference routes, for the OpenAPI document.
+    """
 
     def __init__(
         self,
@@ -73,10 +75,10 @@ class ControlApi:
         ring: KeyRing,
         traffic: DispatcherApi,
         loads: ModelOperations,
-        conductor: VideoController,
+        controller: VideoController,
         facts: ServerInfo,
         paths: Mapping[str, Any],
-        visitors: BrowserSessions,
+        sessions: BrowserSessions,
         seen: Observability,
     ) -> None:
         self._ring = ring
@@ -96,10 +98,10 @@ class ControlApi:
             nodes,
             models,
             joins,
-            VideoRoutes(registry, conductor, ring),
+            VideoRoutes(registry, controller, ring),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
-            PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
+            PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
             LogRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),
         )
@@ -125,7 +127,7 @@ class ControlApi:
 
 
 def _opened_by(check: Callable[[Request], Awaitable[None]] | None, longest_body: int) -> type[StrictRoute]:
-    """Return the class of a route: FastAPI builds routes itself, and only a class can carry these."""
+    """Return a route class with this check and body limit, because FastAPI builds the instances itself."""
     opens = None if check is None else staticmethod(check)
     return type("OpenedRoute", (StrictRoute,), {"check": opens, "longest_body": longest_body})
 
@@ -148,7 +150,7 @@ def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> No
     """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
     plain = app.openapi
 
-    def whole() -> dict[str, Any]:
+    def full_document() -> dict[str, Any]:
         document = plain()
         for route in routes:
             document["paths"][route.path][route.method.lower()]["responses"] = route.responses()
@@ -159,4 +161,4 @@ def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> No
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return document
 
-    app.openapi = whole
+    app.openapi = full_document

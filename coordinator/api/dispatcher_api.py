@@ -11,26 +11,26 @@ from wire.identity import NodeId
 
 
 class DispatcherApi(Protocol):
-    """Requests, their nodes, and the placement decisions."""
+    """Part of the dispatcher that control routes use: requests, their nodes, and placement decisions."""
 
     usage: UsageCounter
     history: DecisionLog
     breakers: CircuitBreakers[NodeId]
 
     def in_flight(self, node: NodeId) -> int:
-        """Requests on a node."""
+        """Return the number of requests on a node."""
         ...
 
     def waiting(self) -> int:
-        """Requests that wait for a node."""
+        """Return the number of requests that wait for a node."""
         ...
 
     def open_requests(self) -> list[ActiveRequest]:
-        """Requests that are here, the oldest first."""
+        """Return all requests that have not ended, oldest first."""
         ...
 
     def now(self) -> float:
-        """The clock of its times."""
+        """Return the current time in seconds, on the clock of the dispatcher's other times."""
         ...
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
@@ -38,5 +38,5 @@ class DispatcherApi(Protocol):
         ...
 
     def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Place without reserving."""
+        """Return the placement of a request with this demand, without reservation. The request is not sent."""
         ...

@@ -1,4 +1,4 @@
-"""Errors of the control plane, in the same shape as those of the routes that generate."""
+"""Errors of the control plane, in the same JSON format as those of the inference routes."""
 
 from http import HTTPStatus
 
@@ -13,7 +13,7 @@ from router.errors import Problem, invalid, not_found, wrong_method
 
 
 class ProblemError(Exception):
-    """Carries a Problem out of a route."""
+    """Raised in a route to answer the request with `problem`."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -48,7 +48,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
-    """Answer a change that is not on the disk."""
+    """Answer with a 503 problem if a change could not be written to the disk."""
     return respond(Problem(503, "state_not_written", str(error)), request)
 
 

@@ -1,4 +1,4 @@
-"""Sections of the live page, each updated separately."""
+"""Content of the live page, in sections that are updated separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from router.dispatch.decision_log import RequestRecord
 from router.dispatch.request import ActiveRequest
 
 MAX_REQUESTS_SHOWN = 50
-"""Requests that the page shows, under way and ended."""
+"""Maximum open requests, and maximum ended requests, on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
-"""Seconds after which the page says how long a node is silent."""
+"""Seconds without a report from which the page shows the age of a node's last report."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSources:
-    """Sources of the sections."""
+    """Sources of the page's sections. A call returns the current content."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -33,17 +33,17 @@ class SnapshotSources:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Return the current content of every section."""
+        """Return the current content of each section by name."""
         names = self.ring.names()
-        stories = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
+        records = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
             "nodes": [_steady(row) for row in self.nodes.rows()],
             "models": self.models.rows(),
             "requests": [
-                _under_way(ticket, self.clock, names) for ticket in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
+                _under_way(request, self.clock, names) for request in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
             ],
-            "ended": [_ended(story, self.clock, names) for story in stories],
+            "ended": [_ended(record, self.clock, names) for record in records],
             "joins": self.joins.rows(),
             "conditions": self.pool.active(),
             "load": self.pool.load(1),
@@ -51,43 +51,47 @@ class SnapshotSources:
 
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove volatile values without meaning from a node's row: silence below three seconds."""
-    heard = row["heard_seconds"]
+    """Remove values that change without meaning from a node's row: ages of a report below `SILENCE_SHOWN_SECONDS`."""
+    reported_seconds = row["heard_seconds"]
     return {
         **row,
         "age": 0,
-        "heard_seconds": None if heard is None else int(heard) if heard >= SILENCE_SHOWN_SECONDS else 0,
+        "heard_seconds": None
+        if reported_seconds is None
+        else int(reported_seconds)
+        if reported_seconds >= SILENCE_SHOWN_SECONDS
+        else 0,
     }
 
 
-def _ended(story: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a request that has ended, without its steps: the page asks for them."""
+def _ended(record: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return an ended request as a row, without its steps, which the page requests separately."""
     return {
-        "request_id": story.request_id,
-        "key": names.get(story.key, f"{story.key} (ended)"),
-        "model": story.model,
-        "outcome": story.outcome,
-        "message": story.message,
-        "seconds": round(story.seconds, 3),
-        "prompt_tokens": story.prompt_tokens,
-        "cached_tokens": story.cached_tokens,
-        "completion_tokens": story.completion_tokens,
-        **summary(story, clock),
+        "request_id": record.request_id,
+        "key": names.get(record.key, f"{record.key} (ended)"),
+        "model": record.model,
+        "outcome": record.outcome,
+        "message": record.message,
+        "seconds": round(record.seconds, 3),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        **summary(record, clock),
     }
 
 
-def _under_way(ticket: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _under_way(request: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
-        "id": ticket.job.request_id,
-        "key": names.get(ticket.job.key, ticket.job.key),
-        "model": ticket.job.demand.model,
-        "node": ticket.node_name,
-        "phase": phase_of(ticket),
-        "prompt_tokens": ticket.read[0],
-        "cached_tokens": ticket.read[1],
-        "completion_tokens": ticket.wrote,
-        "attempts": ticket.attempts,
-        "stream": ticket.job.stream,
-        "at": clock.unix(ticket.arrived),
+        "id": request.job.request_id,
+        "key": names.get(request.job.key, request.job.key),
+        "model": request.job.demand.model,
+        "node": request.node_name,
+        "phase": phase_of(request),
+        "prompt_tokens": request.read[0],
+        "cached_tokens": request.read[1],
+        "completion_tokens": request.wrote,
+        "attempts": request.attempts,
+        "stream": request.job.stream,
+        "at": clock.unix(request.arrived),
     }

@@ -12,13 +12,16 @@ from router.errors import Problem
 
 MAX_LOG_BYTES = 2**30
 FOLLOW_INTERVAL_SECONDS = 1.0
-"""Between two looks at a log that is followed."""
+"""Seconds between two reads of a followed log."""
 LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
 """Number of bytes from the end of a log."""
 
 
 async def log_text(pieces: AsyncIterator[bytes]) -> Response:
-    """Stream text. An error before the first piece becomes an error response."""
+    """Return a response that streams the text of a log.
+
+    Raise `ProblemError` (503) for an error before the first piece. A later error ends the text.
+    """
     try:
         first = await anext(pieces, b"")
     except (LookupError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""A text as the squares of a QR code, for a screen that draws them itself."""
+"""QR code of a text as rows of modules, which the page draws."""
 
 import segno
 

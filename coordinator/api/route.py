@@ -10,9 +10,9 @@ OPEN = ""
 """Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
 EVENTS = "text/event-stream"
 MAX_BODY_BYTES = 64 * 1024
-"""Most bytes of a body on a control route with API key."""
+"""Maximum bytes of the body of a control route that needs an API key."""
 MAX_PUBLIC_BODY_BYTES = 1024
-"""Most bytes of a body on a public control route: a code of 100 characters, each of them escaped."""
+"""Maximum bytes of the body of a public control route: a code of 100 characters, each of them escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Content:
 
     @classmethod
     def text(cls, media: str) -> Self:
-        """Describe text."""
+        """Return content of this media type, described as a string."""
         return cls(media, {"type": "string"})
 
 
@@ -32,7 +32,7 @@ JSON = Content(
     "application/json",
     {"type": "object", "required": ["schema"], "properties": {"schema": {"type": "integer"}}},
 )
-"""An object that names the version of its own form, as most answers are."""
+"""Content of most routes: a JSON object with the version of its format in `schema`."""
 LIST = Content("application/json", {"type": "array", "items": {"type": "object"}})
 EVENT_STREAM = Content(EVENTS, {"type": "object"})
 TEXT = Content.text("text/plain")
@@ -40,33 +40,36 @@ TEXT = Content.text("text/plain")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One control route. FastAPI calls `answer`, whose name is the action in the audit log."""
+    """Control route: method, path, required scope and handler.
+
+    FastAPI calls the handler `answer`, whose name is the action in the audit log.
+    """
 
     method: str
     path: str
     scope: str
     answer: Callable[..., Any]
     refusals: tuple[int, ...] = ()
-    """Further statuses besides those implied by method and path."""
+    """Error statuses in addition to those that method and path imply."""
     content: Content = JSON
 
     @property
     def longest_body(self) -> int:
-        """Return the bound of its body in bytes."""
+        """Maximum bytes of the request body."""
         return MAX_PUBLIC_BODY_BYTES if self.scope == OPEN else MAX_BODY_BYTES
 
     @property
     def audited(self) -> bool:
-        """Whether each use is written to the audit log: true for state changes by an administrator."""
+        """Whether each successful call is written to the audit log: true for changes with the scope `admin`."""
         return self.scope == "admin" and self.method != "GET"
 
     @property
     def summary(self) -> str:
-        """Return the first line of the handler's docstring."""
+        """First line of the handler's docstring, as the summary in the OpenAPI document."""
         return (self.answer.__doc__ or "").splitlines()[0]
 
     def responses(self) -> dict[str, Any]:
-        """Describe every status that it answers with."""
+        """Return the OpenAPI descriptions of all responses, by status."""
         content = {self.content.media: {"schema": dict(self.content.schema)}}
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
         missing = (404,) if "{" in self.path else ()

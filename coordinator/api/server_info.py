@@ -1,11 +1,15 @@
-"""Facts that are constant while the coordinator runs."""
+"""Facts about the coordinator that are constant while it runs."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`started` by the monotonic clock; `ca_pem` is empty where the endpoint has no authority of its own."""
+    """Facts about the coordinator for the routes of its status, settings and CA.
+
+    `epoch` counts the starts of the coordinator. `base_url` is the endpoint for clients, `cluster_url` the address for
+    nodes. `started` is in monotonic seconds. `ca_pem` is empty if the endpoint has no CA of its own.
+    """
 
     name: str
     version: str
@@ -16,4 +20,4 @@ class ServerInfo:
     started: float
     ca_pem: str = ""
     settings: tuple[dict[str, object], ...] = ()
-    """Every setting in force: key, value, origin, description."""
+    """All settings in force, each with its key, value, origin and description."""

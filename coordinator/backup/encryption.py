@@ -90,9 +90,9 @@ class DecryptingReader:
             piece = self._open()
             pieces.append(piece)
             have += len(piece)
-        whole = b"".join(pieces)
-        self._plain = whole[size:]
-        return whole[:size]
+        plaintext = b"".join(pieces)
+        self._plain = plaintext[size:]
+        return plaintext[:size]
 
     def _open(self) -> bytes:
         sealed, self._next = self._next, self._file.read(CHUNK_BYTES + TAG_BYTES)

@@ -41,13 +41,13 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
         return ""
     left = max(0, found["until"] - (time.time() if now is None else now))
     then = {"open": f"for {left:.0f} s, then one request is tried", "probing": "except the one that is being tried"}
-    said = then.get(found["state"], "except the next, which is tried")
-    return f"its engine keeps failing: the node gets no requests {said}; last failure: {found['why'] or 'unknown'}"
+    outcome = then.get(found["state"], "except the next, which is tried")
+    return f"its engine keeps failing: the node gets no requests {outcome}; last failure: {found['why'] or 'unknown'}"
 
 
 def arithmetic(node: dict[str, Any]) -> list[str]:
     """Return the lines of `cluster node show` about memory: cap, ceiling, headroom and its terms, readings, counts."""
-    counts, held, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
+    counts, enforcement, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {
         name: show_size(node[name])
         for name in (
@@ -75,13 +75,13 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         f"{size['recent']}; {node['source'] or 'no source'}, {node['age']:.1f} s old",
         f"headroom  {size['headroom']} = ceiling {size['ceiling']} − margin {size['margin']} − current "
         f"{size['current']} − reserved {size['reserved']}",
-        f"guard     {guard_of(node)}; level {held['level'].replace('_', ' ')}; "
-        f"engine seen by the agent {show_size(held['phys'])}, highest {show_size(held['highest'])}",
+        f"guard     {guard_of(node)}; level {enforcement['level'].replace('_', ' ')}; "
+        f"engine seen by the agent {show_size(enforcement['phys'])}, highest {show_size(enforcement['highest'])}",
         f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}; "
         f"last reserve {size['reserve']}; wired {show_size(node['engine']['wired'])}",
         f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "
         f"worker {show_size(system['worker'])}; {system['source'] or 'no source'}, {system['age']:.1f} s old",
         f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "
-        f"{counts['evictions']} evictions, {held['over_caps']} times over the cap, {held['kills']} engine kills, "
-        f"{node['engine']['restarts']} restarts",
+        f"{counts['evictions']} evictions, {enforcement['over_caps']} times over the cap, "
+        f"{enforcement['kills']} engine kills, {node['engine']['restarts']} restarts",
     ]

@@ -42,9 +42,9 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
 def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     path, _, query = path.removeprefix("/api/v1/").partition("?")
     kind, name, what = [*path.split("/"), "", ""][:3]
-    asked = dict(parse_qsl(query))
+    parameters = dict(parse_qsl(query))
     if method == "GET":
-        return _look(admin, path, asked)
+        return _look(admin, path, parameters)
     if kind == "keys" and "name" in body:
         try:
             admin.check_name(body["name"], name)
@@ -78,16 +78,16 @@ def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> di
     return {"schema": 1, "id": key} | ({"key": known} if isinstance(known, str) else {})
 
 
-def _look(admin: AccessAdmin, path: str, asked: dict[str, str]) -> dict[str, Any]:
+def _look(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[str, Any]:
     match path:
         case "tokens":
             return admin.list_tokens()
         case "keys":
             return admin.list_keys()
         case "keys/usage":
-            return admin.usage(asked.get("key"), asked.get("since", ""))
+            return admin.usage(query.get("key"), query.get("since", ""))
         case _:
-            return admin.acts(int(asked["last"]))
+            return admin.acts(int(query["last"]))
 
 
 def _limits(body: dict[str, Any]) -> KeyLimits:

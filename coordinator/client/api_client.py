@@ -329,12 +329,12 @@ def table(
     *,
     numbers: Collection[str] = (),
     fold: Collection[str] = (),
-    whole: bool = False,
+    full_width: bool = False,
 ) -> None:
     """Print a table with the header `columns`. Each row has one text per column.
 
     On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`. No cell
-    is truncated. With `whole`, and outside a terminal, each row is one line. Cells with a text of `alarming` are red.
+    is truncated. With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are red.
     The columns `numbers` are right-aligned.
     """
     from rich.console import Console
@@ -342,7 +342,7 @@ def table(
     from rich.text import Text
 
     lines = [tuple(row) for row in rows]
-    bound = sys.stdout.isatty() and not whole
+    bound = sys.stdout.isatty() and not full_width
     console = Console(highlight=False) if bound else Console(highlight=False, width=UNLIMITED_COLUMNS, height=25)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
@@ -353,4 +353,4 @@ def table(
         grid.add_row(
             *(Text(cell, "bold red" if cell in alarming else "") for cell in line)
         )  # never markup: names come from other machines
-    console.print(grid, soft_wrap=whole)
+    console.print(grid, soft_wrap=full_width)

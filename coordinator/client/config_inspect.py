@@ -35,7 +35,7 @@ class SettingsReport:
 class RunningProcesses:
     """Settings in use by the processes of a state folder."""
 
-    who: tuple[str, ...]
+    roles: tuple[str, ...]
     """Running processes: `coordinator`, `node`, both or none."""
     rows: tuple[dict[str, Any], ...]
     """Their settings as rows: key, value, origin, description."""
@@ -55,8 +55,8 @@ def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningPr
 
     `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running.
     """
-    told: dict[str, list[dict[str, Any]]] | None = node.get("running")
-    halves = {} if told is None else {"node": told}
+    running: dict[str, list[dict[str, Any]]] | None = node.get("running")
+    halves = {} if running is None else {"node": running}
     ours = _coordinator(session)
     if ours is not None:
         halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}

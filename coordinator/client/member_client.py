@@ -77,7 +77,7 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
     failures: list[str] = []
     for address in member.addresses:
         try:
-            return json.loads(_ask(member, address, path))
+            return json.loads(_get(member, address, path))
         except OSError as error:
             failures.append(f"{address} ({error.strerror or error})")
     tried = ", ".join(failures) or "no address is known"
@@ -86,7 +86,7 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
     )
 
 
-def _ask(member: MemberIdentity, address: str, path: str) -> bytes:
+def _get(member: MemberIdentity, address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     with (
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS) as plain,

@@ -20,8 +20,10 @@ _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]
 
 
 class LinkBudget:
-    """Token bucket: `most` tokens of burst, refilled with `rate` tokens a second. `what` names the budget in error
-    texts."""
+    """Token bucket for frames or links of one node: `most` tokens at once, refilled with `rate` tokens a second.
+
+    `what` names the budget in error texts.
+    """
 
     __slots__ = ("_at", "_left", "_most", "_rate", "_what")
 
@@ -32,7 +34,10 @@ class LinkBudget:
         self._at = 0.0
 
     def charge(self, now: float, cost: float = 1.0) -> str:
-        """Take `cost` tokens at `now`. Return an error text if too few are left, else an empty string."""
+        """Take `cost` tokens at `now` (monotonic seconds).
+
+        Return an error text if too few are left, else an empty string.
+        """
         left = min(self._most, self._left + (now - self._at) * self._rate) - cost
         self._at = now
         if left < 0:
@@ -43,7 +48,7 @@ class LinkBudget:
 
 
 class NodeBudgets:
-    """Token buckets of one node."""
+    """Token buckets of one node, which last longer than its links."""
 
     __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
 
@@ -61,7 +66,10 @@ class NodeBudgets:
         return self._links.charge(now)
 
     def query(self, now: float) -> str:
-        """Count a query of this node's command. Return an error text if it exceeds the budget, else an empty string."""
+        """Count a query with this node's certificate.
+
+        Return an error text if it exceeds the budget, else an empty string.
+        """
         return self._queries.charge(now)
 
     def frame(self, tag: int, size: int, now: float) -> str:

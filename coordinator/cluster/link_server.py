@@ -1,15 +1,14 @@
-"""TLS server for the links of nodes: the one port that nodes dial.
+"""TLS server for the links of nodes: the one port to which nodes connect.
 
 Covers: TLS, enrolment and greeting of peers, framing in both directions, newest link wins, second links that take over,
-pings, questions to nodes, limits on strangers.
+pings, and fetches from nodes. Also covers limits for peers without a certificate.
 Does not cover: the states of a node (`cluster.membership`), the effects of its frames (`router.dispatch.dispatcher`),
 enrolment itself (`coordinator.joining.enrollment`).
 
 Rules
 - The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
-- A peer without a certificate (a stranger) has `STRANGER_TIMEOUT_SECONDS` and `MAX_STRANGER_BYTES` to enrol. Only
-enrolment frames
-  are decoded for it. Only the wait for a person's approval may take longer.
+- A peer without a certificate must enrol within 5 s and 16 KiB. Only enrolment frames are decoded for such a peer. Only
+  the wait for a person's approval may take longer.
 - A node has budgets (`link_budgets`) for its frames, reports, renewals and links. A link that exceeds them ends with
   the reason.
 - The newest connection of a node wins. A second link of the same agent instance with `takeover` leaves the first open,
@@ -56,18 +55,18 @@ from wire.link.endpoint import LinkEndpoint
 
 HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
-"""Longest time in one turn of the loop for frames of one link. The last frame may exceed it."""
-STRANGER_TIMEOUT_SECONDS = 5.0
-MAX_STRANGER_BYTES = 16 * 1024
+"""Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
+UNLINKED_TIMEOUT_SECONDS = 5.0
+MAX_UNLINKED_BYTES = 16 * 1024
 CLOSE_DELAY_SECONDS = 0.5
 """Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
-MAX_STRANGERS = 64
-"""Most connections without a certificate; a quarter of them from one address.
+MAX_UNLINKED = 64
+"""Maximum connections without a certificate; a quarter of them from one address.
 
-A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
-same address.
+A peer with a certificate of the cluster does not count. Peers without one therefore cannot exclude a node, even a node
+behind the same address.
 """
 FROM_NODES = frozenset(
     {
@@ -88,13 +87,13 @@ FROM_NODES = frozenset(
 """Frames that a linked node may send."""
 PING_TIMEOUT_SECONDS = 1.0
 FETCH_WINDOW_BYTES = 1024 * 1024
-"""Most bytes of a long answer in flight."""
+"""Maximum bytes that one `FetchRequest` asks for. A longer answer needs several."""
 MIN_CHUNK_BYTES = 4096
-"""Smallest usual size of an answer's pieces. The last piece of a window may be shorter."""
+"""Minimum bytes of an answer's pieces, except the last piece of a window. Limits the number of pieces."""
 QUERY_CHUNK_BYTES = 32 * 1024
 """Bytes of one piece of the answer to a query."""
 FETCH_TIMEOUT_SECONDS = 10.0
-"""Longest gap between two pieces of an answer, in seconds."""
+"""Maximum seconds between two pieces of an answer."""
 
 log = structlog.get_logger("coordinator.cluster.link_server")
 
@@ -103,36 +102,36 @@ class LinkHandler(Protocol):
     """Callbacks of the link server, implemented by the registry."""
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
-        """Return `Welcome` if this node may link, else `Denied`."""
+        """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
         ...
 
     def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
-        """Return the answer to a member's query as JSON, or `Denied`."""
+        """Return the answer to a member's query as JSON, or `Denied` with the reason."""
         ...
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record the node's newest link and return its number."""
+        """Record a new link of a node and return its sequence number."""
         ...
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
-        """Record the end of a link."""
+        """Record the end of the link `number` of a node."""
         ...
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of a linked node."""
+        """Handle a frame of the link `number` of a node."""
         ...
 
     def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
-        """Begin an enrolment, or return `Denied`."""
+        """Begin an enrolment of a peer without a certificate. Return `Denied` with the reason if that is refused."""
         ...
 
     async def wait_stored(self) -> None:
-        """Wait until every change so far is on the disk."""
+        """Wait until all changes so far are on disk. Raise `StoreError` if a write failed."""
         ...
 
 
 class Connection(LinkEndpoint):
-    """One accepted connection: a stranger until its Hello is answered with Welcome."""
+    """Accepted connection of a peer. It becomes the link of a node when its Hello is answered with Welcome."""
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
@@ -166,23 +165,25 @@ class Connection(LinkEndpoint):
         if certificate:
             known = read_certificate(certificate)
             self.peer, self.serial, self.life = parse_uri(known.uri), known.serial, (known.issued, known.expires)
-        self._deadline = self._loop.call_later(STRANGER_TIMEOUT_SECONDS, self._too_slow)
+        self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._too_slow)
         if self._server.admit_connection(self) and not certificate:
             self._begin_enrolment()
 
     def _too_slow(self) -> None:
-        self.abort(f"no Hello within {STRANGER_TIMEOUT_SECONDS:.0f} s")
+        self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Split bytes into frames. Bytes of a peer without a certificate go to its enrolment only, and are counted
-        first."""
+        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
+
+        Abort the connection after too many bytes before Hello, and after an invalid frame.
+        """
         if self._conversation is not None:
             self._converse(self._conversation.feed(data, self._loop.time()))
             return
         if self.node is None:
             self._bytes += len(data)
-            if self._bytes > MAX_STRANGER_BYTES:
-                self.abort(f"more than {MAX_STRANGER_BYTES} bytes before a Hello")
+            if self._bytes > MAX_UNLINKED_BYTES:
+                self.abort(f"more than {MAX_UNLINKED_BYTES} bytes before a Hello")
                 return
         frames = self._splitter.feed(data)
         if self._resting:
@@ -223,13 +224,16 @@ class Connection(LinkEndpoint):
             self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Process the frames that arrived before the peer closed the connection."""
+        """Process the frames that arrived before the peer closed the connection, then handle its end."""
         if self._resting and not self._reason:
             self._take_frames(all_of_them=True)
         super().connection_lost(exc)
 
     def received(self, tag: int, body: bytes) -> None:
-        """Process one frame: Hello or Query before the greeting, any frame of `FROM_NODES` after it."""
+        """Process one frame: Hello or MemberQuery on a new connection, a frame of `FROM_NODES` on a link.
+
+        Raise `WireError` for an invalid frame and for any other frame. A link over its budget is closed.
+        """
         if self._refused:
             return
         if self.node is not None and self.budgets is not None:
@@ -268,11 +272,11 @@ class Connection(LinkEndpoint):
     def _converse(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
-            self._server.when_stored(lambda: self._say(frames))
+            self._server.when_stored(lambda: self._send_frames(frames))
         else:
-            self._say(frames)
+            self._send_frames(frames)
 
-    def _say(self, frames: list[Frame]) -> None:
+    def _send_frames(self, frames: list[Frame]) -> None:
         assert self._conversation is not None  # noqa: S101  the callers have one
         for frame in frames:
             self.send(frame)
@@ -284,7 +288,7 @@ class Connection(LinkEndpoint):
             self._deadline = self._loop.call_at(self._conversation.deadline, self._poll)
 
     def answer(self, payload: bytes) -> None:
-        """Send the answer to a query, and close."""
+        """Send the answer to a query in pieces, and close the connection."""
         self._refused = True
         for begin in range(0, max(1, len(payload)), QUERY_CHUNK_BYTES):
             end = begin + QUERY_CHUNK_BYTES
@@ -308,13 +312,13 @@ class Connection(LinkEndpoint):
         self._loop.call_later(CLOSE_DELAY_SECONDS, self.close, why)
 
     def bind_link(self, node: NodeId, hello: Hello, number: int) -> None:
-        """Bind this connection to a node as its link."""
+        """Make this connection the link `number` of a node."""
         self.node, self.hello, self.number = node, hello, number
         if self._deadline is not None:
             self._deadline.cancel()
 
     def lost(self, reason: str) -> None:
-        """Cancel the deadline and the enrolment, and report the end of the connection to the server."""
+        """Cancel the deadline and the enrolment, and report the end of the connection to the server with its reason."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self._conversation is not None:
@@ -345,25 +349,28 @@ def _no_handshake() -> None:
 
 
 class LinkServer:
-    """Server and registry of all links, on one event loop. `owner` decides about nodes and frames."""
+    """Server for all links of nodes, on one event loop.
+
+    `owner` decides which nodes may link, and handles their frames.
+    """
 
     def __init__(self, owner: LinkHandler) -> None:
         self.owner = owner
         self._server: asyncio.Server | None = None
-        self._strangers: set[Connection] = set()
+        self._unlinked: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}
         self._retired: set[Connection] = set()
         self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
-        self._asks: dict[tuple[NodeId, int], _FetchWindow] = {}
-        self._ask_numbers = itertools.count(1)
+        self._fetches: dict[tuple[NodeId, int], _FetchWindow] = {}
+        self._fetch_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.made = self.denied = 0
-        """Links established since the start; `denied`: nodes denied."""
+        """Number of links established since the start; `denied`: number of Hellos denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
-        """Listen and return the port. Raise `OSError` if the address is in use."""
+        """Listen for nodes with TLS and return the port. Raise `OSError` if the address cannot be used."""
         loop = asyncio.get_running_loop()
         server = self._server = await loop.create_server(
             lambda: cast("asyncio.Protocol", Connection(self)),
@@ -382,13 +389,13 @@ class LinkServer:
             self._ping_timer.cancel()
         if self._server is not None:
             self._server.close()
-        for connection in [*self._strangers, *self._links.values(), *self._retired]:
+        for connection in [*self._unlinked, *self._links.values(), *self._retired]:
             connection.close("the coordinator stops")
 
     # -- connections --------------------------------------------------------------
 
     def when_stored(self, then: Callable[[], None]) -> None:
-        """Call `then` once every change up to now is on disk. Never call it if the write failed."""
+        """Call `then` once all changes so far are on disk. Do not call `then` if a write failed."""
         task = asyncio.get_running_loop().create_task(self.owner.wait_stored())
         self._tasks.add(task)
 
@@ -402,22 +409,22 @@ class LinkServer:
         task.add_done_callback(done)
 
     def admit_connection(self, connection: Connection) -> bool:
-        """Count a connection. Return False and abort it if it is one stranger too many.
+        """Count a new connection. Return False and abort the connection if there are too many without a certificate.
 
-        A stranger has no certificate. A node with a certificate is never limited here.
+        A peer with a certificate is never limited here.
         """
-        self._strangers.add(connection)
+        self._unlinked.add(connection)
         if connection.peer is not None:
             return True
-        addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
+        addresses = [one.address for one in self._unlinked if one.peer is None]
         here = addresses.count(connection.address)
-        if len(addresses) > MAX_STRANGERS or here > MAX_STRANGERS // 4:
+        if len(addresses) > MAX_UNLINKED or here > MAX_UNLINKED // 4:
             connection.abort(f"{len(addresses)} strangers are connected, {here} from this address")
             return False
         return True
 
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
-        """Answer a Hello with Welcome or Denied."""
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = connection.budgets.link(asyncio.get_running_loop().time())
@@ -432,7 +439,7 @@ class LinkServer:
             return
         self.made += 1
         node = NodeId(hello.node)
-        self._strangers.discard(connection)
+        self._unlinked.discard(connection)
         older = self._links.get(node)
         if older is not None:
             self._replace(older, hello)
@@ -441,7 +448,7 @@ class LinkServer:
         connection.bind_link(node, hello, self.owner.on_link_up(node, hello))
 
     def query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer a read-only query of a member's command. The link of its node is unaffected."""
+        """Answer a read-only query that a command sends with its node's certificate. The node's link is unaffected."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
         if why:
@@ -464,8 +471,8 @@ class LinkServer:
             older.close("a newer connection of the same node replaced this one")
 
     def on_connection_lost(self, connection: Connection, reason: str) -> None:
-        """Record the end of a connection."""
-        self._strangers.discard(connection)
+        """Remove a closed connection. If it was a link, report its end to the owner."""
+        self._unlinked.discard(connection)
         self._retired.discard(connection)
         if connection.node is None:
             log.info("stranger gone", peer=connection.address, reason=reason)
@@ -475,10 +482,10 @@ class LinkServer:
         self.owner.on_link_down(connection.node, connection.number, reason)
 
     def deliver(self, connection: Connection, frame: Frame) -> None:
-        """Deliver an answer to its window, and any other frame to the owner."""
+        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the owner."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
-            window = self._asks.get((connection.node, frame.ask))
+            window = self._fetches.get((connection.node, frame.number))
             if window is not None:
                 window.put(frame)
             return
@@ -490,9 +497,9 @@ class LinkServer:
         """Return the number of linked nodes."""
         return len(self._links)
 
-    def strangers(self) -> int:
-        """Return the number of connections that are not links (yet)."""
-        return len(self._strangers)
+    def unlinked_count(self) -> int:
+        """Return the number of open connections that are not links (yet)."""
+        return len(self._unlinked)
 
     @property
     def retired(self) -> int:
@@ -506,12 +513,12 @@ class LinkServer:
     # -- towards the nodes -----------------------------------------------------------
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame on the node's newest link. Return False if there is none."""
+        """Send a frame on the node's newest link. Return False if there is none or the link is closed."""
         link = self._links.get(node)
         return link is not None and link.send(frame)
 
     def address(self, node: NodeId) -> str:
-        """Return the address from which a node dialed its newest link; empty if there is none."""
+        """Return the IP address of the peer of a node's newest link; empty if there is none."""
         link = self._links.get(node)
         return "" if link is None else link.address
 
@@ -531,7 +538,7 @@ class LinkServer:
                     link.abort(reason)
 
     def close_link(self, node: NodeId, number: int, reason: str) -> None:
-        """End one link at once."""
+        """End the link `number` of a node at once, if it is open."""
         for link in [*self._links.values(), *self._retired]:
             if link.node == node and link.number == number:
                 link.abort(reason)
@@ -544,7 +551,7 @@ class LinkServer:
         self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._ping)
 
     async def fetch(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
-        """Yield the newest `limit` bytes of a node's source `what`, one window at a time, at the pace of the consumer.
+        """Yield the newest `limit` bytes of a node's source `what`, such as `logs`, as fast as the consumer reads.
 
         Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
         """
@@ -562,7 +569,7 @@ class LinkServer:
     async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
         """Yield the newest `limit` bytes of a node's source `what`, then its additions, polled every `every` seconds.
 
-        Raise `LookupError` and `TimeoutError` as `fetch`.
+        The iterator does not end. Raise `LookupError` and `TimeoutError` as `fetch`.
         """
         offset = -limit
         while True:
@@ -574,8 +581,8 @@ class LinkServer:
             await asyncio.sleep(every)
 
     async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[FetchChunk]:
-        number = next(self._ask_numbers)
-        window = self._asks[node, number] = _FetchWindow(limit)
+        number = next(self._fetch_numbers)
+        window = self._fetches[node, number] = _FetchWindow(limit)
         try:
             if not self.send(node, FetchRequest(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
@@ -588,4 +595,4 @@ class LinkServer:
                 last = answer.last
                 yield answer
         finally:
-            del self._asks[node, number]
+            del self._fetches[node, number]

@@ -25,13 +25,13 @@ TERMINATE_GRACE_SECONDS = 10.0
 
 
 class LocalNodeElsewhereError(Exception):
-    """This Mac is a node of a cluster other than the one that it coordinates."""
+    """Raised when this Mac is a node of another cluster than the cluster that it coordinates."""
 
 
 def check_node(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    Raise `LocalNodeElsewhereError` with the possible next steps.
+    Raise `LocalNodeElsewhereError`, with the possible next steps, if it belongs to another cluster.
     """
     try:
         kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
@@ -48,7 +48,10 @@ def check_node(state: Path, cluster: str) -> None:
 
 
 class LocalNode:
-    """Supervisor of `python -m node.run` on this machine. `token` creates a join token if the node has no identity."""
+    """Supervisor of the node on the coordinator's machine (`python -m node.run`).
+
+    `address` is the coordinator's. `token` creates a join token, which the node uses only without an identity.
+    """
 
     def __init__(self, state: Path, address: str, arguments: tuple[str, ...], token: Callable[[], str]) -> None:
         self._state = state
@@ -58,10 +61,10 @@ class LocalNode:
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self.given_up = asyncio.Event()
-        """It ended for a reason that no new start changes."""
+        """Set when the node has ended for a reason that a restart does not remove."""
 
     async def start(self) -> None:
-        """Start the node, and restart it after each exit."""
+        """Start the node, and restart it after each exit until `given_up` is set."""
         await self._spawn()
         self._watch = asyncio.create_task(self._keep())
 
@@ -125,9 +128,9 @@ class LocalNode:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
     async def ready(self, registry: Registry, seconds: float) -> bool:
-        """Wait at most `seconds` until this node can answer requests. Return whether it can.
+        """Wait at most `seconds` until this node can answer requests. Return False after a timeout or `given_up`.
 
-        A node that fails has logged the reason.
+        The reason of a failure is in the log.
         """
         answers = asyncio.create_task(registry.wait_for_answers(self._id))
         ended = asyncio.create_task(self.given_up.wait())

@@ -35,28 +35,31 @@ from wire.node_state import ALIVE, GONE, LINKED, NodeState
 SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
 LOST_AFTER_SECONDS = 10.0
-"""Seconds without a report until the link is closed and its requests are resumed on other nodes."""
+"""Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
 FORGET_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
 CORRELATION_WINDOW_SECONDS = 5.0
-"""Seconds within which falls of several nodes count as one event."""
+"""Seconds within which losses of several nodes count as one event."""
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
-    """Membership of one node. Times are in seconds of `now`."""
+    """Membership and liveness of one node. All times are monotonic seconds, as `now` of `step`.
+
+    `enrolled`: the node is a member. `instance` identifies the agent process of the newest link.
+    """
 
     node: NodeId
     state: NodeState
     since: float
     """Start of the current state."""
-    heard: float | None = None
+    last_report_at: float | None = None
     """Time of the last report or connect; None before the first."""
     enrolled: bool = True
     cordoned: bool = False
     link: int = 0
-    """Number of the current link; 0 if there is none."""
+    """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
     """Highest link number seen."""
     instance: str = ""
@@ -64,8 +67,8 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """Consecutive reports while suspect."""
     reason: str = ""
     """Why the node is not ready, as text for people."""
-    fell: float | None = None
-    """When a living node last fell silent; None after its return or a goodbye."""
+    silent_at: float | None = None
+    """Time at which a living node became suspect or lost; None after its return or a goodbye."""
 
     @property
     def placeable(self) -> bool:
@@ -73,27 +76,30 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
         return self.state is NodeState.READY and not self.cordoned
 
     def check(self) -> None:
-        """Raise `InvariantError` if two values contradict."""
+        """Raise `InvariantError` if two values of this member contradict each other."""
         wrong = [
             "linked without a link" * (self.state in LINKED and not self.link),
             "gone with a link" * (self.state in GONE and bool(self.link)),
             "link is not the newest" * (bool(self.link) and self.link != self.newest),
             "left but enrolled" * (self.state is NodeState.LEFT and self.enrolled),
             "counts reports but is not suspect" * (self.streak > 0 and self.state is not NodeState.SUSPECT),
-            "alive without a report" * (self.state in LINKED and self.heard is None),
+            "alive without a report" * (self.state in LINKED and self.last_report_at is None),
             "fell but is not missing"
-            * (self.fell is not None and self.state not in (NodeState.SUSPECT, NodeState.LOST)),
+            * (self.silent_at is not None and self.state not in (NodeState.SUSPECT, NodeState.LOST)),
         ]
         if any(wrong):
             raise InvariantError(f"{self.node}: {', '.join(filter(None, wrong))}: {self}")
 
 
 class InvariantError(AssertionError):
-    """Violated invariant: a bug in this program."""
+    """Raised for a violated invariant, which is a bug in this program."""
 
 
 class IllegalEventError(Exception):
-    """Event that cannot happen in this state: a bug of the caller, or a peer that should have been denied."""
+    """Raised for an event that is illegal in the state of the node.
+
+    The cause is a bug of the caller, or a peer that should have been denied.
+    """
 
 
 # events
@@ -101,12 +107,12 @@ class IllegalEventError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class MemberEnrolled:
-    """The node received a certificate and is a member from now on."""
+    """Event: the node received a certificate and is a member from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberConnected:
-    """A new link has passed Hello."""
+    """Event: the Hello of a new link was accepted."""
 
     link: int
     instance: str
@@ -117,7 +123,7 @@ class MemberConnected:
 
 @dataclass(frozen=True, slots=True)
 class MemberReported:
-    """A report arrived."""
+    """Event: a report of the node arrived, with the node's own state."""
 
     link: int
     draining: bool = False
@@ -126,15 +132,15 @@ class MemberReported:
 
 @dataclass(frozen=True, slots=True)
 class MemberDisconnected:
-    """The connection ended without a goodbye."""
+    """Event: the connection of a link ended without a goodbye."""
 
     link: int
     reason: str = "connection ended"
 
 
 @dataclass(frozen=True, slots=True)
-class MemberSaidGoodbye:
-    """The node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
+class MemberGoodbye:
+    """Event: the node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
 
     link: int
     reason: str
@@ -142,25 +148,25 @@ class MemberSaidGoodbye:
 
 @dataclass(frozen=True, slots=True)
 class MemberCordoned:
-    """A person excluded the node from new work."""
+    """Event: a person excluded the node from new work."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberUncordoned:
-    """A person admitted the node to new work again."""
+    """Event: a person admitted the node to new work again."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRemoved:
-    """A person removed the node from the pool."""
+    """Event: a person removed the node from the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class MembershipTick:
-    """Time has passed."""
+    """Event: time has passed. The deadlines of the node are checked."""
 
 
-OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberSaidGoodbye
+OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
 Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemoved | MembershipTick
 
 
@@ -169,7 +175,7 @@ Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemo
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Close this link."""
+    """Action: close this link."""
 
     node: NodeId
     link: int
@@ -178,7 +184,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """Resume the requests of this node's link on other nodes."""
+    """Action: resume the requests of this node's link on other nodes."""
 
     node: NodeId
     reason: str
@@ -186,14 +192,14 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True)
 class MemberChanged:
-    """Publish the node, because a value that people or placement see has changed."""
+    """Action: publish the node, because a value that people or placement see has changed."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Delete all data of the node, because the pool no longer contains it."""
+    """Action: delete all data of the node, because the pool no longer contains the node."""
 
     node: NodeId
 
@@ -229,7 +235,7 @@ TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
     MemberConnected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
     MemberReported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
     MemberDisconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
-    MemberSaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
+    MemberGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
     MemberCordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     MemberUncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     MemberRemoved: {state: frozenset({_X}) for state in _NOT_LEFT},
@@ -251,7 +257,11 @@ _GOODBYE = {"asleep": (NodeState.ASLEEP, "asleep"), "leave": (NodeState.LEFT, "l
 
 
 def step(member: Member, event: Event, now: float) -> Step:
-    """Apply one event to one node. Raise `IllegalEventError` if the event is not in `TABLE` for the node's state."""
+    """Apply one event to one node at `now` (monotonic seconds). Return the new membership and the actions in order.
+
+    Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
+    Raise the same for an event of an unknown link, and for a new link without a higher number.
+    """
     if isinstance(event, OfLink) and _stale(member, event):
         return member, ()
     allowed = TABLE[type(event)].get(member.state)
@@ -283,8 +293,8 @@ def _apply(member: Member, event: Event, now: float) -> Step:
         case MemberReported():
             return _reported(member, event, now)
         case MemberDisconnected():
-            return _gone(member, NodeState.LOST, event.reason, now, fell=member.state in ALIVE)
-        case MemberSaidGoodbye():
+            return _gone(member, NodeState.LOST, event.reason, now, was_alive=member.state in ALIVE)
+        case MemberGoodbye():
             state, reason = _GOODBYE.get(event.reason, (NodeState.LOST, "stopped"))
             return _gone(member, state, reason, now, close=True)
         case MemberRemoved():
@@ -298,15 +308,15 @@ def _apply(member: Member, event: Event, now: float) -> Step:
 def _enrolled(member: Member, now: float) -> Step:
     if member.state not in GONE:
         return _seen(member, replace(member, enrolled=True))
-    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", fell=None))
+    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", silent_at=None))
 
 
 def _connected(member: Member, event: MemberConnected, now: float) -> Step:
     took_over = event.takeover and member.link != 0 and event.instance == member.instance
-    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, heard=now)
+    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, last_report_at=now)
     if took_over:
         return linked, (MemberChanged(member.node),)
-    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", fell=None)
+    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", silent_at=None)
     if not member.link:
         return after, (MemberChanged(member.node),)
     node = member.node
@@ -318,15 +328,15 @@ def _connected(member: Member, event: MemberConnected, now: float) -> Step:
 
 
 def _reported(member: Member, event: MemberReported, now: float) -> Step:
-    heard = replace(member, heard=now)
+    reported = replace(member, last_report_at=now)
     if member.state is NodeState.SUSPECT:
-        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER_SECONDS
+        in_a_row = member.last_report_at is not None and now < member.last_report_at + SUSPECT_AFTER_SECONDS
         streak = member.streak + 1 if in_a_row else 1
         if streak < RETURN_AFTER_REPORTS:
-            return replace(heard, streak=streak), ()
+            return replace(reported, streak=streak), ()
     state = NodeState.PAUSED if event.paused else NodeState.DRAINING if event.draining else NodeState.READY
     since = member.since if state is member.state else now
-    return _seen(member, replace(heard, state=state, since=since, streak=0, reason="", fell=None))
+    return _seen(member, replace(reported, state=state, since=since, streak=0, reason="", silent_at=None))
 
 
 def _mark(member: Member, *, cordoned: bool) -> Step:
@@ -335,12 +345,12 @@ def _mark(member: Member, *, cordoned: bool) -> Step:
 
 def _seen(before: Member, after: Member) -> Step:
     """Report a change only when something other than the time of the last report differs."""
-    changed = replace(before, heard=after.heard) != after
+    changed = replace(before, last_report_at=after.last_report_at) != after
     return after, (MemberChanged(after.node),) if changed else ()
 
 
 def _gone(
-    member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, fell: bool = False
+    member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, was_alive: bool = False
 ) -> Step:
     """End a node's link, if any, and return the actions that follow."""
     node = member.node
@@ -352,7 +362,7 @@ def _gone(
         streak=0,
         reason=reason,
         enrolled=member.enrolled and state is not NodeState.LEFT,
-        fell=None if state is not NodeState.LOST else now if fell else member.fell,
+        silent_at=None if state is not NodeState.LOST else now if was_alive else member.silent_at,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
     gone = (NodeGone(node, reason),) if member.link else ()
@@ -364,28 +374,30 @@ def _tick(member: Member, now: float) -> Step:
     if deadline is None or now < deadline or member.state in GONE:
         return member, ()
     if member.state in ALIVE:
-        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", fell=now))
+        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", silent_at=now))
     reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
     return _gone(member, NodeState.LOST, reason, now, close=True)
 
 
 def _deadline(member: Member) -> float | None:
-    """Return when time alone will change the state; None if never."""
+    """Return the time at which time alone changes the state; None if never."""
     if member.state in GONE:
         return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
-    heard = member.since if member.heard is None or member.state is NodeState.JOINING else member.heard
-    return heard + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
+    reported_at = (
+        member.since if member.last_report_at is None or member.state is NodeState.JOINING else member.last_report_at
+    )
+    return reported_at + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
 
 
 # the pool
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Membership of all nodes."""
+    """Membership of all nodes of the pool, by node id."""
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     doubted: float | None = None
-    """Since when the coordinator suspects itself, in seconds of `now`; None if it does not."""
+    """Monotonic time since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
@@ -394,7 +406,7 @@ class Membership(msgspec.Struct, frozen=True):
         return self.doubted is not None
 
     def check(self) -> None:
-        """Raise `InvariantError` when any invariant does not hold."""
+        """Raise `InvariantError` if the values of any member contradict each other."""
         for node, member in self.members.items():
             if node != member.node:
                 raise InvariantError(f"{member.node} is kept as {node}")
@@ -402,7 +414,7 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
-    """Return the pool at the start of a coordinator: every stored member is lost until it connects."""
+    """Return the pool at the start of a coordinator. The stored members `nodes` are lost until they connect."""
     marked = frozenset(cordoned)
     return Membership(
         {
@@ -415,9 +427,10 @@ def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = (
 
 
 def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply one event about one node.
+    """Apply one event about one node at `now` (monotonic seconds). Return the new pool and the actions in order.
 
-    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member).
+    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member). Raise
+    `IllegalEventError` for any other event of an unknown node, and as `step`.
     """
     member = pool.members.get(node)
     if member is None:
@@ -428,12 +441,15 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
     if node not in pool.members:
         actions = (MemberChanged(node),)
     changed = replace(pool, members={**pool.members, node: after})
-    same = (after.state, after.fell) == (member.state, member.fell)
+    same = (after.state, after.silent_at) == (member.state, member.silent_at)
     return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
 
 
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply the transitions of all nodes that are due at `now`. Call it at `next_deadline`."""
+    """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call it at `next_deadline`.
+
+    Return the new pool and the actions in order.
+    """
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
     for node, member in pool.members.items():
@@ -447,7 +463,7 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
-    """Return when `tick` is next due, in seconds of `now` and not before `now`. None if time changes nothing."""
+    """Return the monotonic time at which `tick` is due next, not before `now`. None if time changes nothing."""
     forgetting = not pool.self_suspect
     deadlines = [
         deadline
@@ -475,10 +491,10 @@ def _doubt(pool: Membership, now: float) -> Membership:
     fallen = sum(
         1
         for member in pool.members.values()
-        if member.fell is not None and member.fell >= since - CORRELATION_WINDOW_SECONDS
+        if member.silent_at is not None and member.silent_at >= since - CORRELATION_WINDOW_SECONDS
     )
-    whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
-    half = whole >= 2 and 2 * fallen >= whole
+    total = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
+    half = total >= 2 and 2 * fallen >= total
     if pool.doubted is None:
         return replace(pool, doubted=now) if half else pool
     return pool if half and now < pool.doubted + FORGET_AFTER_SECONDS else replace(pool, doubted=None)

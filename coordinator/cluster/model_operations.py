@@ -21,14 +21,14 @@ from wire.report import Model
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """A node has carried out a command."""
+    """Result of a load, unload or profile command that a node has carried out."""
 
     node: NodeId
     name: str
     seconds: float
     """Duration of the command."""
     already: bool = False
-    """Whether the node's report already showed the wanted state, in which case no command was sent."""
+    """Whether the model was loaded already, in which case no command was sent."""
     model: Model | None = None
     """Measurements of a profile; None for other commands."""
 
@@ -42,14 +42,17 @@ Answer = CommandResult | Refused | RequestFailure
 
 
 class ModelOperations:
-    """Load, unload and profile commands to nodes. `clock` returns monotonic seconds."""
+    """Load, unload and profile commands to nodes, through the dispatcher. `clock` returns monotonic seconds."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
         self._clock = clock
 
     async def load(self, model: str, node: NodeView | None) -> Answer:
-        """Load a model on `node`, or on the best node. If a chosen node refuses, try the next."""
+        """Load a model on `node`, or on the best node. If a chosen node refuses, try the next.
+
+        Return the result, or the refusal or error if no node loads the model.
+        """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _loaded(node, model))
             return self._dispatcher.unavailable_reason(node) or await self._load(choice, model)
@@ -71,9 +74,9 @@ class ModelOperations:
     async def profile(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Measure a model and return the results and the first error.
+        """Measure the memory of a model. Return the results, and an error for the nodes that failed or None.
 
-        Nodes, in this order: `node`; else every node that has the model loaded; else the best node for a load.
+        Profile on `node`; else on every node that has the model loaded; else on the best node for a load.
         """
         holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
@@ -94,9 +97,10 @@ class ModelOperations:
     async def unload(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Unload a model from `node`, or from every node that has it loaded. Return the results and the first error.
+        """Unload a model from `node`, or from every node that has it loaded.
 
-        Cordoned nodes are included, because a person cordons a node to let its requests end.
+        Return the results, and an error for the nodes that failed or None. Cordoned nodes are included, because a
+        person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
         holders = [one for one in view.nodes if one.state not in GONE and _loaded(one, model)]

@@ -45,7 +45,7 @@ from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
 MAX_IMMEDIATE_MEMBERS = 32
-"""Most members for which every report publishes a new view at once."""
+"""Maximum number of members with which every report publishes a new view at once."""
 PAUSE_TIMEOUT_SECONDS = 10.0
 """Longest wait for a node's report that it is paused or resumed, in seconds."""
 ALIVE_REPORT_AGE_SECONDS = 3.0
@@ -59,15 +59,15 @@ class RegistryListener(Protocol):
     """Callbacks of the registry, implemented by the dispatcher."""
 
     def set_view(self, view: ClusterView) -> None:
-        """Replace the cluster view."""
+        """Replace the cluster view, after a change of any node."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Handle a node's frame about a request."""
+        """Handle a frame of a node that is not about its membership, such as a frame of a request."""
         ...
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Resume the node's requests on other nodes."""
+        """Resume the requests of a node on other nodes, because its link has ended for `reason`."""
         ...
 
     def forget(self, node: NodeId) -> None:
@@ -76,7 +76,10 @@ class RegistryListener(Protocol):
 
 
 class Registry:
-    """Members and their state. `wall` returns Unix seconds; all other times are seconds of the loop's clock."""
+    """Members of the cluster, their links and their newest reports.
+
+    `wall` returns Unix seconds; all other times are seconds of the loop's clock. `epoch` is sent to nodes in Welcome.
+    """
 
     def __init__(
         self,
@@ -107,17 +110,17 @@ class Registry:
             (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
         )
         self._reports: dict[NodeId, Report] = {}
-        self._heard: dict[NodeId, float] = {}
+        self._reported_at: dict[NodeId, float] = {}
         self._versions: dict[NodeId, str] = {}
         self._protocols: dict[NodeId, int] = {}
         self._views: dict[NodeId, NodeView] = {}
         self._link_numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._publishing: asyncio.TimerHandle | None = None
-        self._heard_of: dict[NodeId, asyncio.Event] = {}
+        self._report_events: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
-        """When `_timer` fires. Kept here because uvloop's handle has no `when` within half a millisecond of its time.
-        """
+        """Loop time at which `_timer` fires. Stored because uvloop's handle has no `when` within half a millisecond of
+        that time."""
         self._published = asyncio.Event()
         """Set whenever a new view is published."""
         self.placing: RegistryListener | None = None
@@ -130,11 +133,11 @@ class Registry:
     # -- callbacks of the link server -----------------------------------------------------
 
     def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
-        """Begin an enrolment."""
+        """Begin an enrolment of a peer at `address`. Return `Denied` if the enrolment server refuses."""
         return self._enrolment.start_enrollment(address, self._loop.time())
 
     async def wait_stored(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
+        """Wait until all changes so far are on disk. Raise `StoreError` if a write failed."""
         await self._store.flush()
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
@@ -214,10 +217,10 @@ class Registry:
         linked = self.links.hello(node)
         if linked is None or linked.instance == hello.instance:
             return False
-        return self._loop.time() - self._heard.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
+        return self._loop.time() - self._reported_at.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link and return its number."""
+        """Record a new link of a member and return its sequence number."""
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
@@ -227,13 +230,13 @@ class Registry:
         return number
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
-        """Record the end of the link with this number."""
+        """Record the end of the link with this number. Ignore a link that is not the newest of its node."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
             self._happen(node, membership.MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of a link."""
+        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
         if type(frame) is Report:
             self._take_report(node, number, frame)
         elif type(frame) is Goodbye:
@@ -247,8 +250,8 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         self._reports[node] = report
-        self._heard[node] = self._loop.time()
-        if (waited := self._heard_of.pop(node, None)) is not None:
+        self._reported_at[node] = self._loop.time()
+        if (waited := self._report_events.pop(node, None)) is not None:
             waited.set()
         self._happen(node, membership.MemberReported(number, report.draining, report.sharing.paused), always=True)
 
@@ -256,9 +259,9 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         log.info("node said goodbye", node=node, reason=goodbye.reason)
-        self._happen(node, membership.MemberSaidGoodbye(number, goodbye.reason))
+        self._happen(node, membership.MemberGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
-            self._strike_off(node, "it left")
+            self._deny_member(node, "it left")
 
     def _renew(self, node: NodeId, renew: RenewCertificate) -> None:
         row = self._store.members[node]
@@ -268,27 +271,29 @@ class Registry:
             self.links.disconnect_node(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
-        self.links.when_stored(lambda: self._hand_over(node, certificate))
+        self.links.when_stored(lambda: self._send_certificate(node, certificate))
 
-    def _hand_over(self, node: NodeId, certificate: bytes) -> None:
+    def _send_certificate(self, node: NodeId, certificate: bytes) -> None:
         """Send a renewed certificate whose serial is on disk."""
         self.links.send(node, CertificateRenewed(certificate))
 
     def enrolled(self, row: MemberRow) -> None:
-        """Record that a machine has received a certificate."""
+        """Add a machine that has received a certificate to the members."""
         log.info("node enrolled", node=row.node, name=row.name)
         self._happen(row.node, membership.MemberEnrolled())
 
     # -- administration ------------------------------------------------------------------
 
     def find(self, text: str) -> NodeId | None:
-        """Find a member by id or name. Of two members with one name, prefer the one that has not left, because it
-        joined again."""
+        """Return the id of the member with this id or name; None if there is none.
+
+        Of two members with the same name, prefer the member that has not left, because it has joined again.
+        """
         found = [node for node in self._pool.members if text in (node, self._row(node).name)]
         return min(found, key=lambda node: self._pool.members[node].state == NodeState.LEFT, default=None)
 
     def cordon(self, node: NodeId, *, on: bool) -> None:
-        """Exclude a node from new work, or admit it again."""
+        """Exclude a node from new work, or admit the node again. Raise `IllegalEventError` if the node has left."""
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
 
@@ -311,7 +316,7 @@ class Registry:
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
                 while self._node_view(node).sharing.by_hand != (seconds != 0):
-                    await self._heard_of.setdefault(node, asyncio.Event()).wait()
+                    await self._report_events.setdefault(node, asyncio.Event()).wait()
                 return self._node_view(node).sharing
         return None
 
@@ -322,14 +327,17 @@ class Registry:
         self._publish()
 
     def remove(self, node: NodeId) -> None:
-        """Revoke a node at once: its certificate, links and membership."""
+        """Revoke a node at once: its certificate, links and membership.
+
+        Raise `IllegalEventError` if the node has left.
+        """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
         self._happen(node, membership.MemberRemoved())
-        self._strike_off(node, "it was removed")
+        self._deny_member(node, "it was removed")
 
-    def _strike_off(self, node: NodeId, why: str) -> None:
+    def _deny_member(self, node: NodeId, why: str) -> None:
         row, now = self._row(node), self._wall()
         self._store.deny_node(node, now, why)
         self._store.put_member(replace(row, removed=now))
@@ -368,7 +376,14 @@ class Registry:
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
-        for kept in (self._reports, self._heard, self._heard_of, self._versions, self._protocols, self._views):
+        for kept in (
+            self._reports,
+            self._reported_at,
+            self._report_events,
+            self._versions,
+            self._protocols,
+            self._views,
+        ):
             kept.pop(node, None)
         if self.placing is not None:
             self.placing.forget(node)
@@ -397,7 +412,7 @@ class Registry:
             self.placing.set_view(view)
 
     async def wait_for_answers(self, which: Callable[[], str]) -> None:
-        """Wait until the node whose id `which` returns can answer a request."""
+        """Wait until the node whose id `which` returns is a member and can answer requests."""
         while (node := NodeId(which())) not in self._pool.members or not can_answer(self._node_view(node)):
             self._published.clear()
             await self._published.wait()
@@ -436,7 +451,7 @@ class Registry:
             node=node,
             name=name,
             state=member.state,
-            heard_at=self._heard[node],
+            reported_at=self._reported_at[node],
             cordoned=member.cordoned,
             epoch=member.link,
             labels=frozenset(self._row(node).labels),
@@ -452,7 +467,7 @@ class Registry:
         return self._pool
 
     def host_description(self, node: NodeId) -> tuple[str, str, str]:
-        """Return a member's chip, operating system and version, as reported by the node."""
+        """Return a member's chip, operating system and macpool version. The version is empty before its first link."""
         hardware = self._row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")
 
@@ -464,7 +479,7 @@ class Registry:
         return counts
 
     def warnings(self) -> list[str]:
-        """Return the conditions that need a person, each with the next step. Dangers come first."""
+        """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
         found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
@@ -473,8 +488,10 @@ class Registry:
         return found
 
     def dangers(self) -> list[str]:
-        """Return the nodes with reduced memory protection or usage over their cap, with the reason. These conditions
-        persist."""
+        """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
+
+        Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
+        """
         return [f"{view.name}: {text}" for view in self._linked() for text in dangers_of(view)]
 
     def _linked(self) -> list[NodeView]:
@@ -483,13 +500,16 @@ class Registry:
         return [view for view in views if view.state not in GONE]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
-        """Return one node as a row of the API. Sizes are in bytes; None means unknown."""
-        heard = self._heard.get(node)
-        told = NodeFacts(
+        """Return one node as a row of the API, with `in_flight` as its number of requests.
+
+        Sizes are in bytes; None means unknown.
+        """
+        reported_at = self._reported_at.get(node)
+        facts = NodeFacts(
             reported=node in self._reports,
             version=self._versions.get(node, ""),
             protocol=self._protocols.get(node, 0),
             in_flight=in_flight,
-            heard_seconds=None if heard is None else round(self._loop.time() - heard, 3),
+            heard_seconds=None if reported_at is None else round(self._loop.time() - reported_at, 3),
         )
-        return node_row(self._node_view(node), self._pool.members[node], self._row(node), told)
+        return node_row(self._node_view(node), self._pool.members[node], self._row(node), facts)

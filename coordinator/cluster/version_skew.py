@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class MemberVersion:
-    """A member and the software that it runs."""
+    """Member of the cluster with the versions of its software."""
 
     name: str
     """Name of the node."""
@@ -24,12 +24,12 @@ class MemberVersion:
     protocol: int
     """Protocol number; 0 if unknown."""
     state: str
-    """State of the membership."""
+    """State of the node, as in `wire.node_state.NodeState`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkewAdvice:
-    """Result for one member: no action (`ok`), or advice for a person."""
+    """Result of the version comparison for one member: no action (`ok`), or advice for a person."""
 
     running: MemberVersion
     ok: bool
@@ -39,13 +39,16 @@ class SkewAdvice:
 
 
 def read_version(text: str) -> tuple[int, ...]:
-    """Parse a version into at most four numbers. Text without a version returns `()`, the lowest version."""
+    """Parse a version into at most four numbers, without a suffix such as `rc1`.
+
+    Return `()`, the lowest version, for a text without numbers.
+    """
     release = re.split(r"[^0-9.]", text, maxsplit=1)[0]
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])
 
 
 def compare(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvice]:
-    """Compare the version of every member with the coordinator's version."""
+    """Compare the version of each member with the coordinator's version. Return one result per member, in order."""
     return [_line(read_version(coordinator), one) for one in members]
 
 
@@ -56,10 +59,10 @@ def _line(ours: tuple[int, ...], one: MemberVersion) -> SkewAdvice:
         return SkewAdvice(one, False, text, joinable=False)
     if not one.version:
         return SkewAdvice(one, False, "not seen since the coordinator started")
-    theirs = read_version(one.version)
-    if theirs == ours:
+    version = read_version(one.version)
+    if version == ours:
         return SkewAdvice(one, True, "")
-    if theirs > ours:
+    if version > ours:
         return SkewAdvice(one, False, "newer than the coordinator: update the coordinator first")
     return SkewAdvice(
         one, False, f"older: `cluster node drain {one.name} --wait 10m`, update macpool there, restart its node"

@@ -80,12 +80,12 @@ def own_events() -> frozenset[str]:
 def event_of(line: str) -> dict[str, Any] | None:
     """Return the allowed fields of one log line in JSON; None if the line is not a JSON object."""
     try:
-        told: Any = json.loads(line)
+        record: Any = json.loads(line)
     except ValueError:
         return None
-    if not isinstance(told, dict):
+    if not isinstance(record, dict):
         return None
-    fields = cast("dict[str, Any]", told)
+    fields = cast("dict[str, Any]", record)
     own = str(fields.get("logger", "")).split(".")[0] in OURS
     kept: dict[str, Any] = {}
     for name, value in fields.items():

@@ -43,7 +43,7 @@ class ToolOutput:
     """Standard error."""
 
 
-Ask = Callable[[tuple[str, ...], float], ToolOutput | None]
+RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
 """Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
 """Connects to a host and port by TCP, then disconnects. Returns 0, the errno, or -1 after a timeout."""
@@ -104,7 +104,7 @@ class HostProbe:
     """Access to the coordinator's API, with the state folder."""
     platform: str = sys.platform
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    ask: Ask = run_tool
+    run: RunTool = run_tool
     dial: Dial = run_dial
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
@@ -154,7 +154,7 @@ class HostProbe:
 
     def run_tool(self, *command: str) -> str:
         """Return the standard output of a system tool; empty if it is missing, fails, or does not end in time."""
-        found = self.ask(command, TOOL_TIMEOUT_SECONDS)
+        found = self.run(command, TOOL_TIMEOUT_SECONDS)
         return found.text if found is not None and found.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
@@ -167,22 +167,22 @@ class HostProbe:
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run a module of this project as a child process. Return None if it does not answer in time."""
-        found = self.ask(
+        found = self.run(
             (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - CHILD_MARGIN_SECONDS)
         )
         if found is None or found.code != 0:
             return None
         try:
-            told: Any = json.loads(found.text.splitlines()[-1])
+            decoded: Any = json.loads(found.text.splitlines()[-1])
         except (ValueError, IndexError):
             return None
-        return cast("dict[str, Any]", told) if isinstance(told, dict) else None
+        return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None
 
     def variables(self, *names: str) -> list[str]:
         """Return those of `names` that are set as environment variables, in upper or lower case."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
-    def strays(self) -> list[str]:
+    def stray_variables(self) -> list[str]:
         """Return the names of environment variables that begin with MACPOOL_ and are settings, sorted."""
         return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 

@@ -62,31 +62,31 @@ def python(here: HostProbe) -> Finding:
 
 def mlx(here: HostProbe) -> Finding:
     """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac."""
-    told = here.device()
-    if told is None:
+    device = here.device()
+    if device is None:
         return warn(
             "MLX did not answer in time", "run `python -m node.engine.process.device_info` and check where it hangs"
         )
-    if not told["installed"]:
+    if not device["installed"]:
         if not here.has_node:
             return not_here("MLX is not installed, and this machine is not a node")
         return fail("MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
-    if told["error"]:
-        return fail(f"MLX cannot be loaded: {told['error']}", "reinstall it: `uv tool install --reinstall macpool`")
-    text = f"MLX {told['version']} on {told['device']}"
-    if here.mac and not told["metal"]:
+    if device["error"]:
+        return fail(f"MLX cannot be loaded: {device['error']}", "reinstall it: `uv tool install --reinstall macpool`")
+    text = f"MLX {device['version']} on {device['device']}"
+    if here.mac and not device["metal"]:
         return fail(f"{text}: no Metal", "Metal is missing in virtual machines and before the first login: log in once")
-    return ok(text, most=told["most"] or None)
+    return ok(text, most=device["most"] or None)
 
 
 def wired_limit(here: HostProbe) -> Finding:
     """Check Metal's wired limit. Fail above the highest safe value of this machine; warn if it limits the cap."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    told = here.examined()
-    if told is None:
+    inspection = here.examined()
+    if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
-    memory = told["memory"]
+    memory = inspection["memory"]
     text = here.run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
     command = f"sudo sysctl iogpu.wired_limit_mb={safe // MIB}"
@@ -103,27 +103,27 @@ def wired_limit(here: HostProbe) -> Finding:
             now=now,
             safe=safe,
         )
-    said = f"set to {now // MIB} MB" if now else "the system's default"
+    limit = f"set to {now // MIB} MB" if now else "the system's default"
     if memory["metal"] is not None:
         source = "as the device reports" if memory["metal_reported"] else "estimated until an engine reports it"
-        said += f", {show_size(memory['metal'])}, {source}"
+        limit += f", {show_size(memory['metal'])}, {source}"
     if memory.get("bound_by") == "metal":
         return warn(
-            f"Metal's limit ({said}) determines the cap of {show_size(memory['cap'])}",
+            f"Metal's limit ({limit}) determines the cap of {show_size(memory['cap'])}",
             f"if this Mac only runs models: {keep}",
             now=now,
             safe=safe,
             cap=memory["cap"],
         )
-    return ok(f"Metal's limit is {said}; highest safe value {safe // MIB} MB", now=now, safe=safe)
+    return ok(f"Metal's limit is {limit}; highest safe value {safe // MIB} MB", now=now, safe=safe)
 
 
 def memory(here: HostProbe) -> Finding:
     """Check that cap and margin of this machine's memory are valid, and that the guard is on."""
-    told = here.examined()
-    if told is None:
+    inspection = here.examined()
+    if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
-    found = told["memory"]
+    found = inspection["memory"]
     if found["error"]:
         return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
     text = (
@@ -141,10 +141,10 @@ def memory(here: HostProbe) -> Finding:
 
 def disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder."""
-    told = here.examined()
-    folders = [Path(one) for one in (told["folders"] if told else ())]
-    rows = [(folder, _room(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
-        (here.state, _room(here.state), MIN_STATE_DISK_BYTES)
+    inspection = here.examined()
+    folders = [Path(one) for one in (inspection["folders"] if inspection else ())]
+    rows = [(folder, _free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
+        (here.state, _free_disk_bytes(here.state), MIN_STATE_DISK_BYTES)
     ]
     known = [(folder, free, least) for folder, free, least in rows if free is not None]
     text = ", ".join(dict.fromkeys(f"{show_size(free)} free for {_short(folder)}" for folder, free, _ in known))
@@ -158,7 +158,7 @@ def disk(here: HostProbe) -> Finding:
     return ok(text or "there is no folder yet", **numbers)
 
 
-def _room(folder: Path) -> int | None:
+def _free_disk_bytes(folder: Path) -> int | None:
     """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
     for place in (folder, *folder.parents):
         try:
@@ -347,11 +347,11 @@ def started_from(here: HostProbe) -> Finding:
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)
-    who = macos.responsible(environ)
+    app = macos.responsible(environ)
     if macos.exempt(environ):
-        return ok(f"started from {who}, which needs no permission for the local network")
+        return ok(f"started from {app}, which needs no permission for the local network")
     return warn(
-        f"started from {who}, which needs a permission for the local network",
+        f"started from {app}, which needs a permission for the local network",
         "run it from Terminal, or install the service: `sudo cluster service install`",
     )
 

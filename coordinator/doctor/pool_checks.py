@@ -37,14 +37,14 @@ def settings(here: HostProbe) -> Finding:
     """
     from coordinator.client.config_inspect import inspect_settings, settings_in_force
 
-    told = here.examined()
-    if told is None:
+    inspection = here.examined()
+    if inspection is None:
         return warn("the node's inspection did not answer in time", "run `cluster config check`")
     try:
-        found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), told)
+        found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
     except CommandError as error:
         return warn(error.message, "run `cluster config check`")
-    now = settings_in_force(here.session, told)
+    now = settings_in_force(here.session, inspection)
     changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
     if now.given:
@@ -52,7 +52,7 @@ def settings(here: HostProbe) -> Finding:
         text += f"; the running processes have {flags} from flags or their environment"
     if found.wrong:
         return fail(
-            "; ".join(one.told() for one in found.wrong[:3]),
+            "; ".join(one.summary() for one in found.wrong[:3]),
             "correct it: `cluster config check` lists all errors",
             wrong=len(found.wrong),
         )
@@ -70,16 +70,16 @@ def settings(here: HostProbe) -> Finding:
 
 def coordinator(here: HostProbe) -> Finding:
     """Check whether the coordinator answers at its endpoint, or at each address that the node stored."""
-    told = here.examined() if here.has_node else None
-    dialled: list[dict[str, Any]] = told["dialled"] if told else []
+    inspection = here.examined() if here.has_node else None
+    dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
     if here.session.running or here.has_cluster:
         return _endpoint(here)
     if not here.has_node:
         return not_here(NO_CLUSTER)
-    if told is None:
+    if inspection is None:
         return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
-    if told["identity_error"]:
-        return fail(told["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
+    if inspection["identity_error"]:
+        return fail(inspection["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
     return link_finding(dialled)
 
 
@@ -105,7 +105,7 @@ def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
 
     `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator.
     """
-    text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is stored"
+    text = "; ".join(f"{one['address']}: {_probe_text(one)}" for one in dialled) or "no address is stored"
     numbers = {one["address"]: one["seconds"] for one in dialled}
     if any(one["proven"] for one in dialled):
         return Finding("ok", text, "", numbers)
@@ -126,7 +126,7 @@ def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
     )
 
 
-def _said(one: dict[str, Any]) -> str:
+def _probe_text(one: dict[str, Any]) -> str:
     if one["proven"]:
         return f"{one['seconds'] * 1000:.1f} ms"
     code = one["errno"]
@@ -138,9 +138,11 @@ def local_network(here: HostProbe) -> Finding:
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
     gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
-    told = here.examined() if here.has_node else None
+    inspection = here.examined() if here.has_node else None
     others = (
-        [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in told["dialled"]] if told else []
+        [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in inspection["dialled"]]
+        if inspection
+        else []
     )
     if not any(macos.answers(code) for _, code in others):
         near = macos.neighbours_in(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
@@ -148,10 +150,10 @@ def local_network(here: HostProbe) -> Finding:
     reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
     text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
     if macos.is_blocked(reach):
-        who = macos.responsible(dict(here.environ))
+        app = macos.responsible(dict(here.environ))
         return fail(
-            f"macOS blocks {who} from the local network (errno {macos.NO_ROUTE}): {text}",
-            f"allow {who} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
+            f"macOS blocks {app} from the local network (errno {macos.NO_ROUTE}): {text}",
+            f"allow {app} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
             "install the service, which needs no permission: `sudo cluster service install`",
         )
     if not others:
@@ -190,15 +192,15 @@ def bonjour(here: HostProbe) -> Finding:
             line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
             line.settimeout(0.1)
             line.sendto(question, GROUP)
-            heard = _heard(line, question)
+            received = _receives(line, question)
     except OSError as error:
         if here.mac and error.errno == macos.NO_ROUTE:
             return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
         return warn(f"multicast does not work: {error.strerror or error}", step)
-    return ok("a query to Bonjour's group returns") if heard else warn("a query to Bonjour's group is lost", step)
+    return ok("a query to Bonjour's group returns") if received else warn("a query to Bonjour's group is lost", step)
 
 
-def _heard(line: socket.socket, question: bytes) -> bool:
+def _receives(line: socket.socket, question: bytes) -> bool:
     deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -251,10 +253,10 @@ def _lives(here: HostProbe) -> dict[str, float]:
                 text = (here.state / "authority" / f"{name}.pem").read_text()
                 pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
                 found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])).expires
-    told = here.examined() if here.has_node else None
-    if told and told["identity"]:
-        found["node"] = told["identity"]["expires"]
-        shown = [one["expires"] for one in told["dialled"] if one["expires"]]
+    inspection = here.examined() if here.has_node else None
+    if inspection and inspection["identity"]:
+        found["node"] = inspection["identity"]["expires"]
+        shown = [one["expires"] for one in inspection["dialled"] if one["expires"]]
         found |= {"coordinator": min(shown)} if shown else {}
     return found
 
@@ -262,7 +264,7 @@ def _lives(here: HostProbe) -> dict[str, float]:
 def clock(here: HostProbe) -> Finding:
     """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log."""
     if here.session.running:
-        skew = _told_time(here)
+        skew = _api_clock_difference(here)
         where = "the coordinator's endpoint"
     else:
         skew, where = _last_skew(here.state / "logs" / "node.log"), "the last link"
@@ -278,13 +280,13 @@ def clock(here: HostProbe) -> Finding:
     return ok(text, skew=skew)
 
 
-def _told_time(here: HostProbe) -> float | None:
+def _api_clock_difference(here: HostProbe) -> float | None:
     """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
     began = time.time()
-    told = here.get("/api/v1/version").value
-    if told is None or "time" not in told:
+    answer = here.get("/api/v1/version").value
+    if answer is None or "time" not in answer:
         return None
-    return round((began + time.time()) / 2 - float(told["time"]), 3)
+    return round((began + time.time()) / 2 - float(answer["time"]), 3)
 
 
 def _last_skew(log: Path) -> float | None:
@@ -304,12 +306,12 @@ def protocol(here: HostProbe) -> Finding:
     ours = version("macpool")
     if not here.session.running:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)")
-    theirs, nodes = here.version(), here.nodes()
-    if theirs.value is None:
+    coordinator_version, nodes = here.version(), here.nodes()
+    if coordinator_version.value is None:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version")
     versions = {node["name"]: node["version"] for node in (nodes.value or {}).get("nodes", []) if node["version"]}
-    others = sorted({theirs.value["version"], *versions.values()} - {ours})
-    text = f"macpool {ours} here, {theirs.value['version']} at the coordinator, protocol {PROTOCOL}"
+    others = sorted({coordinator_version.value["version"], *versions.values()} - {ours})
+    text = f"macpool {ours} here, {coordinator_version.value['version']} at the coordinator, protocol {PROTOCOL}"
     if others:
         return warn(
             f"{text}; elsewhere {', '.join(others)}",
@@ -324,14 +326,14 @@ def identity(here: HostProbe) -> Finding:
     """Check that the node's identity was created on this machine, and not copied from another."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
-    told = here.examined()
-    if told is None:
+    inspection = here.examined()
+    if inspection is None:
         return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
-    if told["identity_error"]:
+    if inspection["identity_error"]:
         return fail(
-            told["identity_error"], "remove the copied folder STATE/node, and join this machine with a new token"
+            inspection["identity_error"], "remove the copied folder STATE/node, and join this machine with a new token"
         )
-    known = told["identity"]
+    known = inspection["identity"]
     return ok(f"{known['name']} ({known['node']}) of cluster {known['cluster']}")
 
 
@@ -339,14 +341,14 @@ def video(here: HostProbe) -> Finding:
     """Check that the ports of this Mac's Ray are free, if video is enabled."""
     from importlib.metadata import PackageNotFoundError, version
 
-    told = here.examined()
-    if told is None or not told["video"]["enabled"]:
-        return not_here("video is not enabled here" if told else "the node's inspection did not answer in time")
+    inspection = here.examined()
+    if inspection is None or not inspection["video"]["enabled"]:
+        return not_here("video is not enabled here" if inspection else "the node's inspection did not answer in time")
     try:
         ray = version("ray")
     except PackageNotFoundError:
         return not_here("Ray is not installed: `uv tool install 'macpool[node,video]'` for videos")
-    first = int(told["video"]["first_port"])
+    first = int(inspection["video"]["first_port"])
     taken = [port for port in range(first, first + 60) if _taken(port)]
     ours = here.state / "node" / "video" / "ray"
     text = f"Ray {ray}, ports {first} to {first + 59}"
@@ -395,7 +397,7 @@ def _errors(file: Path, since: str) -> list[str]:
         return found
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
-            told: Any = json.loads(line)
-            if told["level"] in ("error", "critical") and str(told["timestamp"]) >= since:
-                found.append(str(told["event"])[:80])
+            record: Any = json.loads(line)
+            if record["level"] in ("error", "critical") and str(record["timestamp"]) >= since:
+                found.append(str(record["event"])[:80])
     return found

@@ -21,7 +21,7 @@ def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
         found = existing(host, host.unit)
         if not found.text:
             return not_here("no service is installed: `sudo cluster service install` starts macpool at each boot")
-        standing = host.state()
+        service_state = host.state()
     except ServiceError as error:
         return warn(str(error), "`cluster service status` has details")
     if found.program and not os.access(found.program[0], os.X_OK):
@@ -29,7 +29,7 @@ def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     kind = str((parse_own_job(found.text.encode()) or {}).get("ProcessType")) if host.mac else ""
     if host.mac and kind != "Interactive":
         return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
-    if not standing.running:
-        ended = f", last exit: {standing.last_exit}" if standing.last_exit else ""
+    if not service_state.running:
+        ended = f", last exit: {service_state.last_exit}" if service_state.last_exit else ""
         return fail(f"the service is installed but not running{ended}", f"`cluster service logs` shows why; {REPAIR}")
-    return ok(f"the service runs as {found.user}, process {standing.pid}", pid=standing.pid)
+    return ok(f"the service runs as {found.user}, process {service_state.pid}", pid=service_state.pid)

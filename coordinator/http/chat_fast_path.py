@@ -41,7 +41,7 @@ START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
-_WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
+_COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"x-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%s\r\n"
@@ -107,9 +107,9 @@ class FastPath:
         length, key = found.get(b"content-length", b""), credential(headers)
         if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
             return ParsedHead()
-        told = found.get(b"x-request-id", b"").decode("latin-1")
+        request_id = found.get(b"x-request-id", b"").decode("latin-1")
         return ParsedHead(
-            int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION_HEADER))
+            int(length), key, request_id if valid_request_id(request_id) else "", session_of(found.get(SESSION_HEADER))
         )
 
     def is_known_key(self, presented: bytes) -> bool:
@@ -121,25 +121,25 @@ class FastPath:
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
             return None
-        asked = chat.parse(body, strict=self._strict)
+        parsed = chat.parse(body, strict=self._strict)
         # the app handles log probabilities (in a thread) and calls of custom tools
-        if isinstance(asked, Problem) or asked.params.logprobs or asked.custom:
+        if isinstance(parsed, Problem) or parsed.params.logprobs or parsed.custom:
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
-        job = asked.job(key.id, request_id, int(time.time()))
+        job = parsed.job(key.id, request_id, int(time.time()))
         return replace(job, session=head.session) if head.session else job
 
 
 class FastPathProtocol(DeadlineProtocol):
-    """Connection of one client, with the fast path for chat requests. `protocol()` sets `door`."""
+    """Connection of one client, with the fast path for chat requests. `protocol()` sets `fast_path`."""
 
-    door: ClassVar[FastPath]
+    fast_path: ClassVar[FastPath]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._parsing = False
         self._serving = False
-        self._ticket: ActiveRequest | None = None
+        self._request: ActiveRequest | None = None
         self._stream: ChunkedStream | None = None
         self._closing = False
         self._rests_since = 0.0
@@ -148,7 +148,7 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _is_answering(self) -> bool:
         """Return whether a request is complete and its answer is not, here or in the app."""
-        return self._ticket is not None or super()._is_answering()
+        return self._request is not None or super()._is_answering()
 
     def _feed(self, data: bytes) -> None:
         """Answer on the fast path if possible, else pass the bytes to uvicorn."""
@@ -159,11 +159,11 @@ class FastPathProtocol(DeadlineProtocol):
         end = data.find(b"\r\n\r\n", len(START) - 2, MAX_HEAD_BYTES)
         if end < 0:
             return False
-        head = self.door.head(data[:end])
+        head = self.fast_path.head(data[:end])
         begin = end + 4
-        if head.length is None or len(data) < begin + head.length or head.length > self.door.longest:
+        if head.length is None or len(data) < begin + head.length or head.length > self.fast_path.longest:
             return False
-        job = self.door.job(head, data[begin : begin + head.length])
+        job = self.fast_path.job(head, data[begin : begin + head.length])
         if job is None:
             return False
         self._ahead = data[begin + head.length :]
@@ -188,7 +188,7 @@ class FastPathProtocol(DeadlineProtocol):
     def _proves(self) -> bool:
         """Return whether the head has a valid key."""
         presented = credential(self.headers)
-        return presented is not None and self.door.is_known_key(presented)
+        return presented is not None and self.fast_path.is_known_key(presented)
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -200,60 +200,60 @@ class FastPathProtocol(DeadlineProtocol):
             if not self.place.proven:
                 self.place.know()
         self.server_state.total_requests += 1
-        ticket = self._ticket = self.door.dispatcher.submit(job)
-        ticket.sink = self._ready
-        if ticket.outcome is not None or (isinstance(ticket, StreamingRequest) and ticket.ready):
+        request = self._request = self.fast_path.dispatcher.submit(job)
+        request.sink = self._ready
+        if request.outcome is not None or (isinstance(request, StreamingRequest) and request.ready):
             self._ready()
 
     def _ready(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
-        ticket = cast("ActiveRequest", self._ticket)
-        outcome = ticket.outcome
-        if isinstance(ticket, StreamingRequest) and (outcome is None or isinstance(outcome, Finished)):
-            self._open(ticket)
+        request = cast("ActiveRequest", self._request)
+        outcome = request.outcome
+        if isinstance(request, StreamingRequest) and (outcome is None or isinstance(outcome, Finished)):
+            self._open(request)
         elif outcome is not None:
-            self._answer(ticket, outcome)
+            self._answer(request, outcome)
 
-    def _answer(self, ticket: ActiveRequest, outcome: Outcome) -> None:
+    def _answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
-            body = chat_response.completion(ticket.job, cast("BufferedRequest", ticket).answer(), outcome)
-            self.transport.write(_WHOLE % (len(body), _about(ticket), body))
+            body = chat_response.completion(request.job, cast("BufferedRequest", request).answer(), outcome)
+            self.transport.write(_COMPLETE_RESPONSE % (len(body), _about(request), body))
             self._done(200)
             return
         problem = problem_of(outcome)
         if problem is None:
             self._done(499)
             return
-        body = problem.body(ticket.job.request_id)
+        body = problem.body(request.job.request_id)
         own = b"".join(b"%s: %s\r\n" % header for header in problem.headers())
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
-            % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body), own, _about(ticket), body)
+            % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body), own, _about(request), body)
         )
         self._done(problem.status)
 
-    def _open(self, ticket: StreamingRequest) -> None:
+    def _open(self, request: StreamingRequest) -> None:
         """Send the head with the first events, and start the pump for the rest."""
-        chunks = chat_response.ChatChunks(ticket.job, fingerprint=ticket.fingerprint)
-        stream = self._stream = ChunkedStream(self.transport, _STREAM % _about(ticket), self._streamed)
+        chunks = chat_response.ChatChunks(request.job, fingerprint=request.fingerprint)
+        stream = self._stream = ChunkedStream(self.transport, _STREAM % _about(request), self._streamed)
         stream.busy = self.flow.write_paused
-        ticket.opened = True
-        StreamPump(ticket, chunks, stream)
+        request.opened = True
+        StreamPump(request, chunks, stream)
 
-    def _streamed(self, whole: bool) -> None:
+    def _streamed(self, complete: bool) -> None:
         """Record the end of the stream. An incomplete stream aborts the connection."""
-        if not whole:
+        if not complete:
             self.transport.abort()
         self._done(200)
 
     def _done(self, status: int) -> None:
-        ticket, self._ticket, self._stream = self._ticket, None, None
-        if ticket is None:
+        request, self._request, self._stream = self._request, None, None
+        if request is None:
             return
-        ticket.sink = None
-        self.door.dispatcher.close(ticket)
-        self.door.dispatcher.counters.answered(status)
+        request.sink = None
+        self.fast_path.dispatcher.close(request)
+        self.fast_path.dispatcher.counters.answered(status)
         if self.transport.is_closing():
             return
         if self._closing:
@@ -278,16 +278,16 @@ class FastPathProtocol(DeadlineProtocol):
         """
         left = self._rests_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
-        if self._ticket is None and left <= 0:
+        if self._request is None and left <= 0:
             super().timeout_keep_alive_handler()
-        elif self._ticket is None:
+        elif self._request is None:
             self._rest(left)
 
     # -- the connection -----------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request of a client that has left."""
-        if self._ticket is not None:
+        if self._request is not None:
             self._done(499 if self._stream is None else 200)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -306,7 +306,7 @@ class FastPathProtocol(DeadlineProtocol):
 
     def shutdown(self) -> None:
         """Close the connection, after the answer to a running request. Uvicorn calls this when it stops."""
-        if self._ticket is not None:
+        if self._request is not None:
             self._closing = True
         else:
             super().shutdown()
@@ -355,17 +355,17 @@ class ChunkedStream:
         self._ended(False)
 
 
-def _about(ticket: ActiveRequest) -> bytes:
-    node = b"x-macpool-node: %s\r\n" % ticket.node_name.encode("ascii", "replace") if ticket.node_name else b""
-    request_id = ticket.job.request_id.encode()
-    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
-    return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(ticket))
+def _about(request: ActiveRequest) -> bytes:
+    node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
+    request_id = request.job.request_id.encode()
+    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
+    return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(request))
 
 
 def _nothing() -> None:
     return
 
 
-def protocol(door: FastPath) -> type[FastPathProtocol]:
-    """Return a subclass of `FastPathProtocol` whose connections use `door`."""
-    return type("FrontProtocol", (FastPathProtocol,), {"door": door})
+def protocol(fast_path: FastPath) -> type[FastPathProtocol]:
+    """Return a subclass of `FastPathProtocol` whose connections use `fast_path`."""
+    return type("FrontProtocol", (FastPathProtocol,), {"fast_path": fast_path})

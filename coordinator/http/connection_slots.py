@@ -18,13 +18,13 @@ RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
 """Most concurrent TLS handshakes, over all addresses."""
-MAX_STRANGER_CONNECTIONS = 128
+MAX_NEW_CONNECTIONS = 128
 """Most connections of an address without a valid key; set by `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
 
-def room_for(files: int) -> int:
+def connections_for(files: int) -> int:
     """Return the number of connections for a limit of `files` open files: at least 16, at most `MAX_CONNECTIONS`."""
     return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
@@ -64,9 +64,9 @@ class ConnectionSlot:
     proven: bool = False
     """Whether the client has presented a valid key."""
 
-    def greeted(self) -> None:
+    def handshake_done(self) -> None:
         """Record the end of this connection's TLS handshake."""
-        self.places.greeted(self)
+        self.places.handshake_done(self)
 
     def work(self) -> None:
         """Mark the connection as busy, because a request has begun. It then never closes for a new one."""
@@ -97,19 +97,19 @@ class _Origin:
 class ConnectionSlots:
     """Slots of all connections of the HTTP port.
 
-    The limits are `most` in total, `strangers` for an origin without a valid key, and half of `most` for an origin with
+    The limits are `most` in total, `unauthenticated` for an origin without a valid key, and half of `most` for an origin with
     one. At most `handshakes` TLS handshakes run at a time. Origins for which `trusted` returns true need no key.
     """
 
     def __init__(
         self,
         most: int = MAX_CONNECTIONS,
-        strangers: int = MAX_STRANGER_CONNECTIONS,
+        unauthenticated: int = MAX_NEW_CONNECTIONS,
         handshakes: int = MAX_HANDSHAKES,
         trusted: Callable[[str], bool] = is_this_machine,
     ) -> None:
         self._most = most
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._handshakes = handshakes
         self._trusted = trusted
         self._taken: set[ConnectionSlot] = set()
@@ -145,7 +145,7 @@ class ConnectionSlots:
         return place
 
     def _allowed(self, where: str) -> int:
-        return self._most // 2 if where in self._known or self._trusted(where) else self._strangers
+        return self._most // 2 if where in self._known or self._trusted(where) else self._unauthenticated
 
     def _shed(self, among: OrderedDict[ConnectionSlot, None]) -> bool:
         """Close the connection with the longest idle time. Return False if there is none."""
@@ -157,7 +157,7 @@ class ConnectionSlots:
         oldest.end()
         return True
 
-    def greeted(self, place: ConnectionSlot) -> None:
+    def handshake_done(self, place: ConnectionSlot) -> None:
         """Record the end of a connection's TLS handshake."""
         self._shaking.pop(place, None)
 
@@ -187,7 +187,7 @@ class ConnectionSlots:
         if place not in self._taken:
             return
         self.work(place)
-        self.greeted(place)
+        self.handshake_done(place)
         self._taken.discard(place)
         mine = self._origins[place.origin]
         mine.count -= 1

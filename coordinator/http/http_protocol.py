@@ -70,7 +70,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         if self.place is not None:
             self.place.end = transport.abort
-            self.place.greeted()
+            self.place.handshake_done()
         self._arm()
         if len(self.connections) > self.most:
             self._turn_away(CROWDED)

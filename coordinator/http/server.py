@@ -53,10 +53,10 @@ class Server(uvicorn.Server):
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        patience = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
+        timeout = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
-            cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, patience)))
+            cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, timeout)))
             for one in sockets or ()
         ]
         self.started = True
@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         self,
         loop: asyncio.AbstractEventLoop,
         make: Callable[[], asyncio.Protocol],
-        patience: float | None,
+        timeout: float | None,
         accepted: socket.socket,
         place: ConnectionSlot,
     ) -> None:
@@ -76,13 +76,13 @@ class Server(uvicorn.Server):
             protocol.place = place
             return protocol
 
-        if patience is not None:
+        if timeout is not None:
             began = loop.time()
-            if await _speaks_http(loop, accepted, patience):
+            if await _begins_http(loop, accepted, timeout):
                 await _send_to_https(loop, accepted)
                 raise ConnectionError("plain HTTP on a port for HTTPS")
-            patience = max(0.1, patience - (loop.time() - began))
-        await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=patience)
+            timeout = max(0.1, timeout - (loop.time() - began))
+        await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=timeout)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -90,12 +90,12 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _speaks_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, patience: float) -> bool:
+async def _begins_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, timeout: float) -> bool:
     """Return whether a client begins with a plain request instead of a handshake. Its bytes stay in the socket."""
     there = asyncio.Event()
     loop.add_reader(accepted, there.set)
     try:
-        async with asyncio.timeout(patience):
+        async with asyncio.timeout(timeout):
             await there.wait()
         first = accepted.recv(8, socket.MSG_PEEK)
     finally:
@@ -162,12 +162,12 @@ class Listener:
         if place is None:
             accepted.close()
             return
-        task = asyncio.create_task(self._greet(accepted, place))
+        task = asyncio.create_task(self._shake_hands(accepted, place))
         place.end = task.cancel
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
-    async def _greet(self, accepted: socket.socket, place: ConnectionSlot) -> None:
+    async def _shake_hands(self, accepted: socket.socket, place: ConnectionSlot) -> None:
         try:
             await self._connect(accepted, place)
         except (OSError, TimeoutError, asyncio.CancelledError):
@@ -177,9 +177,13 @@ class Listener:
 
 @asynccontextmanager
 async def http_server(
-    app: OriginCheck, door: FastPath, sockets: list[socket.socket], tls: ssl.SSLContext | None, places: ConnectionSlots
+    app: OriginCheck,
+    fast_path: FastPath,
+    sockets: list[socket.socket],
+    tls: ssl.SSLContext | None,
+    places: ConnectionSlots,
 ) -> AsyncGenerator[None]:
-    """Serve `app` and the fast path `door` on listening sockets while the context is open.
+    """Serve `app` and `fast_path` on listening sockets while the context is open.
 
     `tls` is None for HTTP without TLS. The caller first ends running requests. At the end, those that still run have
     1 s before they are cancelled.
@@ -187,7 +191,7 @@ async def http_server(
     config = uvicorn.Config(
         app,
         loop="none",
-        http=protocol(door),
+        http=protocol(fast_path),
         ws="none",
         lifespan="off",
         access_log=False,

@@ -1,1 +1,1 @@
-"""Joining of nodes: enrollment, join tokens, approvals and the limit of attempts."""
+"""Joining of nodes: enrollment, join tokens, approvals by a person, and the rate limit of attempts."""

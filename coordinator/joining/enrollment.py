@@ -5,7 +5,7 @@
     Enroll      ──► Enrolled | Denied         with a token
     Enroll      ──► EnrollPending … Enrolled | Denied    without: a person compares the codes (join_approvals.py)
 
-The peer is a stranger: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
+The peer is not trusted: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
@@ -48,16 +48,16 @@ from wire.units import KIB
 log = structlog.get_logger()
 
 MAX_CONNECTION_BYTES = 16 * KIB
-"""Most bytes that one connection may send."""
+"""Maximum bytes that one connection may send."""
 CONNECTION_TIMEOUT_SECONDS = 5.0
-"""Seconds of one connection, without the wait for a person."""
+"""Maximum seconds of one connection, without the wait for a person."""
 NONCE_BYTES = 16
-"""Bytes of a nonce; also the least length of an opening."""
+"""Bytes of the coordinator's nonce; also the minimum bytes of the nonce with which a node opens its commitment."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnrollmentContext:
-    """Dependencies of enrolment."""
+    """Cluster for which nodes enrol, with the services that enrolment needs."""
 
     name: str
     authority: ClusterCa
@@ -80,8 +80,10 @@ class EnrollmentServer:
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
-        """Begin an enrolment of a peer at `address` (without port), or return `Denied` at the rate limit. `now`:
-        monotonic seconds."""
+        """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
+
+        `now` is in monotonic seconds.
+        """
         wait = self._limit.wait(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too many attempts")
@@ -91,12 +93,12 @@ class EnrollmentServer:
 
 class _Stage(Enum):
     START = auto()
-    ASKED = auto()
+    AUTHORITY_SENT = auto()
     PENDING = auto()
 
 
 class EnrollmentConnection:
-    """One connection of one stranger. `now` is monotonic seconds everywhere."""
+    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere."""
 
     def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
         self._cluster = cluster
@@ -106,18 +108,18 @@ class EnrollmentConnection:
         self._stage = _Stage.START
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._commitment = b""
-        self._asked: Enroll | None = None
-        self._ticket: ApprovalRequest | None = None
+        self._enroll: Enroll | None = None
+        self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
-        """When `poll` is due."""
+        """Monotonic time at which `poll` is due."""
         self.closed = False
-        """Whether to close the connection once the frames of the last call are sent."""
+        """Whether the caller must close the connection after it has sent the frames of the last call."""
         self.wake: Callable[[], None] = lambda: None
         """Set by the caller; called when `poll` has frames to send before the deadline."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes from the peer and return the frames to send."""
+        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
         self._received += len(data)
         if self.closed:
             return []
@@ -136,7 +138,7 @@ class EnrollmentConnection:
         return answers
 
     def receive(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer and return the frames to send."""
+        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame."""
         if self.closed:
             return []
         if now >= self.deadline:
@@ -144,29 +146,29 @@ class EnrollmentConnection:
         match frame:
             case EnrollStart() if self._stage is _Stage.START:
                 return self._start(frame)
-            case Enroll() if self._stage is _Stage.ASKED:
+            case Enroll() if self._stage is _Stage.AUTHORITY_SENT:
                 return self._enrol(frame, now)
             case _:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames that follow from a deadline or a person's decision."""
-        decision = self._ticket.decision if self._ticket else None
+        """Return the frames to send after the deadline or a person's decision; empty if neither has come."""
+        decision = self._approval.decision if self._approval else None
         if self.closed:
             return []
-        if decision is ApprovalDecision.APPROVED and self._asked:
-            before = self._member_without_proof(self._asked)
+        if decision is ApprovalDecision.APPROVED and self._enroll:
+            before = self._member_without_proof(self._enroll)
             if before is not None and (before.node != self._replaces or self._is_linked(before)):
                 return self._machine_taken(before)
-            return self._admit(self._asked, "an approved code")
+            return self._admit(self._enroll, "an approved code")
         if decision is ApprovalDecision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
-        if self._ticket and self._ticket.gave_way:
+        if self._approval and self._approval.gave_way:
             message = "too many machines at this address wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
             return []
-        if self._ticket:
+        if self._approval:
             return self._deny(
                 "approval_expired", f"the code was not approved within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
             )
@@ -175,8 +177,8 @@ class EnrollmentConnection:
     def withdraw(self) -> None:
         """Withdraw a pending approval after the end of the connection."""
         self.closed = True
-        if self._ticket:
-            self._cluster.approvals.withdraw(self._ticket)
+        if self._approval:
+            self._cluster.approvals.withdraw(self._approval)
 
     def _start(self, frame: EnrollStart) -> list[Frame]:
         if not OLDEST_PROTOCOL <= frame.protocol <= PROTOCOL:
@@ -184,7 +186,7 @@ class EnrollmentConnection:
             message = f"the node speaks protocol {frame.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}"
             return self._deny("protocol", f"{message}: update macpool on the {older}", final=True)
         self._commitment = frame.commitment
-        self._stage = _Stage.ASKED
+        self._stage = _Stage.AUTHORITY_SENT
         authority = self._cluster.authority
         return [EnrollAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
 
@@ -266,13 +268,13 @@ class EnrollmentConnection:
         waiting = WaitingNode(
             code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
         )
-        ticket = self._cluster.approvals.ask(waiting, now)
-        if not isinstance(ticket, ApprovalRequest):
+        approval = self._cluster.approvals.enqueue(waiting, now)
+        if not isinstance(approval, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
-            return self._deny("approvals_full", message, retry_after=ticket)
+            return self._deny("approvals_full", message, retry_after=approval)
         log.info("waiting for approval", name=frame.name, address=self._address)
-        ticket.wake = lambda: self.wake()
-        self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
+        approval.wake = lambda: self.wake()
+        self._enroll, self._approval, self._stage, self.deadline = frame, approval, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
     def _admit(self, frame: Enroll, by: str) -> list[Frame]:
@@ -331,7 +333,7 @@ def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
 
 
-def plain_hardware(told: Hardware) -> Hardware:
-    """Remove unprintable characters and negative sizes from a machine's hardware description."""
-    chip, system, python = plain(told.chip), plain(told.system), plain(told.python)
-    return Hardware(chip, max(0, told.memory), max(0, told.cores), system, python)
+def plain_hardware(hardware: Hardware) -> Hardware:
+    """Return a machine's hardware description without unprintable characters and negative numbers."""
+    chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
+    return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

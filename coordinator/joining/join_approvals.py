@@ -22,18 +22,18 @@ APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds for which a request waits for a person."""
 MAX_WAITING = 16
 MAX_WAITING_PER_ADDRESS = 4
-"""Most waiting requests of one address."""
+"""Maximum waiting requests of one address."""
 MAX_NEW_CODES = 256
-"""Most new codes within `APPROVAL_TIMEOUT_SECONDS`: the chance that one of them is a waiting code is 1 in 4,000."""
+"""Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. One of them is a waiting code with a chance of 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
-"""Most new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
+"""Maximum new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
 MAX_WRONG_CODES = 3
 LOCK_SECONDS = 60.0
 """Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
 
 
 class ApprovalDecision(StrEnum):
-    """Decision of the person."""
+    """Decision of a person about a waiting node."""
 
     APPROVED = "approved"
     REJECTED = "rejected"
@@ -41,7 +41,7 @@ class ApprovalDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WaitingNode:
-    """A waiting node, as shown to the person."""
+    """Description of a node that waits for approval, as shown to a person."""
 
     code: str
     """Code on the node's screen."""
@@ -57,7 +57,7 @@ class WaitingNode:
 
 @dataclass(slots=True)
 class ApprovalRequest:
-    """A node's place in the queue."""
+    """Request for approval in the queue. `decision` is None until a person decides."""
 
     waiting: WaitingNode
     decision: ApprovalDecision | None = None
@@ -69,7 +69,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The code belonged to a waiting node."""
+    """Result of a decision with the code of a waiting node, which has left the queue."""
 
     waiting: WaitingNode
     decision: ApprovalDecision
@@ -77,35 +77,35 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """No waiting node has this code. `tries` are left until the lock."""
+    """Result of a decision with a code that no waiting node has. `tries` wrong codes are left until the lock."""
 
     tries: int
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Decisions are locked for `seconds` after wrong codes."""
+    """Result of a decision while decisions are locked after wrong codes, for another `seconds`."""
 
     seconds: float
 
 
 class Approvals:
-    """Queue of waiting nodes."""
+    """Queue of nodes that wait for approval of their codes. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
-        self._tickets: dict[str, ApprovalRequest] = {}
+        self._requests: dict[str, ApprovalRequest] = {}
         self._recent: deque[tuple[float, str]] = deque()
         """Time and address of each new code within `APPROVAL_TIMEOUT_SECONDS`."""
         self._wrong = 0
         self._locked_until = float("-inf")
 
     @property
-    def tickets(self) -> Mapping[str, ApprovalRequest]:
+    def requests(self) -> Mapping[str, ApprovalRequest]:
         """Requests to join that wait for a decision, by code."""
-        return self._tickets
+        return self._requests
 
-    def ask(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
-        """Enqueue a node, or return the seconds until a retry may succeed."""
+    def enqueue(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
+        """Enqueue a node. Return its request, or at a limit the seconds until a retry may succeed."""
         self._expire(now)
         here = network_of(waiting.address)
         mine = [at for at, address in self._recent if address == here]
@@ -116,55 +116,55 @@ class Approvals:
                 - now
             )
         self._recent.append((now, here))
-        if waiting.code in self._tickets:
+        if waiting.code in self._requests:
             return 1.0
-        by_address = Counter(network_of(ticket.waiting.address) for ticket in self._tickets.values())
+        by_address = Counter(network_of(request.waiting.address) for request in self._requests.values())
         full = by_address[here] >= MAX_WAITING_PER_ADDRESS
-        if full or (len(self._tickets) >= MAX_WAITING and not self._make_room(by_address, by_address[here])):
-            return max(1.0, min(ticket.waiting.expires for ticket in self._tickets.values()) - now)
-        ticket = self._tickets[waiting.code] = ApprovalRequest(waiting)
-        return ticket
+        if full or (len(self._requests) >= MAX_WAITING and not self._remove_oldest(by_address, by_address[here])):
+            return max(1.0, min(request.waiting.expires for request in self._requests.values()) - now)
+        request = self._requests[waiting.code] = ApprovalRequest(waiting)
+        return request
 
-    def _make_room(self, by_address: Counter[str], fewer: int) -> bool:
+    def _remove_oldest(self, by_address: Counter[str], fewer: int) -> bool:
         """Remove the oldest request of the address with the most requests, if it has more than `fewer` + 1."""
         address, most = by_address.most_common(1)[0]
         if most <= fewer + 1:
             return False
-        code = next(code for code, one in self._tickets.items() if network_of(one.waiting.address) == address)
-        ticket = self._tickets.pop(code)
-        ticket.gave_way = True
-        ticket.wake()
+        code = next(code for code, one in self._requests.items() if network_of(one.waiting.address) == address)
+        request = self._requests.pop(code)
+        request.gave_way = True
+        request.wake()
         return True
 
-    def withdraw(self, ticket: ApprovalRequest) -> None:
-        """Remove a request from the queue."""
-        if self._tickets.get(ticket.waiting.code) is ticket:
-            del self._tickets[ticket.waiting.code]
+    def withdraw(self, request: ApprovalRequest) -> None:
+        """Remove a request from the queue, if it still waits."""
+        if self._requests.get(request.waiting.code) is request:
+            del self._requests[request.waiting.code]
 
     def list(self, now: float) -> list[WaitingNode]:
         """Return the waiting nodes, oldest first."""
         self._expire(now)
-        return [ticket.waiting for ticket in self._tickets.values()]
+        return [request.waiting for request in self._requests.values()]
 
     def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Approve the node with this code."""
+        """Approve the node with this code. A wrong code counts towards the lock."""
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Reject the node with this code."""
+        """Reject the node with this code. A wrong code counts towards the lock."""
         return self._decide(code, ApprovalDecision.REJECTED, now)
 
     def _decide(self, code: str, decision: ApprovalDecision, now: float) -> Decided | WrongCode | Locked:
         self._expire(now)
         if now < self._locked_until:
             return Locked(self._locked_until - now)
-        ticket = self._tickets.pop(code.strip(), None)
-        if ticket is None:
+        request = self._requests.pop(code.strip(), None)
+        if request is None:
             return self._count_wrong(now)
         self._wrong = 0
-        ticket.decision = decision
-        ticket.wake()
-        return Decided(ticket.waiting, decision)
+        request.decision = decision
+        request.wake()
+        return Decided(request.waiting, decision)
 
     def _count_wrong(self, now: float) -> WrongCode | Locked:
         self._wrong += 1
@@ -177,5 +177,5 @@ class Approvals:
     def _expire(self, now: float) -> None:
         while self._recent and self._recent[0][0] + APPROVAL_TIMEOUT_SECONDS <= now:
             self._recent.popleft()
-        for code in [code for code, ticket in self._tickets.items() if ticket.waiting.expires <= now]:
-            del self._tickets[code]
+        for code in [code for code, request in self._requests.items() if request.waiting.expires <= now]:
+            del self._requests[code]

@@ -20,20 +20,22 @@ log = structlog.get_logger()
 DEFAULT_TOKEN_SECONDS = 3600.0
 """Default lifetime of a token, in seconds."""
 EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
-"""Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
+"""Seconds for which an expired token is kept, so that its late use is denied with `token_expired`."""
 
-_NOBODY = bytes(32)
+_UNKNOWN_DIGEST = bytes(32)
 """Key for the MAC check of an unknown token, because both answers must take the same time."""
 
 
 def join_line(url: str, token: str) -> str:
-    """Return the command to type on a joining Mac. `echo` is a shell builtin: the token never appears in the list of
-    processes, which every user of that machine can read."""
+    """Return the command line for a Mac that joins the coordinator at `url`.
+
+    `echo` is a shell builtin. The token therefore never appears in the list of processes, which all users can read.
+    """
     return f"echo {token} | cluster join {url} --token-file -"
 
 
 class Redemption(StrEnum):
-    """Result of an attempt. All but `ACCEPTED` are reasons of `Denied`."""
+    """Result of an attempt to use a join token. All but `ACCEPTED` are reasons of `Denied`."""
 
     ACCEPTED = "accepted"
     UNKNOWN = "token_unknown"
@@ -52,7 +54,7 @@ MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class JoinTokenInfo:
-    """A join token without secrets, for lists. Times are in Unix seconds."""
+    """Join token without its secret, for lists. Times are in Unix seconds."""
 
     id: str
     name: str
@@ -95,7 +97,7 @@ class JoinTokens:
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
     def revoke(self, token: str) -> bool:
-        """Revoke a token. Return False if no token has this id."""
+        """Revoke the token with this id. Return False if there is none."""
         row = self._store.tokens.get(token)
         if row is not None:
             self._store.put_token(replace(row, revoked=True))
@@ -103,9 +105,9 @@ class JoinTokens:
         return row is not None
 
     def check(self, token: str, mac: bytes, csr: bytes) -> Redemption:
-        """Return the result that `redeem` would have, without using the token."""
+        """Return the result that `redeem` would have with these arguments, without using the token."""
         row = self._store.tokens.get(token)
-        proven = hmac.compare_digest(request_mac(row.key if row else _NOBODY, csr), mac)
+        proven = hmac.compare_digest(request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
             return self._no(token, Redemption.UNKNOWN, "unknown")
         if not proven:
@@ -123,8 +125,11 @@ class JoinTokens:
         return token in self._replacing
 
     def redeem(self, token: str, mac: bytes, csr: bytes) -> Redemption:
-        """Use a token once for this request (DER) if its MAC proves the secret. The caller flushes the store before it
-        acts."""
+        """Use the token with the id `token` once for the certificate request `csr` (DER).
+
+        The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
+        it acts on the result.
+        """
         answer = self.check(token, mac, csr)
         if answer is Redemption.ACCEPTED:
             row = self._store.tokens[token]

@@ -4,7 +4,7 @@ import ipaddress
 from collections import OrderedDict
 
 MAX_ADDRESSES = 4096
-"""Most buckets kept. Beyond it, the least recently used bucket is removed."""
+"""Maximum number of buckets. Above that, the least recently used bucket is removed."""
 
 
 class RateLimit:
@@ -17,16 +17,19 @@ class RateLimit:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets."""
+        """Number of addresses with a bucket."""
         return len(self._buckets)
 
     def wait(self, address: str, now: float) -> float:
-        """Count an attempt and return 0. At the limit, count nothing and return the seconds until the next attempt."""
-        who = network_of(address)
-        left, at = self._buckets.pop(who, (self._burst, now))
+        """Count an attempt of `address` and return 0.
+
+        At the limit, return the seconds until the next attempt instead.
+        """
+        network = network_of(address)
+        left, at = self._buckets.pop(network, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)
         allowed = left >= 1.0
-        self._buckets[who] = (left - 1.0 if allowed else left, now)
+        self._buckets[network] = (left - 1.0 if allowed else left, now)
         if len(self._buckets) > MAX_ADDRESSES:
             self._buckets.popitem(last=False)
         return 0.0 if allowed else (1.0 - left) / self._rate

@@ -1,1 +1,1 @@
-"""Metrics of the pool and of every node for Prometheus, and its configuration."""
+"""Metrics of the pool and of every node for Prometheus, and a configuration for Prometheus."""

@@ -1,4 +1,4 @@
-"""Collected families in the forms that Prometheus reads, by prometheus-client."""
+"""Rendering of collected families in the formats of Prometheus, with prometheus-client."""
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -15,22 +15,22 @@ MAX_LABEL_CHARS = 200
 
 
 class SnapshotCollector(Collector):
-    """Gives prometheus-client one picture, already read."""
+    """Collector for prometheus-client over families that were read before."""
 
     def __init__(self, collected: Iterable[CollectedFamily[Any]]) -> None:
         self._collected = collected
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families."""
+        """Yield the families as metrics of prometheus-client."""
         return (_metric(one) for one in self._collected)
 
     def describe(self) -> list[Metric]:
-        """Nothing is known before it is collected."""
+        """Return no families, because they are unknown before a scrape."""
         return []
 
 
 def render(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
-    """Write a picture in the form that an Accept header asks for; give it with its content type."""
+    """Render metrics in the format that an Accept header requests. Return the bytes and their content type."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(collected))
     encode, content_type = choose_encoder(accept)

@@ -4,7 +4,7 @@ Invariants
 - A label value is from a closed set, or the name of a member, a valid API key, or a model of a member.
 - At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, id or secret of a key, address or error text is ever a label.
-- A value that is not finite is omitted: a lying node loses its own series, never the scrape.
+- A value that is not finite is omitted: a node with invalid values loses its own series, never the scrape.
 - All series of one scrape come from one snapshot, because sums and differences over them must be consistent.
 """
 
@@ -18,7 +18,7 @@ from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
 MAX_MODELS_PER_NODE = 32
-"""Most models of a node with their own series over the coordinator's run."""
+"""Maximum models of a node with their own series, until the coordinator restarts."""
 OTHER = "other"
 """Label value for every value outside a closed set."""
 
@@ -26,7 +26,7 @@ P = TypeVar("P")
 
 
 class MetricKind(StrEnum):
-    """Prometheus' types."""
+    """Metric types of Prometheus."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -34,7 +34,7 @@ class MetricKind(StrEnum):
 
 
 class HistogramValue(NamedTuple):
-    """Value of a histogram: bounds without the infinite one, and the counts."""
+    """Value of a histogram: upper bounds without the infinite one, and the counts, not cumulative."""
 
     bounds: Sequence[float]
     tally: HistogramSnapshot
@@ -46,7 +46,7 @@ Row = tuple[tuple[str, ...], Value]
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily(Generic[P]):
-    """One metric family over snapshots of type `P`."""
+    """Metric family whose series are read from a snapshot of type `P`."""
 
     name: str
     """Name without prefix and `_total`."""
@@ -56,29 +56,29 @@ class MetricFamily(Generic[P]):
     labels: tuple[tuple[str, str], ...] = ()
     """Name and description of each label."""
     when: str = ""
-    """When there is a series; empty for always."""
+    """Condition under which the family has a series, for the manual; empty for always."""
 
     @property
     def full_name(self) -> str:
-        """Name in the exposition and in queries."""
+        """Name in the exposition format and in queries."""
         return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels' names."""
+        """Names of the labels, in order."""
         return tuple(name for name, _ in self.labels)
 
 
 class CollectedFamily(NamedTuple, Generic[P]):
-    """A family with its series at one moment."""
+    """Metric family with its series at one moment."""
 
     family: MetricFamily[P]
     rows: list[Row]
 
 
-def collect(families: Iterable[MetricFamily[P]], picture: P) -> list[CollectedFamily[P]]:
-    """Read every family from one snapshot, without unknown values."""
-    return [CollectedFamily(one, [row for row in one.read(picture) if _tellable(row[1])]) for one in families]
+def collect(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
+    """Read each family from one snapshot. Omit values that are not finite."""
+    return [CollectedFamily(one, [row for row in one.read(snapshot) if _tellable(row[1])]) for one in families]
 
 
 def _tellable(value: Value) -> bool:
@@ -86,7 +86,7 @@ def _tellable(value: Value) -> bool:
 
 
 def histogram(buckets: Histogram) -> HistogramValue:
-    """Return the current value of a histogram."""
+    """Return the current value of a histogram as a metric value."""
     return HistogramValue(buckets.bounds, buckets.tally())
 
 
@@ -101,5 +101,5 @@ def closed(value: str, known: Collection[str]) -> str:
 
 
 def state(present: str, known: Collection[str]) -> list[Row]:
-    """Return the row of the current state."""
+    """Return the row of a state metric: 1 for the state `present`, or for `OTHER` if it is not in `known`."""
     return [((closed(present, known),), 1.0)]

@@ -12,13 +12,13 @@ from wire.identity import NodeId
 from wire.report import Model
 
 MAX_HOST_LABELS = 4
-"""Chips, systems and versions of a node: it is updated now and then."""
+"""Maximum combinations of chip, system and version of a node, which change with updates."""
 About = tuple[str, str, str]
 T = TypeVar("T", bound=Hashable)
 
 
 class _Admitted(Generic[T]):
-    """A bounded number of values of each node."""
+    """Bounded sets of values, one per node."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -36,18 +36,21 @@ class _Admitted(Generic[T]):
 
 
 class AdmittedLabels:
-    """The texts that were admitted, by node."""
+    """Texts of nodes that were admitted as label values, until the coordinator restarts."""
 
     def __init__(self) -> None:
         self._models: _Admitted[str] = _Admitted(MAX_MODELS_PER_NODE)
         self._about: _Admitted[About] = _Admitted(MAX_HOST_LABELS)
 
     def models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
-        """Return a node's models that have series, in order of priority."""
+        """Return those of a node's models that may have series.
+
+        Further models are admitted in the given order, which is by priority, up to `MAX_MODELS_PER_NODE`.
+        """
         return tuple(model for model in models if self._models.admits(node, model.name))
 
     def about(self, node: NodeId, about: About) -> About:
-        """Return a node's description, or `OTHER` values at its limit."""
+        """Return a node's chip, system and version, or `OTHER` for all three above `MAX_HOST_LABELS` combinations."""
         return about if self._about.admits(node, about) else (OTHER, OTHER, OTHER)
 
     def keep(self, members: Iterable[NodeId]) -> None:

@@ -1,7 +1,7 @@
 """Metric families of one node, from its newest report and its own measurements.
 
-They have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which removes
-impossible numbers. `sanitize_measures` checks measurements.
+The families have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which
+removes impossible numbers. `sanitize_measures` does the same for measurements.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ class NodeSnapshot:
     """Metrics of one node at one moment. Times are in Unix seconds."""
 
     view: NodeView
-    heard: float
+    reported_at: float
     """Arrival of the report."""
     wall: float
     """Current time."""
@@ -55,12 +55,12 @@ class NodeSnapshot:
     models: tuple[Model, ...] = ()
     """Models with their own series."""
     measures: NodeMeasures | None = None
-    """Measurements; None if the node was not asked."""
+    """Measurements of the node; None if the node was not asked or sent invalid ones."""
 
 
-def sanitize_measures(told: NodeMeasures) -> NodeMeasures:
-    """Return a node's measurements without impossible numbers."""
-    gate = told.gate
+def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
+    """Return a node's measurements with impossible numbers replaced or limited."""
+    gate = measures.gate
     return NodeMeasures(
         GateMeasures(
             tuple((site, _count(count)) for site, count in gate.checks[:64]),
@@ -68,12 +68,12 @@ def sanitize_measures(told: NodeMeasures) -> NodeMeasures:
             _tally(gate.predicted, len(PREDICTED_BOUNDS)),
             _tally(gate.transient, len(TRANSIENT_BOUNDS)),
         ),
-        told.agent_cpu if 0 <= told.agent_cpu < MAX_COUNT else 0.0,
-        _count(told.agent_phys),
+        measures.agent_cpu if 0 <= measures.agent_cpu < MAX_COUNT else 0.0,
+        _count(measures.agent_phys),
     )
 
 
-def _told(values: Iterable[str]) -> str:
+def _quoted(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
@@ -91,7 +91,7 @@ def _tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
 
 
 def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[Row]:
-    """Return a row for each value of a closed set, and one for all other values."""
+    """Return a row for each value of a closed set, and a row for the sum of all other values, if any."""
     sums = dict.fromkeys(known, 0)
     for name, count in pairs:
         name = closed(name, known)
@@ -100,7 +100,7 @@ def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[R
 
 
 def by_priority(view: NodeView) -> list[Model]:
-    """Return a node's models in order of priority for series: loaded models first."""
+    """Return a node's models by their priority for series: loaded and loading models first, then by name."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
 
 
@@ -117,17 +117,17 @@ def _model_states(view: NodeView) -> list[Row]:
     return [((state,), count) for state, count in counts.items()]
 
 
-def _checks(picture: NodeSnapshot) -> list[Row]:
-    """Return checks by site, or their total from the report if the node sent no sites."""
-    if picture.measures is not None:
-        return _counted(picture.measures.gate.checks, SITES)
-    return [(("all",), picture.view.engine.counts.checks)]
+def _checks(snapshot: NodeSnapshot) -> list[Row]:
+    """Return checks by site, or the total of the report if the node sent no measurements."""
+    if snapshot.measures is not None:
+        return _counted(snapshot.measures.gate.checks, SITES)
+    return [(("all",), snapshot.view.engine.counts.checks)]
 
 
-def _refusals(picture: NodeSnapshot) -> list[Row]:
-    if picture.measures is not None:
-        return _counted(picture.measures.gate.refusals, REASONS)
-    return [(("all",), picture.view.engine.counts.refusals)]
+def _refusals(snapshot: NodeSnapshot) -> list[Row]:
+    if snapshot.measures is not None:
+        return _counted(snapshot.measures.gate.refusals, REASONS)
+    return [(("all",), snapshot.view.engine.counts.refusals)]
 
 
 Read = Callable[[NodeSnapshot], float | None]
@@ -148,15 +148,15 @@ def _agent(read: Callable[[NodeMeasures], float]) -> Read:
 def _distribution(
     bounds: tuple[float, ...], read: Callable[[GateMeasures], HistogramSnapshot]
 ) -> Callable[[NodeSnapshot], list[Row]]:
-    def rows(picture: NodeSnapshot) -> list[Row]:
-        return [] if picture.measures is None else one(HistogramValue(bounds, read(picture.measures.gate)))
+    def rows(snapshot: NodeSnapshot) -> list[Row]:
+        return [] if snapshot.measures is None else one(HistogramValue(bounds, read(snapshot.measures.gate)))
 
     return rows
 
 
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 _READABLE = "while the footprint can be read"
-_TOLD = "while the system reports the value"
+_WHILE_REPORTED = "while the system reports the value"
 
 ABOUT: tuple[MetricFamily[NodeSnapshot], ...] = (
     MetricFamily(
@@ -172,7 +172,7 @@ ABOUT: tuple[MetricFamily[NodeSnapshot], ...] = (
             ("tier", "`memory.tier`"),
         ),
     ),
-    _gauge("node_report_timestamp_seconds", "Arrival of the node's newest report, Unix time.", lambda p: p.heard),
+    _gauge("node_report_timestamp_seconds", "Arrival of the node's newest report, Unix time.", lambda p: p.reported_at),
     _counter("node_agent_cpu_seconds", "CPU time of the agent's process.", _agent(lambda m: m.agent_cpu)),
     _gauge("node_agent_phys_bytes", "Footprint of the agent's process.", _agent(lambda m: m.agent_phys)),
 )
@@ -189,7 +189,7 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
         _G,
         "Term that limits the ceiling; always 1.",
         lambda p: state(p.view.memory.bound_by, TERMS),
-        (("term", _told(TERMS)),),
+        (("term", _quoted(TERMS)),),
     ),
     _gauge("node_memory_margin_bytes", "Memory kept free for short-lived buffers.", lambda p: p.view.memory.margin),
     _gauge(
@@ -250,14 +250,14 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
     _gauge(
         "node_memory_reading_timestamp_seconds",
         "Time of the agent's last reading, Unix time.",
-        lambda p: p.heard - p.view.system.age,
+        lambda p: p.reported_at - p.view.system.age,
     ),
     MetricFamily(
         "node_memory_reading_source",
         _G,
         "Source of the footprint reading; always 1.",
         lambda p: state(p.view.memory.source, SOURCES),
-        (("source", _told(SOURCES)),),
+        (("source", _quoted(SOURCES)),),
     ),
     _gauge(
         "node_memory_engine_phys_bytes",
@@ -269,15 +269,15 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
         "node_system_available_bytes",
         "Memory that can be allocated without displacing other programs.",
         lambda p: p.view.system.available,
-        _TOLD,
+        _WHILE_REPORTED,
     ),
     MetricFamily(
         "node_system_pressure",
         _G,
         "Memory pressure reported by the system; always 1.",
         lambda p: state(p.view.system.pressure, PRESSURES) if p.view.system.pressure else [],
-        (("pressure", _told(PRESSURES)),),
-        _TOLD,
+        (("pressure", _quoted(PRESSURES)),),
+        _WHILE_REPORTED,
     ),
     _counter("node_memory_polls", "Polls of the enforcer.", lambda p: p.view.enforcement.polls),
     _counter(
@@ -303,14 +303,14 @@ GATE: tuple[MetricFamily[NodeSnapshot], ...] = (
         _C,
         "Checks by the gate.",
         _checks,
-        (("site", f"{_told(SITES)}; `all` if the node reports only a total"),),
+        (("site", f"{_quoted(SITES)}; `all` if the node reports only a total"),),
     ),
     MetricFamily(
         "gate_refusals",
         _C,
         "Refusals by the gate.",
         _refusals,
-        (("reason", f"{_told(REASONS)}; `all` if the node reports only a total"),),
+        (("reason", f"{_quoted(REASONS)}; `all` if the node reports only a total"),),
     ),
     MetricFamily(
         "gate_predicted_peak_ratio",
@@ -336,7 +336,7 @@ ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
         _G,
         "State of the engine's process; always 1.",
         lambda p: state(p.view.engine.state, ENGINE_STATES),
-        (("state", _told(ENGINE_STATES)),),
+        (("state", _quoted(ENGINE_STATES)),),
     ),
     MetricFamily(
         "engine_requests",
@@ -382,7 +382,7 @@ MODELS: tuple[MetricFamily[NodeSnapshot], ...] = (
         _G,
         "Models known to the node, by state.",
         lambda p: _model_states(p.view),
-        (("state", _told(MODEL_STATES)),),
+        (("state", _quoted(MODEL_STATES)),),
     ),
     MetricFamily(
         "model_loaded",

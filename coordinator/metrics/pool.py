@@ -25,7 +25,10 @@ CERTIFICATES = ("authority", "coordinator", "endpoint")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetrics:
-    """Metrics of the coordinator's process. Units: Unix seconds (`started`), seconds (`cpu`), bytes (`peak`)."""
+    """Metrics of the coordinator's process.
+
+    `started` is in Unix seconds, `cpu` in seconds, and the peak of resident memory `peak` in bytes.
+    """
 
     started: float
     cpu: float
@@ -36,17 +39,21 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
+    """Connections of the cluster port: current links, other current connections, links and denials since the start."""
 
     open: int
-    strangers: int
+    unlinked: int
     linked: int
     denied: int
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Metrics of the coordinator at one moment. Certificates are (issued, expires) in Unix seconds."""
+    """Metrics of the coordinator at one moment.
+
+    Certificates are (issued, expires) in Unix seconds. `unacknowledged` is bytes by node. `oldest` is the longest wait
+    of a queued request in seconds.
+    """
 
     version: str
     python: str
@@ -90,9 +97,9 @@ def _counter(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> 
 
 
 def _by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
-    def rows(picture: PoolSnapshot) -> list[Row]:
-        known = values(picture)
-        return [((node.name,), known[node.id]) for node in picture.view.nodes if node.id in known]
+    def rows(snapshot: PoolSnapshot) -> list[Row]:
+        known = values(snapshot)
+        return [((node.name,), known[node.id]) for node in snapshot.view.nodes if node.id in known]
 
     return rows
 
@@ -101,26 +108,26 @@ def _by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable
     return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]
 
 
-def _outcomes(picture: PoolSnapshot) -> Iterable[Row]:
-    for name, counts in picture.counters.models.items():
+def _outcomes(snapshot: PoolSnapshot) -> Iterable[Row]:
+    for name, counts in snapshot.counters.models.items():
         for outcome, count in counts.outcomes.items():
             yield (name, outcome), count
 
 
-def _key_tokens(picture: PoolSnapshot) -> Iterable[Row]:
+def _key_tokens(snapshot: PoolSnapshot) -> Iterable[Row]:
     """Sum the tokens of API keys by name and model. Two keys with one name share a series."""
     found: dict[tuple[str, str], int] = {}
-    for (key, model), tokens in picture.counters.keys.items():
-        name = picture.keys.get(key)
+    for (key, model), tokens in snapshot.counters.keys.items():
+        name = snapshot.keys.get(key)
         if name is not None:
             found[name, model] = found.get((name, model), 0) + tokens
     return found.items()
 
 
-def _headrooms(picture: PoolSnapshot) -> Mapping[NodeId, float]:
+def _headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
     return {
-        node.id: node.memory.headroom + node.memory.reusable - picture.unacknowledged.get(node.id, 0)
-        for node in picture.view.nodes
+        node.id: node.memory.headroom + node.memory.reusable - snapshot.unacknowledged.get(node.id, 0)
+        for node in snapshot.view.nodes
         if node.state in SERVING and node.memory.headroom is not None
     }
 
@@ -337,7 +344,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_report_timestamp_seconds",
         _G,
         "Arrival of a member's newest report, Unix time.",
-        lambda p: [((node.name,), p.wall - (p.now - node.heard_at)) for node in p.view.nodes if node.heard_at],
+        lambda p: [((node.name,), p.wall - (p.now - node.reported_at)) for node in p.view.nodes if node.reported_at],
         _NODE,
         "after the first report",
     ),
@@ -384,7 +391,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
     _gauge(
         "cluster_unauthenticated_connections",
         "Open connections to the cluster port that are not links yet.",
-        lambda p: p.links.strangers,
+        lambda p: p.links.unlinked,
     ),
     _counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
     _counter("cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied),

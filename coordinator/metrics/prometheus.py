@@ -6,14 +6,17 @@
 from urllib.parse import urlsplit
 
 SCRAPE_SECONDS = 5
-"""Scrape interval in seconds. A disused gate is reported within half a minute: two scrapes, two evaluations, and the
-alert's delay."""
+"""Default scrape interval in seconds.
+
+An unused gate is reported within half a minute: two scrapes, two evaluations, and the delay of the alert.
+"""
 
 
 def configuration(base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", every: int = 0) -> str:
     """Return `prometheus.yml` for a coordinator at `base` (no path).
 
-    `ca_file` is the trusted authority unless the system's apply. `every` is the scrape interval in seconds.
+    `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: those of the system.
+    `rules` is the file of alert rules. `every` is the scrape interval in seconds; 0: `SCRAPE_SECONDS`.
     """
     where, seconds = urlsplit(base), every or SCRAPE_SECONDS
     trust = f"\n    tls_config: {{ca_file: {_text(ca_file)}}}" if ca_file else ""

@@ -1,7 +1,7 @@
 """Takes metric snapshots of the coordinator and of every node, and lists the targets for Prometheus.
 
 A snapshot is taken in one step on the loop and serialized on a thread, because streams must not wait for a scrape. A
-node that cannot be asked has no snapshot: its scrape fails, and Prometheus reports `up 0` instead of old numbers.
+node that does not answer has no snapshot: its scrape fails, and Prometheus reports `up 0` instead of old numbers.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from wire.identity import NodeId
 from wire.node_state import SCRAPABLE, NodeState
 
 MEASURES_TIMEOUT_SECONDS = 3.0
-"""Longest wait for a node's measurements in seconds; less than Prometheus' timeout."""
+"""Maximum seconds to wait for a node's measurements; less than the timeout of Prometheus."""
 MAX_MEASURES_BYTES = 16 * 1024
 VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
@@ -38,12 +38,15 @@ Lives = Mapping[str, tuple[float, float]]
 
 
 class NodeUnreachable(Exception):
-    """A node gives no picture now; the text says why."""
+    """Raised if the metrics of a node are not available now. The text has the reason."""
 
 
 class MetricsService:
-    """Metric snapshots. `lives` reads the validity of certificates, `conditions` the active conditions, `video` the
-    video jobs."""
+    """Source of all metrics of the coordinator and of the nodes.
+
+    `lives` reads the validity of certificates by name. `conditions` returns by alert rule whether it is active, and
+    `video` the metrics of video jobs.
+    """
 
     def __init__(
         self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
@@ -61,11 +64,11 @@ class MetricsService:
         self.video: Callable[[], VideoSnapshot] = VideoSnapshot
 
     async def pool(self, accept: str) -> tuple[bytes, str]:
-        """Return the coordinator's metrics in the format of `accept`, with the content type."""
+        """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
         return await asyncio.to_thread(render, collect(POOL, self.snapshot()), accept)
 
     async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics. Raise `NodeUnreachable` if the node cannot be asked."""
+        """Return a node's metrics as `pool`. Raise `NodeUnreachable` if the node does not answer or has left."""
         measures = await self._measures(node)
         view = self._registry.view().node(node)
         if view is None:
@@ -73,7 +76,10 @@ class MetricsService:
         return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
 
     def targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
-        """Return every member as a target behind the coordinator's address. A member that is down has `up` 0."""
+        """Return the targets of Prometheus service discovery: one per member, at the coordinator's address.
+
+        `host` and `scheme` are those of the request. The scrape of a member that does not answer fails.
+        """
         return [
             {
                 "targets": [host],
@@ -89,25 +95,31 @@ class MetricsService:
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
-        """Read a node's families."""
+        """Return the metric families of a node with their series, by its newest report and these measurements."""
         return collect(NODE, self.node_snapshot(view, measures))
 
     def node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
-        """Return the snapshot of a node by its newest report."""
+        """Return the metrics snapshot of a node by its newest report and these measurements."""
         wall = time.time()
-        heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
+        reported_at = wall - max(0.0, self._dispatcher.now() - view.reported_at)
         about = self._labels.about(view.id, self._registry.host_description(view.id))
-        return NodeSnapshot(view, heard, wall, about, self._labels.models(view.id, by_priority(view)), measures)
+        return NodeSnapshot(view, reported_at, wall, about, self._labels.models(view.id, by_priority(view)), measures)
 
     def nodes(self) -> list[NodeSnapshot]:
-        """Return the snapshots of all linked nodes by their newest reports, without requests to nodes."""
+        """Return the snapshots of all nodes with a current report, without measurements.
+
+        No request is sent to a node.
+        """
         views = self._registry.view().nodes
-        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
+        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
 
     async def _measures(self, node: NodeId) -> NodeMeasures | None:
-        """Ask a node; None when its answer makes no sense, which costs it its own histograms alone."""
+        """Fetch the measurements of a node; None if they are invalid, in which case only its histograms are missing.
+
+        Raise `NodeUnreachable` if the node does not answer.
+        """
         view = self._registry.view().node(node)
-        if view is None or view.state not in SCRAPABLE or not view.heard_at:
+        if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
         pieces = self._registry.links.fetch(node, "metrics", MAX_MEASURES_BYTES)
         try:
@@ -117,7 +129,7 @@ class MetricsService:
             raise NodeUnreachable(str(error) or "it did not answer") from None
 
     def snapshot(self) -> PoolSnapshot:
-        """Return the snapshot of the coordinator."""
+        """Return the metrics snapshot of the coordinator, without requests to nodes."""
         dispatcher, registry = self._dispatcher, self._registry
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
         members = [node.id for node in view.nodes]
@@ -145,7 +157,7 @@ class MetricsService:
             keys_refused=self._ring.refused,
             certificates=self._our_lives(now),
             node_certificates=links.certificate_validity(),
-            links=LinkCounts(links.open(), links.strangers(), links.made, links.denied),
+            links=LinkCounts(links.open(), links.unlinked_count(), links.made, links.denied),
             conditions=self.conditions(),
             process=self._process(),
             video=self.video(),
@@ -168,7 +180,7 @@ class MetricsService:
 
 
 def read_measures(answer: bytes) -> NodeMeasures | None:
-    """Decode a node's answer. Return None if it is invalid."""
+    """Decode a node's measurements (msgpack) and remove impossible numbers. Return None if the bytes are invalid."""
     try:
         return sanitize_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):

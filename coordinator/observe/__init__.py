@@ -1,1 +1,1 @@
-"""Events, logs, load history and rows of nodes."""
+"""Observation of the pool: event stream, log reader, load history, and nodes as rows of the API."""

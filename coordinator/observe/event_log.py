@@ -15,7 +15,7 @@ from typing import Any
 
 MAX_EVENTS = 500
 MAX_QUEUED_EVENTS = 200
-"""Most queued events of one reader."""
+"""Maximum queued events of one reader."""
 MAX_READERS = 64
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a reader receives a comment."""
@@ -25,7 +25,7 @@ Event = tuple[int, bytes]
 
 
 class EventLog:
-    """Ring of events and its readers. `add` is thread-safe."""
+    """Ring of the newest events, and its readers. `add` is thread-safe; call all else on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -36,7 +36,7 @@ class EventLog:
         self._numbers_of_readers = itertools.count(1)
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event of the log, with secrets already hidden."""
+        """Add an event of the log, with secrets already hidden. Ignore events of loggers outside `STREAMED_LOGGERS`."""
         if str(event.get("logger", "")).startswith(STREAMED_LOGGERS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
@@ -57,12 +57,14 @@ class EventLog:
 
     @property
     def readers(self) -> int:
-        """Number of readers."""
+        """Number of current readers."""
         return len(self._readers)
 
     async def read(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
-        """Yield server-sent events: those after number `last`, else the `newest`. With `follow`, continue with new
-        events."""
+        """Yield server-sent events: those after number `last`, or the `newest` ones if `last` is None.
+
+        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence.
+        """
         kept = list(self._ring)
         begin = [event for event in kept if event[0] > last] if last is not None else kept[max(0, len(kept) - newest) :]
         waiting: deque[Event] = deque(begin, maxlen=max(MAX_QUEUED_EVENTS, len(begin)))

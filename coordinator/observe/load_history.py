@@ -1,11 +1,11 @@
-"""Load of the pool and of each Mac over the last hour, in a ring of fixed size.
+"""Load of the pool and of each node over the last hour, in a ring of fixed size.
 
 Rules
 - A reading has totals and gauges of one moment. Totals are stored as rates between two readings.
-- An unknown value is a gap, never zero and never the last value. Examples: memory of a lost or paused Mac, time to
+- An unknown value is a gap, never zero and never the last value. Examples: memory of a lost or paused node, time to
   first token without one, every value while the coordinator slept.
-- The size is fixed: `MAX_POINTS` points of the pool and of at most `MAX_NODES` Macs. The pool's points include every
-Mac.
+- The size is fixed: `MAX_POINTS` points of the pool and of at most `MAX_NODES` nodes. The pool's points include all
+  nodes.
 """
 
 import math
@@ -20,7 +20,7 @@ INTERVAL_SECONDS = 10.0
 MAX_POINTS = 360
 """Number of points kept: one hour."""
 MAX_NODES = 64
-"""Most Macs with their own points; 17 KB each."""
+"""Maximum number of nodes with their own points, of 17 KB each."""
 UNKNOWN = math.nan
 NODE_SERIES = (
     "prompt_tokens_per_second",
@@ -35,7 +35,10 @@ POOL_SERIES = (*NODE_SERIES, "requests_per_second", "queued")
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """Load of one Mac at one moment: totals since the coordinator started, then gauges."""
+    """Load of one node at one moment: totals since the coordinator started, then gauges.
+
+    `first_token_seconds` is the sum of the times to first token of `first_tokens` requests.
+    """
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -43,7 +46,7 @@ class NodeLoad:
     first_token_seconds: float = 0.0
     in_flight: int = 0
     memory: int | None = None
-    """Current memory in bytes; None while the Mac is not linked or the pool does not use its memory."""
+    """Current memory in bytes; None while the node is not linked or the pool does not use its memory."""
     cap: int | None = None
     """Cap in bytes; None in the same cases."""
 
@@ -53,10 +56,10 @@ class LoadReading:
     """Load of the pool at one moment."""
 
     at: float
-    """Unix seconds."""
+    """Time of the reading in Unix seconds."""
     nodes: Mapping[NodeId, NodeLoad]
     requests: int = 0
-    """Total of ended requests."""
+    """Total of ended requests since the coordinator started."""
     queued: int = 0
 
 
@@ -71,13 +74,13 @@ class _Ring:
             series[number % MAX_POINTS] = values.get(name, UNKNOWN)
 
     def to_row(self, number: int, count: int) -> dict[str, list[float | None]]:
-        """Return the `count` values up to the one of this `number`, the oldest first."""
+        """Return the `count` values of each series up to the point `number`, oldest first. None is a gap."""
         at = [one % MAX_POINTS for one in range(number - count + 1, number + 1)]
         return {name: [_known(series[one]) for one in at] for name, series in self._series.items()}
 
 
 class LoadHistory:
-    """Ring of load points. `add_reading` adds a reading; `to_row` and `latest` return its points."""
+    """Ring of load points of the last hour. Each point is computed from two consecutive readings."""
 
     def __init__(self) -> None:
         self._last: LoadReading | None = None
@@ -86,7 +89,7 @@ class LoadHistory:
         self._nodes: dict[NodeId, _Ring] = {}
 
     def add_reading(self, reading: LoadReading) -> None:
-        """Add a reading. The first reading only starts the first interval."""
+        """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps."""
         last, self._last = self._last, reading
         for gone in self._nodes.keys() - reading.nodes.keys():
             del self._nodes[gone]
@@ -112,7 +115,10 @@ class LoadHistory:
             ring.put(self._number, nodes.get(node, {}))
 
     def to_row(self, points: int = MAX_POINTS) -> dict[str, object]:
-        """Return the newest `points` as the API does: None is a gap, `number` grows by one with each point."""
+        """Return the newest `points` points as a row of the API, oldest first.
+
+        None is a gap. `number` is the sequence number of the newest point.
+        """
         count = min(points, MAX_POINTS, self._number + 1)
         return {
             "interval_seconds": INTERVAL_SECONDS,

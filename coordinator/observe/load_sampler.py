@@ -15,11 +15,11 @@ from wire.node_state import NodeState
 
 log = structlog.get_logger("coordinator.load")
 MEASURED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
-"""States in which the pool uses a Mac's memory and its report is current."""
+"""States in which the pool uses the memory of a node and the report of the node is current."""
 
 
 def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadReading:
-    """Return the load of every member, `at` in Unix seconds."""
+    """Return the load of the pool and of each member at `at` (Unix seconds), without nodes that have left."""
     counters = dispatcher.counters
     members = {
         node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
@@ -30,7 +30,7 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
 
 
 def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
-    """Return the load of one member. Its memory is None unless its report is current and the pool uses it."""
+    """Return the load of one member. `memory` and `cap` are None unless the state of the node is in `MEASURED`."""
     counts, measured = counts or NodeCounts(), node.state in MEASURED
     return NodeLoad(
         prompt_tokens=counts.prompt_tokens,
@@ -44,7 +44,10 @@ def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> Node
 
 
 async def sample_load(history: LoadHistory, read: Callable[[float], LoadReading]) -> None:
-    """Add a reading every `INTERVAL_SECONDS`. A failed reading is a gap, and is logged once."""
+    """Add a reading every `INTERVAL_SECONDS` until cancelled. A failed reading is a gap.
+
+    `read` returns the load at a Unix time. The first of consecutive failures is logged.
+    """
     failed = False
     while True:
         try:

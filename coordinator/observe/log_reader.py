@@ -6,13 +6,14 @@ from pathlib import Path
 
 CHUNK_BYTES = 64 * 1024
 MAX_LINE_BYTES = 1024 * 1024
-"""Most bytes searched for the end of the first, truncated line."""
+"""Maximum bytes that are searched for the end of a truncated first line."""
 
 
 async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGenerator[bytes]:
-    """Yield the newest `size` bytes of a file; with `every` also its additions, polled every `every` seconds.
+    """Yield the newest `size` bytes of a log file, from the first complete line.
 
-    A file that has become shorter is read from its start. Raise `OSError` if it cannot be read.
+    With `every`, continue with additions to the file, polled every `every` seconds. A file that has become shorter is
+    read from its start. Raise `OSError` if the file cannot be read.
     """
     offset, end = await asyncio.to_thread(_newest, file, size)
     while True:

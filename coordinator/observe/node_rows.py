@@ -17,12 +17,12 @@ from wire.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Facts about a node outside its report."""
+    """Facts about a node that are not in its report."""
 
     reported: bool
-    """Whether there is a report."""
+    """Whether the node has sent a report since the coordinator started."""
     version: str
-    """Version that the node runs."""
+    """Version of macpool that the node runs; empty if unknown."""
     protocol: int
     """Protocol number of the node; 0 if unknown."""
     in_flight: int
@@ -31,24 +31,24 @@ class NodeFacts:
     """Seconds since the last report; None without one."""
 
 
-def node_row(view: NodeView, member: Member, row: MemberRow, told: NodeFacts) -> dict[str, Any]:
-    """Return a node as a row of the API. None means unknown."""
+def node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:
+    """Return a node as a row of the API, with sizes in bytes. None means unknown."""
     return {
-        **_member(member, row, told, view.sharing),
-        **_memory(view.memory, reported=told.reported),
+        **_member(member, row, facts, view.sharing),
+        **_memory(view.memory, reported=facts.reported),
         **_enforced(view),
-        "in_flight": told.in_flight,
+        "in_flight": facts.in_flight,
         "running": view.engine.running,
         "waiting": view.engine.waiting,
-        "heard_seconds": told.heard_seconds,
+        "heard_seconds": facts.heard_seconds,
         "joined": row.joined,
-        "engine": _engine(view.engine, reported=told.reported),
+        "engine": _engine(view.engine, reported=facts.reported),
         "models": [_model(model) for model in view.models.values()],
         "video": video_row(view.video, allowed=view.video_allowed),
     }
 
 
-def _member(member: Member, row: MemberRow, told: NodeFacts, sharing: Sharing) -> dict[str, Any]:
+def _member(member: Member, row: MemberRow, facts: NodeFacts, sharing: Sharing) -> dict[str, Any]:
     return {
         "id": row.node,
         "name": row.name,
@@ -60,8 +60,8 @@ def _member(member: Member, row: MemberRow, told: NodeFacts, sharing: Sharing) -
         "chip": row.hardware.chip,
         "memory": row.hardware.memory,
         "system": row.hardware.system,
-        "version": told.version,
-        "protocol": told.protocol,
+        "version": facts.version,
+        "protocol": facts.protocol,
     }
 
 
@@ -101,7 +101,7 @@ def _enforced(view: NodeView) -> dict[str, Any]:
 
 
 def enforcement_row(one: Enforcement) -> dict[str, Any]:
-    """Return the readings and actions of a node's enforcer."""
+    """Return the readings and actions of a node's memory enforcer as a row of the API."""
     return {
         "level": MemoryLevel(one.level).name.lower(),
         "phys": one.phys,
@@ -142,8 +142,10 @@ def _model(model: Model) -> dict[str, Any]:
 
 
 def model_state(model: Model) -> dict[str, Any]:
-    """Return the state of a model on a node: loaded, loading (with progress), known (loads at the first request), or
-    failed (with the cause)."""
+    """Return the state of a model on a node as a row: loaded, loading, known or failed.
+
+    A known model loads at its first request. `progress` is 0 to 1; `cause` is set for a failed model.
+    """
     if model.loaded:
         return {"model": "loaded", "cause": "", "progress": 1.0}
     if model.loading:
@@ -154,14 +156,14 @@ def model_state(model: Model) -> dict[str, Any]:
 def speeds(model: Model) -> dict[str, float]:
     """Return the prefill and decode speeds of a model that placement uses, in tokens per second.
 
-    Decode is for one request alone. Values are recent measurements, or an estimate for such a machine before the first
-    one.
+    The decode speed is for one request alone. Values are recent measurements, or estimates before the first
+    measurement.
     """
     return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
 
 
 def measured(model: Model) -> dict[str, object] | None:
-    """Return a model's measured memory and context limits, in bytes and tokens; None before a measurement."""
+    """Return the measured memory of a model in bytes, and its limits in tokens and rows; None before a measurement."""
     if not model.profiled:
         return None
     return {
@@ -182,7 +184,7 @@ def can_answer(view: NodeView) -> bool:
 
 
 def warnings_of(view: NodeView) -> list[str]:
-    """Return the conditions of a node that need a person, each with the next step."""
+    """Return texts on conditions of a node that prevent requests: gate, memory or engine."""
     memory, engine, found = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
         found.append(f"its gate is not armed: it refuses every request ({engine.state})")
@@ -197,7 +199,7 @@ def warnings_of(view: NodeView) -> list[str]:
 
 
 def dangers_of(view: NodeView) -> list[str]:
-    """Return the reasons why a node's memory protection is reduced: its own warnings and the facts of its report."""
+    """Return texts on reduced memory protection of a node: its own warnings, and conditions in its report."""
     memory, found = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in found):
         found.append("memory.guard is off: its memory can exceed the cap")

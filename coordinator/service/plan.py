@@ -73,7 +73,7 @@ class ServiceState:
     """Process id; None if no process runs."""
     last_exit: str = ""
     """Last signal, exit code or result; empty if the service never exited, or exited without an error under systemd."""
-    told: dict[str, str] = field(default_factory=dict[str, str])
+    properties: dict[str, str] = field(default_factory=dict[str, str])
     """Properties in the manager's output, by name."""
 
 

@@ -96,9 +96,9 @@ class ServiceHost:
         """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0."""
         done = self.call(tool, *arguments)
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
+            message = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
             raise ServiceError(
-                1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {said}{_hint(done.returncode)}"
+                1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {message}{_hint(done.returncode)}"
             )
 
     # -- commands to the manager -------------------------------------------------------------------

@@ -123,29 +123,29 @@ def install(
     the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
     """
     before, done = check(host, plan), list[str]()
-    wanted, standing = host.text(plan), host.state()
+    wanted, service_state = host.text(plan), host.state()
     done += _folders(host, plan)
     done += _wired(host, plan.wired_limit_mb)
     unfinished = _beside(host.unit, "unfinished")
-    if before.text == wanted and standing.running and not unfinished.exists():
-        return done, standing
+    if before.text == wanted and service_state.running and not unfinished.exists():
+        return done, service_state
     _lint(host, wanted)
     if before.text != wanted:
         host.unit.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         _write(host, host.unit, wanted)
         done.append(f"{'renewed' if before.text else 'wrote'} {host.unit}")
-    if host.mac and standing.loaded:
+    if host.mac and service_state.loaded:
         host.unload()
         done.append("unloaded the earlier unit")
     try:
         host.load()
-        standing = wait(host, seconds)
+        service_state = wait(host, seconds)
     except ServiceError as error:
         _take_back(host, before)
         raise ServiceError(error.code, f"{error}\n{last_words(host)}".rstrip()) from None
     unfinished.unlink(missing_ok=True)
-    return [*done, f"loaded and running, process {standing.pid}"], standing
+    return [*done, f"loaded and running, process {service_state.pid}"], service_state
 
 
 def wait(host: ServiceHost, seconds: float) -> ServiceState:
@@ -156,13 +156,13 @@ def wait(host: ServiceHost, seconds: float) -> ServiceState:
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
     while (now := time.monotonic()) - began < seconds:
-        standing = host.state()
-        if not standing.running or standing.pid != pid:
-            since, pid = now, standing.pid
+        service_state = host.state()
+        if not service_state.running or service_state.pid != pid:
+            since, pid = now, service_state.pid
         elif now - since >= min(STEADY_SECONDS, seconds / 4):
-            return standing
+            return service_state
         pause.wait(POLL_INTERVAL_SECONDS)
-    ended = f"; its last exit: {standing.last_exit}" if (standing := host.state()).last_exit else ""
+    ended = f"; its last exit: {service_state.last_exit}" if (service_state := host.state()).last_exit else ""
     raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
 
 

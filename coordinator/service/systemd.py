@@ -89,12 +89,12 @@ def parse_own_unit(content: str) -> dict[str, str] | None:
 
 def parse_state(listing: str) -> ServiceState:
     """Parse the output of `systemctl show` for the properties `SHOWN`."""
-    told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
-    loaded = told.get("LoadState") == "loaded"
-    pid = int(told["MainPID"]) if told.get("MainPID", "").isdecimal() else 0
+    properties = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
+    loaded = properties.get("LoadState") == "loaded"
+    pid = int(properties["MainPID"]) if properties.get("MainPID", "").isdecimal() else 0
     ended = (
         ""
-        if told.get("Result", "success") == "success"
-        else f"{told['Result']} {told.get('ExecMainStatus', '')}".strip()
+        if properties.get("Result", "success") == "success"
+        else f"{properties['Result']} {properties.get('ExecMainStatus', '')}".strip()
     )
-    return ServiceState(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)
+    return ServiceState(loaded, properties.get("ActiveState") == "active" and pid > 0, pid or None, ended, properties)

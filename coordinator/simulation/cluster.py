@@ -103,14 +103,14 @@ class RequestOutcome:
 class SimulatedPool:
     """Nodes, links, membership and arrivals of one simulation, without the router.
 
-    `talks` are the conversations in order of arrival. `seed` is for the loss of reports. `log` receives one line for
+    `conversations` are the conversations in order of arrival. `seed` is for the loss of reports. `log` receives one line for
     each notable event; None disables the log.
     """
 
     def __init__(
         self,
         scenario: Scenario,
-        talks: Iterable[SimulatedConversation],
+        conversations: Iterable[SimulatedConversation],
         loop: asyncio.AbstractEventLoop,
         seed: int,
         log: Callable[[str], None] | None = None,
@@ -119,15 +119,15 @@ class SimulatedPool:
         self.loop = loop
         self._log = log
         self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
-        self._talks = deque(talks)
+        self._conversations = deque(conversations)
         self._turns: dict[str, ConversationTurn] = {}
         self._rest: dict[str, list[ConversationTurn]] = {}
-        self.fates: dict[str, RequestOutcome] = {}
+        self.outcomes: dict[str, RequestOutcome] = {}
         self.machines: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
         self._views: dict[NodeId, NodeView] = {}
-        self._heard: dict[NodeId, float] = {}
+        self._reported_at: dict[NodeId, float] = {}
         self._links: dict[NodeId, int] = {}
         self._silent: dict[NodeId, list[tuple[bool, Frame]]] = {}
         self._lives: dict[NodeId, int] = {}
@@ -160,15 +160,15 @@ class SimulatedPool:
             self.scenario.models,
             self.loop,
             loads=loads,
-            say=lambda frame: self._say(node, frame),
+            send=lambda frame: self._send_up(node, frame),
             turn_of=self._turns.__getitem__,
-            changed=lambda: self._tell_contender(node),
+            changed=lambda: self._schedule_notification(node),
         )
 
-    def _tell_contender(self, node: NodeId) -> None:
-        self.loop.call_soon(self._told, node)
+    def _schedule_notification(self, node: NodeId) -> None:
+        self.loop.call_soon(self._notify_contender, node)
 
-    def _told(self, node: NodeId) -> None:
+    def _notify_contender(self, node: NodeId) -> None:
         if self.contender is not None:
             self.contender.changed(node)
 
@@ -188,7 +188,7 @@ class SimulatedPool:
         self._travel(self._down, node, frame)
         return True
 
-    def _say(self, node: NodeId, frame: Frame) -> None:
+    def _send_up(self, node: NodeId, frame: Frame) -> None:
         self._travel(self._up, node, frame)
 
     def _travel(self, way: "deque[tuple[float, NodeId, int, Frame]]", node: NodeId, frame: Frame) -> None:
@@ -209,13 +209,13 @@ class SimulatedPool:
             elif way is self._down:
                 self.machines[node].take(frame)
             else:
-                reported |= self._heard_of(node, frame)
+                reported |= self._handle_frame(node, frame)
         if way:
             self.loop.call_at(way[0][0], self._arrive, way)
         if reported:
             self._publish()
 
-    def _heard_of(self, node: NodeId, frame: Frame) -> bool:
+    def _handle_frame(self, node: NodeId, frame: Frame) -> bool:
         if isinstance(frame, Report):
             self._reported(node, frame)
             return True
@@ -228,49 +228,49 @@ class SimulatedPool:
 
     def note_sent(self, node: NodeId, frame: Generate) -> None:
         """Record in the outcome of a request that it was sent to a node."""
-        fate = self.fates[frame.request_id]
+        outcome = self.outcomes[frame.request_id]
         self._requests[frame.request] = frame.request_id
-        fate.tries += 1
-        fate.nodes.append(str(node))
-        if fate.first is None:
-            fate.sent = self.loop.time()
+        outcome.tries += 1
+        outcome.nodes.append(str(node))
+        if outcome.first is None:
+            outcome.sent = self.loop.time()
         self.log_line(f"{frame.request_id} -> {node}")
 
     def _note(self, node: NodeId, frame: Frame) -> None:
         now = self.loop.time()
         if isinstance(frame, Deltas):
             for delta in frame.deltas:
-                fate = self._fate(delta.request)
-                if fate is not None and fate.first is None:
-                    fate.first = now
-                    self.log_line(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
+                outcome = self._outcome(delta.request)
+                if outcome is not None and outcome.first is None:
+                    outcome.first = now
+                    self.log_line(f"{outcome.turn.id} first token on {node} after {now - outcome.arrived:.2f} s")
         elif isinstance(frame, Refusal):
-            fate = self._fate(frame.request)
-            if fate is not None:
-                fate.first_refused |= fate.tries == 1
-                self.log_line(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
+            outcome = self._outcome(frame.request)
+            if outcome is not None:
+                outcome.first_refused |= outcome.tries == 1
+                self.log_line(f"{outcome.turn.id} refused by {node}: {frame.refused.code}")
 
-    def _fate(self, request: int) -> RequestOutcome | None:
-        return self.fates.get(self._requests.get(request, ""))
+    def _outcome(self, request: int) -> RequestOutcome | None:
+        return self.outcomes.get(self._requests.get(request, ""))
 
     def ended(self, request_id: str, outcome: Outcome) -> None:
         """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
-        fate, now = self.fates[request_id], self.loop.time()
-        fate.ended, fate.outcome = now, outcome
+        record, now = self.outcomes[request_id], self.loop.time()
+        record.ended, record.outcome = now, outcome
         self._open -= 1
         if isinstance(outcome, Finished):
-            self.log_line(f"{request_id} done after {now - fate.arrived:.2f} s")
+            self.log_line(f"{request_id} done after {now - record.arrived:.2f} s")
         else:
             code = outcome.code.value if isinstance(outcome, Refused) else outcome.code
             self.log_line(f"{request_id} ended: {code}")
         rest = self._rest.pop(request_id, [])
-        if rest and fate.served:
+        if rest and record.served:
             self.loop.call_later(rest[0].think, self._arrives, rest)
             self._open += 1
         self._check_over()
 
     def _check_over(self) -> None:
-        if not self._open and not self._talks:
+        if not self._open and not self._conversations:
             self.finished_at = self.loop.time()
             self._over.set()
 
@@ -281,12 +281,12 @@ class SimulatedPool:
 
     # arrivals
 
-    def _next_talk(self) -> None:
-        talk = self._talks.popleft()
+    def _next_conversation(self) -> None:
+        conversation = self._conversations.popleft()
         self._open += 1
-        if self._talks:
-            self.loop.call_at(max(self._talks[0].at, self.loop.time()), self._next_talk)
-        self._arrives(talk.turns)
+        if self._conversations:
+            self.loop.call_at(max(self._conversations[0].at, self.loop.time()), self._next_conversation)
+        self._arrives(conversation.turns)
 
     def _arrives(self, turns: list[ConversationTurn]) -> None:
         turn, *rest = turns
@@ -294,7 +294,7 @@ class SimulatedPool:
         if rest:
             self._rest[turn.id] = rest
         fits = any(machine.ever(turn) for machine in self.machines.values())
-        self.fates[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
+        self.outcomes[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
         self.log_line(
             f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"
         )
@@ -322,9 +322,9 @@ class SimulatedPool:
         now = self.loop.time()
         self._step(node, MemberReported(self._links[node], report.draining))
         member = self.members[node]
-        self._heard[node] = now
+        self._reported_at[node] = now
         self._views[node] = view_of(
-            report, node=node, name=node, state=member.state, heard_at=now, epoch=self._lives[node]
+            report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
         )
 
     def _step(self, node: NodeId, event: membership.Event) -> bool:
@@ -378,7 +378,7 @@ class SimulatedPool:
                 self.loop.call_later(event.seconds, machine.lease, -size)
         elif event.does == "silent":
             self._silent[node] = []
-            self.loop.call_later(event.seconds, self._speaks, node)
+            self.loop.call_later(event.seconds, self._reconnects, node)
         else:
             self._dies(node, machine)
             self.loop.call_later(event.seconds, self._returns, node)
@@ -386,8 +386,8 @@ class SimulatedPool:
     def _dies(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()
         while self._up:  # frames in flight are read before the end of the connection
-            _, who, _, frame = self._up.popleft()
-            if self._heard_of(who, frame):
+            _, node_id, _, frame = self._up.popleft()
+            if self._handle_frame(node_id, frame):
                 self._publish()
         self._retire(machine)
         del self.machines[node]
@@ -405,10 +405,10 @@ class SimulatedPool:
         self._connect(node)
         self.log_line(f"{node} is back, without loaded models")
 
-    def _speaks(self, node: NodeId) -> None:
-        held = self._silent.pop(node)
+    def _reconnects(self, node: NodeId) -> None:
+        queued = self._silent.pop(node)
         if self.members[node].link:
-            for upward, frame in held:
+            for upward, frame in queued:
                 self._travel(self._up if upward else self._down, node, frame)
             self.log_line(f"{node} reports again")
             return
@@ -435,17 +435,17 @@ class SimulatedPool:
         self.loop.call_later(self.scenario.report_seconds, self._tick)
         for event in self.scenario.events:
             self.loop.call_at(event.at, self._happen, event)
-        if self._talks:
-            self.loop.call_at(self._talks[0].at, self._next_talk)
+        if self._conversations:
+            self.loop.call_at(self._conversations[0].at, self._next_conversation)
         else:
             self._over.set()
         try:
             async with asyncio.timeout(self.scenario.seconds + GIVE_UP_SECONDS):
                 await self._over.wait()
         except TimeoutError:
-            for request_id, fate in self.fates.items():
-                if fate.outcome is None:
-                    fate.outcome = RequestFailure("never_ended", "the request has not ended")
+            for request_id, outcome in self.outcomes.items():
+                if outcome.outcome is None:
+                    outcome.outcome = RequestFailure("never_ended", "the request has not ended")
                     self.log_line(f"{request_id} did not end")
         for machine in self.machines.values():
             self._retire(machine)

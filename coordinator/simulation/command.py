@@ -27,14 +27,14 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
     from coordinator.simulation.scenario import ScenarioError
 
     try:
-        story, folder = load(scenario)
-        names = policies_of(story, policies)
-        seed = story.seed if seed is None else seed
+        scenario_name, folder = load(scenario)
+        names = policies_of(scenario_name, policies)
+        seed = scenario_name.seed if seed is None else seed
         if log:
-            play(story, names[min(1, len(names) - 1)], seed, folder, click.echo)
+            play(scenario_name, names[min(1, len(names) - 1)], seed, folder, click.echo)
             return
         rows: list[RunStatistics] = []
-        for row in compare(story, names, seed, folder):
+        for row in compare(scenario_name, names, seed, folder):
             rows.append(row)
             click.echo(f"{row.policy}: {row.served} of {row.requests}", err=True)
     except ScenarioError as error:
@@ -42,7 +42,9 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
     if as_json:
         click.echo(json.dumps({"schema": 1, "scenario": scenario, "seed": seed, "rows": [_plain(row) for row in rows]}))
         return
-    click.echo(f"{story.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit on some node; seed {seed}\n")
+    click.echo(
+        f"{scenario_name.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit on some node; seed {seed}\n"
+    )
     click.echo(table(rows))
 
 

@@ -54,29 +54,31 @@ class RunStatistics:
 
 def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
     """Return the statistics of a completed run without ratios. `until` is the end of arrivals, for `jain`."""
-    fates = [fate for fate in pool.fates.values() if fate.fits]
-    ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in fates)
-    whole = sorted(fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in fates)
-    wait = sorted(fate.sent - fate.arrived for fate in fates if fate.served and fate.sent is not None)
-    sent = [fate for fate in fates if fate.tries]
+    outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
+    ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in outcomes)
+    durations = sorted(
+        fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in outcomes
+    )
+    wait = sorted(fate.sent - fate.arrived for fate in outcomes if fate.served and fate.sent is not None)
+    sent = [fate for fate in outcomes if fate.tries]
     return RunStatistics(
         policy,
-        len(pool.fates),
-        len(fates),
-        sum(fate.served for fate in fates),
+        len(pool.outcomes),
+        len(outcomes),
+        sum(fate.served for fate in outcomes),
         quantile(ttft, 0.5),
         quantile(ttft, 0.95),
         quantile(ttft, 0.99),
-        sum(isinstance(fate.outcome, Refused) for fate in fates),
+        sum(isinstance(fate.outcome, Refused) for fate in outcomes),
         sum(fate.first_refused for fate in sent) / max(1, len(sent)),
-        sum(isinstance(fate.outcome, RequestFailure) for fate in fates),
-        quantile(whole, 0.5),
-        quantile(whole, 0.95),
+        sum(isinstance(fate.outcome, RequestFailure) for fate in outcomes),
+        quantile(durations, 0.5),
+        quantile(durations, 0.95),
         quantile(wait, 0.5),
         quantile(wait, 0.95),
         pool.loads,
         pool.preemptions,
-        jain(fates, until, pool.scenario.queue_timeout_seconds),
+        jain(outcomes, until, pool.scenario.queue_timeout_seconds),
         pool.finished_at,
     )
 
@@ -86,23 +88,23 @@ def quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
-def jain(fates: Iterable[RequestOutcome], until: float, patience: float) -> float:
-    """Return Jain's fairness index over API keys, of the tokens that were served until the time `until`.
+def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
+    """Return Jain's index over API keys of tokens served until a moment.
 
     Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
-    key got everything. A single key has 1. Requests that arrived in the last `patience` seconds do not count, because
+    key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` seconds do not count, because
     their result is still open.
     """
-    asked: dict[str, float] = {}
+    demands: dict[str, float] = {}
     served: dict[str, float] = {}
-    for fate in fates:
-        if fate.arrived > until - patience:
+    for outcome in outcomes:
+        if outcome.arrived > until - timeout_seconds:
             continue
-        key, tokens = fate.turn.key, fate.turn.prompt + fate.turn.output
-        asked[key] = asked.get(key, 0.0) + tokens
-        if fate.served and fate.ended is not None and fate.ended <= until:
+        key, tokens = outcome.turn.key, outcome.turn.prompt + outcome.turn.output
+        demands[key] = demands.get(key, 0.0) + tokens
+        if outcome.served and outcome.ended is not None and outcome.ended <= until:
             served[key] = served.get(key, 0.0) + tokens
-    shares = fair_shares(asked, sum(served.values()))
+    shares = fair_shares(demands, sum(served.values()))
     parts = [served.get(key, 0.0) / share for key, share in shares.items() if share > 0]
     if len(parts) < 2:
         return 1.0
@@ -110,15 +112,15 @@ def jain(fates: Iterable[RequestOutcome], until: float, patience: float) -> floa
     return sum(parts) ** 2 / (len(parts) * square) if square else 1.0
 
 
-def fair_shares(asked: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Divide `whole` into max-min fair shares, by key: no key gets more than in `asked`.
+def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
+    """Divide `total` into max-min fair shares, by key: no key gets more than in `demands`.
 
     The rest of a key that needs less than an equal share is divided among the remaining keys.
     """
     shares: dict[str, float] = {}
-    left = whole
-    for number, (key, wanted) in enumerate(sorted(asked.items(), key=lambda one: one[1])):
-        shares[key] = min(wanted, left / (len(asked) - number))
+    left = total
+    for number, (key, wanted) in enumerate(sorted(demands.items(), key=lambda one: one[1])):
+        shares[key] = min(wanted, left / (len(demands) - number))
         left -= shares[key]
     return shares
 

@@ -105,17 +105,17 @@ class ProductionRouter:
             0,
             stream=True,
         )
-        ticket = self.dispatcher.submit(job)
-        ticket.sink = lambda: self._read(ticket)
-        self._read(ticket)
+        request = self.dispatcher.submit(job)
+        request.sink = lambda: self._read(request)
+        self._read(request)
 
-    def _read(self, ticket: ActiveRequest) -> None:
-        assert isinstance(ticket, StreamingRequest)  # noqa: S101  the job asks for a stream
-        ticket.take()
-        if ticket.outcome is not None:
-            ticket.sink = None
-            self.dispatcher.close(ticket)
-            self._pool.ended(ticket.job.request_id, ticket.outcome)
+    def _read(self, request: ActiveRequest) -> None:
+        assert isinstance(request, StreamingRequest)  # noqa: S101  the job asks for a stream
+        request.take()
+        if request.outcome is not None:
+            request.sink = None
+            self.dispatcher.close(request)
+            self._pool.ended(request.job.request_id, request.outcome)
 
     def close(self) -> None:
         """Stop the dispatcher, and check that its reservation ledger is consistent."""
@@ -296,7 +296,7 @@ class OracleRouter:
         able = [
             (machine.forecast(turn), number, node)
             for number, (node, machine) in enumerate(machines.items())
-            if node in nodes and turn.model in machine.residents
+            if node in nodes and turn.model in machine.models
         ]
         chosen = next((node for _, _, node in sorted(able) if machines[node].fits(turn)), None)
         if chosen is None:

@@ -79,7 +79,7 @@ class SimulatedSequence:
     owner: WeightedKey
     """API key of the request."""
     turn: ConversationTurn
-    resident: SimulatedModel
+    model: SimulatedModel
     row: SimulatedRow
     age: int
     """Number of the admission; lower is older."""
@@ -89,7 +89,7 @@ class SimulatedSequence:
     """Prompt tokens from the prefix cache."""
     known: int = 0
     """Tokens that were generated before a resume on this node, or before the last preemption."""
-    told: int = 0
+    sent_tokens: int = 0
     """Generated tokens that were sent to the router."""
     decoding: bool = False
     """Whether the prefill is complete."""
@@ -102,7 +102,7 @@ class SimulatedSequence:
 class SimulatedNode:
     """Simulated Mac, which answers frames of the router in the virtual time of `loop`.
 
-    `say` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
+    `send` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
     called after a request has ended or memory was released. Without `loads`, no model is in memory at the start.
     """
 
@@ -113,7 +113,7 @@ class SimulatedNode:
         models: tuple[ModelSpec, ...],
         loop: asyncio.AbstractEventLoop,
         *,
-        say: Callable[[Frame], None],
+        send: Callable[[Frame], None],
         turn_of: Callable[[str], ConversationTurn],
         changed: Callable[[], None] = lambda: None,
         loads: bool = True,
@@ -121,7 +121,7 @@ class SimulatedNode:
         self.name = name
         self.spec = spec
         self._loop = loop
-        self._say = say
+        self._send = send
         self._turn_of = turn_of
         self._changed = changed
         self.chip = CHIPS[spec.chip]
@@ -130,7 +130,7 @@ class SimulatedNode:
         self._margin = default_margin(self._cap)
         self._disk = parse_size(spec.disk)
         known = [model for model in models if not spec.models or model.name in spec.models]
-        self.residents = {model.name: self._resident(model, loads and model.name in spec.loaded) for model in known}
+        self.models = {model.name: self._new_model(model, loads and model.name in spec.loaded) for model in known}
         self.prefills: list[SimulatedSequence] = []
         self._reading = PrefillFairness()
         self.decoding: list[SimulatedSequence] = []
@@ -150,7 +150,7 @@ class SimulatedNode:
         self.dirty = True
         self.highest = 0
 
-    def _resident(self, spec: ModelSpec, loaded: bool) -> SimulatedModel:
+    def _new_model(self, spec: ModelSpec, loaded: bool) -> SimulatedModel:
         weights, speed = parse_size(spec.weights), prefill_speed(self.chip, spec.active)
         model = Model(
             spec.name,
@@ -179,55 +179,55 @@ class SimulatedNode:
     def _generate(self, frame: Generate) -> None:
         self._acked = max(self._acked, frame.seq)
         self.dirty = True
-        turn, resident = self._turn_of(frame.request_id), self.residents.get(frame.model)
-        if resident is None:
+        turn, model = self._turn_of(frame.request_id), self.models.get(frame.model)
+        if model is None:
             text = f"this node does not serve {frame.model}"
-            self._say(Refusal(frame.request, Refused(RefusalCode.NO_MODEL, text), turn.prompt))
+            self._send(Refusal(frame.request, Refused(RefusalCode.NO_MODEL, text), turn.prompt))
             return
-        limit = frame.params.max_tokens or max(1, resident.spec.context - turn.prompt)
+        limit = frame.params.max_tokens or max(1, model.spec.context - turn.prompt)
         promised = turn.prompt + min(limit, frame.expected)
-        refused = self._refused(resident, turn.prompt, promised - turn.prompt)
+        refused = self._refused(model, turn.prompt, promised - turn.prompt)
         if refused is not None:
-            self._say(Refusal(frame.request, refused, turn.prompt))
+            self._send(Refusal(frame.request, refused, turn.prompt))
             return
-        heard: tuple[tuple[int, ...], ...] = getattr(frame, "resume", ())
-        known = len(heard[0]) if heard else 0
-        sequence = self._admit(frame, turn, resident, max(promised, turn.prompt + known + 1), known)
-        self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
+        resumed: tuple[tuple[int, ...], ...] = getattr(frame, "resume", ())
+        known = len(resumed[0]) if resumed else 0
+        sequence = self._admit(frame, turn, model, max(promised, turn.prompt + known + 1), known)
+        self._send(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
-    def _refused(self, resident: SimulatedModel, prompt: int, output: int) -> Refused | None:
+    def _refused(self, simulated: SimulatedModel, prompt: int, output: int) -> Refused | None:
         """Check for room after evicting caches and unloading idle models. Return None if there is room, else the
         refusal."""
-        model = self._model(resident)
-        need = request_need(model, prompt, output) - (model.weights if resident.loading else 0)
+        model = self._model(simulated)
+        need = request_need(model, prompt, output) - (model.weights if simulated.loading else 0)
         answer = judge(self.memory(), need)
         if isinstance(answer, Fits):
             return None
         if not can_ever_fit(self.memory(), model, prompt, output):
             return Refused(RefusalCode.TOO_LARGE, f"{self.name} could not hold this if it were alone", answer.numbers)
-        self._make_room(need, resident)
+        self._free_memory(need, simulated)
         answer = judge(self.memory(), need)
         return None if isinstance(answer, Fits) else answer
 
     def _admit(
-        self, frame: Generate, turn: ConversationTurn, resident: SimulatedModel, promised: int, known: int
+        self, frame: Generate, turn: ConversationTurn, model: SimulatedModel, promised: int, known: int
     ) -> SimulatedSequence:
         kept = self._cache.get(turn.session) if turn.session else None
         cached = 0
-        if kept is not None and kept[0] == resident.spec.name:
+        if kept is not None and kept[0] == model.spec.name:
             cached = min(kept[1], turn.prompt - 1)
             self._cache.move_to_end(turn.session)
         row = SimulatedRow(promised, prompt=cached)
-        resident.rows.add(row)
+        model.rows.add(row)
         self._age += 1
         left = turn.prompt + known - cached
         sequence = SimulatedSequence(
-            frame.request, frame.owner, turn, resident, row, self._age, float(left), cached, known, known
+            frame.request, frame.owner, turn, model, row, self._age, float(left), cached, known, known
         )
-        resident.used = self._loop.time()
+        model.used = self._loop.time()
         self._line.append(sequence)
-        if not resident.loaded:
-            self._load(resident)
+        if not model.loaded:
+            self._load(model)
         return sequence
 
     def _cancel(self, request: int) -> None:
@@ -245,7 +245,7 @@ class SimulatedNode:
         """Send all generated tokens that were not sent yet. A real node sends each token at once."""
         self._advance()
         for sequence in self.decoding:
-            self._tell(sequence)
+            self._report_tokens(sequence)
 
     def forget(self) -> None:
         """Delete all requests without a frame to the router, because the link is lost."""
@@ -261,7 +261,7 @@ class SimulatedNode:
         """
         self._advance()
         if size > 0:
-            self._make_room(size, None)
+            self._free_memory(size, None)
             if not isinstance(judge(self.memory(), size), Fits):
                 return False
         self.leases += size
@@ -285,16 +285,16 @@ class SimulatedNode:
         """
         written = promised = 0
         now = self._loop.time()
-        for resident in self.residents.values():
-            promised += resident.rows.promised()
+        for model in self.models.values():
+            promised += model.rows.promised()
             if reported:
-                written += resident.rows.written(self._steps)
-            if resident.loaded:
-                written += resident.model.weights
-                promised += resident.model.weights
-            elif resident.loading:
-                written += int(resident.model.weights * self._progress(resident, now))
-                promised += resident.model.weights
+                written += model.rows.written(self._steps)
+            if model.loaded:
+                written += model.model.weights
+                promised += model.model.weights
+            elif model.loading:
+                written += int(model.model.weights * self._progress(model, now))
+                promised += model.model.weights
         active = written + self._cached
         ceiling, phys, reserved = max(1, self._cap - self.leases), active + BASE, promised - written
         self.highest = max(self.highest, phys) if reported else self.highest
@@ -317,17 +317,17 @@ class SimulatedNode:
             reusable=self._cached if reported else 0,
         )
 
-    def _progress(self, resident: SimulatedModel, now: float) -> float:
-        whole = resident.model.load_seconds
-        return 1.0 if whole <= 0 else min(1.0, max(0.0, 1 - (resident.ready_at - now) / whole))
+    def _progress(self, model: SimulatedModel, now: float) -> float:
+        total = model.model.load_seconds
+        return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (model.ready_at - now) / total))
 
-    def _make_room(self, need: int, keep: SimulatedModel | None) -> None:
+    def _free_memory(self, need: int, keep: SimulatedModel | None) -> None:
         """Evict ended chats, oldest first, then unload idle models, least recently used first, until `need` bytes fit.
 
         Release nothing if all of it would not be enough.
         """
         idle = sorted(
-            (one for one in self.residents.values() if one.loaded and not len(one.rows) and one is not keep),
+            (one for one in self.models.values() if one.loaded and not len(one.rows) and one is not keep),
             key=lambda one: one.used,
         )
         memory = self.memory()
@@ -348,13 +348,13 @@ class SimulatedNode:
 
     def _keep(self, sequence: SimulatedSequence) -> None:
         """Cache an ended chat for its next turn, in place of its last turn."""
-        turn, kv = sequence.turn, sequence.resident.model.kv
+        turn, kv = sequence.turn, sequence.model.model.kv
         if not turn.session:
             return
         if turn.session in self._cache:
             self._cached -= self._cache.pop(turn.session)[2]
         tokens = turn.prompt + turn.output
-        size, weights = row_bytes(kv, tokens), sum(one.model.weights for one in self.residents.values() if one.loaded)
+        size, weights = row_bytes(kv, tokens), sum(one.model.weights for one in self.models.values() if one.loaded)
         limit = int((self._cap - weights) * CACHE_SHARE)
         if size > limit:
             return
@@ -388,7 +388,7 @@ class SimulatedNode:
         share = PREFILL_STEPS / (1 + PREFILL_STEPS) if step else 1.0
         aged = sorted(self.prefills, key=lambda one: one.age)
         picked = {min(self.prefills, key=lambda one: one.left), aged[self._reading.next([one.owner for one in aged])]}
-        rates = {one: one.resident.speed * share / len(picked) for one in sorted(picked, key=lambda one: one.age)}
+        rates = {one: one.model.speed * share / len(picked) for one in sorted(picked, key=lambda one: one.age)}
         return (1 / (step * (1 + PREFILL_STEPS)) if step else 0.0), rates
 
     def step(self) -> float:
@@ -398,8 +398,8 @@ class SimulatedNode:
         rows: dict[str, tuple[SimulatedModel, int, int]] = {}
         for sequence in self.decoding:
             name = sequence.turn.model
-            _, count, tokens = rows.get(name, (sequence.resident, 0, 0))
-            rows[name] = (sequence.resident, count + 1, tokens + sequence.row.promised)
+            _, count, tokens = rows.get(name, (sequence.model, 0, 0))
+            rows[name] = (sequence.model, count + 1, tokens + sequence.row.promised)
         return sum(
             step_seconds(self.chip, one.spec.active, count, tokens * one.model.kv_per_token)
             for one, count, tokens in rows.values()
@@ -411,7 +411,7 @@ class SimulatedNode:
         due = [sequence.left / rate for sequence, rate in prefill.items()]
         if decode > 0:
             due += [max(0.0, self._stops(sequence) - self._steps) / decode for sequence in self.decoding]
-        due += [one.ready_at - self._at for one in self.residents.values() if one.loading and one.ready_at > 0]
+        due += [one.ready_at - self._at for one in self.models.values() if one.loading and one.ready_at > 0]
         if self._preempted:
             due.append(RETRY_SECONDS)
         return min(due, default=None)
@@ -441,9 +441,9 @@ class SimulatedNode:
 
     def _happen(self) -> bool:
         """Process one due event. Return False if none is due."""
-        for resident in self.residents.values():
-            if resident.loading and 0 < resident.ready_at <= self._at + _EPSILON:
-                self._loaded(resident)
+        for model in self.models.values():
+            if model.loading and 0 < model.ready_at <= self._at + _EPSILON:
+                self._loaded(model)
                 return True
         for sequence in self.decoding:
             if self._stops(sequence) <= self._steps + _EPSILON:
@@ -459,7 +459,7 @@ class SimulatedNode:
         """Start the next queued request whose model is loaded here, if the batch has a place."""
         if not self._line or len(self.prefills) + len(self.decoding) >= self.spec.batch:
             return False
-        able = [sequence for sequence in self._line if sequence.resident.loaded]
+        able = [sequence for sequence in self._line if sequence.model.loaded]
         taken = Counter(one.owner.name for one in [*self.prefills, *self.decoding])
         for place in service_order([WaitingRequest(one.owner, 1, one.known > 0) for one in able], taken):
             self._line.remove(able[place])
@@ -469,22 +469,22 @@ class SimulatedNode:
 
     # models
 
-    def _load(self, resident: SimulatedModel) -> None:
-        if not resident.loading:
-            resident.loading = True
+    def _load(self, model: SimulatedModel) -> None:
+        if not model.loading:
+            model.loading = True
             self.loads += 1
             self._next_load()
 
     def _next_load(self) -> None:
         """Start the next model load. Loads run one at a time, in order of request."""
-        loading = [one for one in self.residents.values() if one.loading]
+        loading = [one for one in self.models.values() if one.loading]
         if loading and not any(one.ready_at for one in loading):
-            first = min(loading, key=lambda one: min((seq.age for seq in self._line if seq.resident is one), default=0))
+            first = min(loading, key=lambda one: min((seq.age for seq in self._line if seq.model is one), default=0))
             first.ready_at = self._loop.time() + max(_EPSILON, first.model.load_seconds)
         self.dirty = True
 
-    def _loaded(self, resident: SimulatedModel) -> None:
-        resident.loading, resident.loaded, resident.ready_at = False, True, 0.0
+    def _loaded(self, model: SimulatedModel) -> None:
+        model.loading, model.loaded, model.ready_at = False, True, 0.0
         self._next_load()
 
     # requests
@@ -496,35 +496,35 @@ class SimulatedNode:
         row.prompt, row.joined, row.start = sequence.turn.prompt + sequence.known, True, self._steps - 1
         sequence.decoding = True
         self.decoding.append(sequence)
-        self._tell(sequence)
+        self._report_tokens(sequence)
         self.dirty = True
 
-    def _tell(self, sequence: SimulatedSequence) -> None:
+    def _report_tokens(self, sequence: SimulatedSequence) -> None:
         produced = min(sequence.turn.output, int(sequence.produced(self._steps) + _EPSILON))
-        new, sequence.told = produced - sequence.told, max(produced, sequence.told)
+        new, sequence.sent_tokens = produced - sequence.sent_tokens, max(produced, sequence.sent_tokens)
         if new > 0:
             pieces = ((Channel.CONTENT, "x" * new),)
-            self._say(Deltas((Delta(sequence.request, 0, tuple(range(new)), pieces),)))
+            self._send(Deltas((Delta(sequence.request, 0, tuple(range(new)), pieces),)))
 
     def _reached(self, sequence: SimulatedSequence) -> None:
         """Handle a row at the end of its answer or of its reservation."""
         turn = sequence.turn
         if sequence.produced(self._steps) >= turn.output - _EPSILON:
-            self._tell(sequence)
+            self._report_tokens(sequence)
             self._drop(sequence)
             self._keep(sequence)
-            self._say(Finished(sequence.request, ("stop",), turn.prompt, turn.output, sequence.cached))
+            self._send(Finished(sequence.request, ("stop",), turn.prompt, turn.output, sequence.cached))
             self._changed()
             return
         more = max(
             1, min(KV_GROWTH_TOKENS, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt))
         )
-        need = sequence.resident.rows.extension(sequence.row, more)
+        need = sequence.model.rows.extension(sequence.row, more)
         if not isinstance(judge(self.memory(), need), Fits):
-            self._make_room(need, None)
+            self._free_memory(need, None)
         answer = judge(self.memory(), need)
         if isinstance(answer, Fits):
-            sequence.resident.rows.extend(sequence.row, more)
+            sequence.model.rows.extend(sequence.row, more)
         else:
             self._give_way(self._gives_way(), answer)
 
@@ -540,14 +540,14 @@ class SimulatedNode:
     def _give_way(self, newest: SimulatedSequence, refused: Refused) -> None:
         alone = len(self.decoding) + len(self.prefills) + len(self._preempted) == 1
         produced = int(newest.produced(self._steps))
-        if newest.told:
-            self._tell(newest)
+        if newest.sent_tokens:
+            self._report_tokens(newest)
         self._drop(newest)
         self._changed()
-        if not newest.told:
-            self._say(Refusal(newest.request, refused, newest.turn.prompt))
+        if not newest.sent_tokens:
+            self._send(Refusal(newest.request, refused, newest.turn.prompt))
         elif alone:
-            self._say(Failed(newest.request, FailureCode.NO_HEADROOM, refused.message))
+            self._send(Failed(newest.request, FailureCode.NO_HEADROOM, refused.message))
         else:
             self.preemptions += 1
             newest.known = produced
@@ -556,20 +556,20 @@ class SimulatedNode:
     def _return(self) -> None:
         """Bring the oldest preempted request back, if there is room for it."""
         sequence = min(self._preempted, key=lambda one: one.age)
-        turn, resident = sequence.turn, sequence.resident
+        turn, model = sequence.turn, sequence.model
         written = turn.prompt + sequence.known
-        refused = self._refused(resident, written, min(KV_GROWTH_TOKENS, max(1, turn.output - sequence.known)))
+        refused = self._refused(model, written, min(KV_GROWTH_TOKENS, max(1, turn.output - sequence.known)))
         if refused is None:
             self._preempted.remove(sequence)
             sequence.row = SimulatedRow(written + KV_GROWTH_TOKENS)
             sequence.left, sequence.decoding = float(written), False
-            resident.rows.add(sequence.row)
+            model.rows.add(sequence.row)
             self._line.append(sequence)
-            if not resident.loaded:
-                self._load(resident)
+            if not model.loaded:
+                self._load(model)
         elif len(self.here()) == len(self._preempted) == 1:
             self._preempted.remove(sequence)
-            self._say(Failed(sequence.request, FailureCode.NO_HEADROOM, refused.message))
+            self._send(Failed(sequence.request, FailureCode.NO_HEADROOM, refused.message))
 
     def _drop(self, sequence: SimulatedSequence) -> None:
         """Remove a request from all queues and release its memory."""
@@ -577,8 +577,8 @@ class SimulatedNode:
             if sequence in place:
                 place.remove(sequence)
                 if place is not self._preempted:
-                    sequence.resident.rows.remove(sequence.row)
-        sequence.resident.used = self._loop.time()
+                    sequence.model.rows.remove(sequence.row)
+        sequence.model.used = self._loop.time()
         self.dirty = True
 
     # reports
@@ -600,21 +600,21 @@ class SimulatedNode:
             cache=CacheState(self._cached, len(self._cache), evictions=self._evictions, evicted=tuple(self._evicted)),
             rows=self.spec.batch,
         )
-        models = tuple(self._model(resident) for resident in self.residents.values())
+        models = tuple(self._model(model) for model in self.models.values())
         return Report(self._sequence, self.memory(reported=True), engine, models, self._acked)
 
-    def _model(self, resident: SimulatedModel) -> Model:
-        if not resident.loaded:
+    def _model(self, model: SimulatedModel) -> Model:
+        if not model.loaded:
             now = self._loop.time()
-            progress = self._progress(resident, now) if resident.loading and resident.ready_at else 0.0
-            return replace(resident.model, loading=resident.loading, progress=progress, groups=resident.rows.groups())
-        step = step_seconds(self.chip, resident.spec.active, 1, 0.0)
+            progress = self._progress(model, now) if model.loading and model.ready_at else 0.0
+            return replace(model.model, loading=model.loading, progress=progress, groups=model.rows.groups())
+        step = step_seconds(self.chip, model.spec.active, 1, 0.0)
         return replace(
-            resident.model,
+            model.model,
             loaded=True,
-            prefill_speed=resident.speed,
+            prefill_speed=model.speed,
             decode_speed=1 / step,
-            groups=resident.rows.groups(),
+            groups=model.rows.groups(),
         )
 
     # queries of the clairvoyant
@@ -622,42 +622,38 @@ class SimulatedNode:
     def fits(self, turn: ConversationTurn) -> bool:
         """Return whether a request with its complete answer would fit now, if caches and idle models were evicted."""
         self._advance()
-        resident = self.residents.get(turn.model)
-        if resident is None:
+        model = self.models.get(turn.model)
+        if model is None:
             return False
-        need = request_need(self._model(resident), turn.prompt, turn.output)
-        if resident.loading:
-            need -= resident.model.weights
+        need = request_need(self._model(model), turn.prompt, turn.output)
+        if model.loading:
+            need -= model.model.weights
         idle = sum(
-            one.model.weights
-            for one in self.residents.values()
-            if one.loaded and not len(one.rows) and one is not resident
+            one.model.weights for one in self.models.values() if one.loaded and not len(one.rows) and one is not model
         )
         memory = self.memory()
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 
     def ever(self, turn: ConversationTurn) -> bool:
         """Return whether a request with its complete answer would fit on this node without any other load."""
-        resident = self.residents.get(turn.model)
-        return resident is not None and can_ever_fit(self.memory(), resident.model, turn.prompt, turn.output)
+        model = self.models.get(turn.model)
+        return model is not None and can_ever_fit(self.memory(), model.model, turn.prompt, turn.output)
 
     def forecast(self, turn: ConversationTurn) -> float:
         """Return the seconds to the first token of a request that arrives now, if no further request arrives.
 
         The node must have the model of the request.
         """
-        resident = self.residents[turn.model]
+        model = self.models[turn.model]
         kept = self._cache.get(turn.session) if turn.session else None
         mine = turn.prompt - (min(kept[1], turn.prompt - 1) if kept is not None and kept[0] == turn.model else 0)
         share = PREFILL_STEPS / (1 + PREFILL_STEPS) if self.decoding else 1.0
-        lefts = [one.left / one.resident.speed for one in [*self.prefills, *self._line]] + [mine / resident.speed]
+        lefts = [one.left / one.model.speed for one in [*self.prefills, *self._line]] + [mine / model.speed]
         now, wait = self._loop.time(), 0.0
-        if resident.loading and resident.ready_at:
-            wait = resident.ready_at - now
-        elif not resident.loaded:
-            wait = resident.model.load_seconds + sum(
-                one.model.load_seconds for one in self.residents.values() if one.loading
-            )
+        if model.loading and model.ready_at:
+            wait = model.ready_at - now
+        elif not model.loaded:
+            wait = model.model.load_seconds + sum(one.model.load_seconds for one in self.models.values() if one.loading)
         return wait + _turns(lefts) / share
 
 

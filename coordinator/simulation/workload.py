@@ -70,23 +70,23 @@ def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversat
 
     Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
     """
-    talks: list[SimulatedConversation] = []
+    conversations: list[SimulatedConversation] = []
     for number, load in enumerate(scenario.load):
         random = Random(f"{seed} {number}")  # noqa: S311  the draws must be reproducible
         made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
-        for talk in made:
-            talks.append(talk)
-            if len(talks) > MAX_REQUESTS:
+        for conversation in made:
+            conversations.append(conversation)
+            if len(conversations) > MAX_REQUESTS:
                 raise ScenarioError(f"load {number + 1}: more than {MAX_REQUESTS} conversations")
-    talks.sort(key=lambda talk: talk.at)
-    for number, talk in enumerate(talks):
-        _name(talk, f"r{number}")
-    return talks
+    conversations.sort(key=lambda talk: talk.at)
+    for number, conversation in enumerate(conversations):
+        _name(conversation, f"r{number}")
+    return conversations
 
 
-def _name(talk: SimulatedConversation, name: str) -> None:
-    for number, turn in enumerate(talk.turns):
-        turn.id = name if len(talk.turns) == 1 else f"{name}.{number}"
+def _name(conversation: SimulatedConversation, name: str) -> None:
+    for number, turn in enumerate(conversation.turns):
+        turn.id = name if len(conversation.turns) == 1 else f"{name}.{number}"
 
 
 def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[SimulatedConversation]:
@@ -98,7 +98,7 @@ def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[Simul
             at += random.expovariate(pace / load.bursts)
         if at >= end:
             return
-        yield _talk(scenario, load, random, at, number)
+        yield _conversation(scenario, load, random, at, number)
         number += 1
 
 
@@ -126,30 +126,30 @@ def length(lengths: Lengths, random: Random) -> float:
     return min(lengths.most, max(lengths.least, drawn))
 
 
-def _talk(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> SimulatedConversation:
-    context, talk = scenario.model(load.model).context, SimulatedConversation(at)
+def _conversation(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> SimulatedConversation:
+    context, conversation = scenario.model(load.model).context, SimulatedConversation(at)
     session = f"{load.key}-{load.model}-{number}" if load.turns > 1 else ""
-    said: list[tuple[str, int]] = []
+    history: list[tuple[str, int]] = []
     while True:
         new, output = whole(length(load.prompt, random)), whole(length(load.output, random))
         output = min(output, load.max_tokens or output, context // 4)
-        room = context - (load.max_tokens or output) - 1 - sum(tokens for _, tokens in said)
-        if new > room and talk.turns:
-            return talk
-        new = max(1, min(new, room))
-        said.append((f"{session} {len(said)}", new))
-        talk.turns.append(_turn(load, said, output, length(load.think, random), session, random))
-        said.append((f"{session} {len(said)}", output))
+        context_left = context - (load.max_tokens or output) - 1 - sum(tokens for _, tokens in history)
+        if new > context_left and conversation.turns:
+            return conversation
+        new = max(1, min(new, context_left))
+        history.append((f"{session} {len(history)}", new))
+        conversation.turns.append(_turn(load, history, output, length(load.think, random), session, random))
+        history.append((f"{session} {len(history)}", output))
         if random.random() >= 1 - 1 / load.turns:
-            return talk
+            return conversation
 
 
 def _turn(
-    load: LoadSpec, said: list[tuple[str, int]], output: int, think: float, session: str, random: Random
+    load: LoadSpec, history: list[tuple[str, int]], output: int, think: float, session: str, random: Random
 ) -> ConversationTurn:
-    prompt = sum(tokens for _, tokens in said)
+    prompt = sum(tokens for _, tokens in history)
     size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, TOKEN_BYTES_SIGMA)))
-    texts = tuple(said) if session else ()
+    texts = tuple(history) if session else ()
     return ConversationTurn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
 
 

@@ -170,13 +170,13 @@ class AccessAdmin:
         names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
         rows = [
             {
-                "key": who,
-                "name": names.get(who, ""),
+                "key": key_id,
+                "name": names.get(key_id, ""),
                 "model": model,
                 **({"day": day} if daily else {}),
                 **msgspec.structs.asdict(used),
             }
-            for (day, who, model), used in sorted(sums.items())
+            for (day, key_id, model), used in sorted(sums.items())
         ]
         return {"schema": 1, "since": since or None, "usage": rows}
 

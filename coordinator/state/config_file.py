@@ -37,7 +37,7 @@ class ConfigFault:
     meaning: str = ""
     """Description of the setting; empty if unknown."""
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Render the fault as one line of text."""
         where = f"{self.origin}:{self.line}" if self.line else self.origin
         hint = f"; did you mean {self.near}?" if self.near else ""

@@ -144,10 +144,10 @@ class HttpsCa:
         names += [general for general in map(_general, self._hosts) if isinstance(general, x509.DNSName)]
         if file.exists():
             key, known = read_pair(file)
-            held = constrained_to(known)
-            if held == names:
+            constrained = constrained_to(known)
+            if constrained == names:
                 return key, known
-            if [general for general in held if isinstance(general, x509.DNSName)] == names:
+            if [general for general in constrained if isinstance(general, x509.DNSName)] == names:
                 log.warning(ISSUED_AGAIN)
                 return self._issue(file, key, _common_name(known), names)
         host = socket.gethostname().partition(".")[0]

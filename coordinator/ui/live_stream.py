@@ -57,19 +57,19 @@ class LiveStream:
                 self._task = asyncio.create_task(self._watch())
             known, silent = 0, 0.0
             while welcome():
-                news, known = self._news(known), self._looks
-                silent = 0.0 if news else silent + POLL_INTERVAL_SECONDS
+                changes, known = self._changed_events(known), self._looks
+                silent = 0.0 if changes else silent + POLL_INTERVAL_SECONDS
                 if silent >= KEEPALIVE_SECONDS:
-                    news, silent = b": still here\n\n", 0.0
-                if news:
-                    yield news
+                    changes, silent = b": still here\n\n", 0.0
+                if changes:
+                    yield changes
                 if not follow:
                     return
                 await self._looked.wait()
         finally:
             self._viewers -= 1
 
-    def _news(self, known: int) -> bytes:
+    def _changed_events(self, known: int) -> bytes:
         return b"".join(
             b"event: %s\ndata: %s\n\n" % (name.encode(), self._seen[name])
             for name, changed in self._changed.items()

@@ -1,1 +1,1 @@
-"""Videos: jobs that borrow memory from a Mac that can spare it."""
+"""Video jobs: each runs on one node, in memory that the node leases to the job."""

@@ -1,6 +1,6 @@
-"""`/v1/videos`, as OpenAI's library speaks it: plain ASGI before the control application.
+"""Routes of `/v1/videos`, compatible with OpenAI's library: plain ASGI before the control application.
 
-A job belongs to the key that made it; to every other key it is not there. A key of the scope `admin` sees all.
+A job belongs to the API key that created it. Other keys get a 404, except keys of the scope `admin`.
 """
 
 import hashlib
@@ -51,26 +51,26 @@ VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 
 
 class AnswerCounter(Protocol):
-    """Where answers are counted."""
+    """Counter of HTTP answers, for metrics."""
 
     def answered(self, status: int) -> None:
-        """Count one HTTP answer."""
+        """Count one HTTP answer by its status code."""
         ...
 
 
 class VideoApp:
-    """ASGI app for video routes. `control` handles every other path."""
+    """ASGI app for the video routes. It forwards all other paths to `control`."""
 
     def __init__(
         self,
-        conductor: VideoController,
+        controller: VideoController,
         keys: KeyRing,
         quotas: RateLimits,
         settings: RouterSettings,
         counters: AnswerCounter,
         control: App,
     ) -> None:
-        self._conductor = conductor
+        self._controller = controller
         self._keys = keys
         self._quotas = quotas
         self._settings = settings
@@ -78,7 +78,7 @@ class VideoApp:
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection scope."""
+        """Answer one HTTP request to a video route, or forward the scope to `control`."""
         path: str = scope["path"] if scope["type"] == "http" else ""
         if path != VIDEOS and not path.startswith(VIDEOS + "/"):
             await self._control(scope, receive, send)
@@ -124,36 +124,36 @@ class VideoApp:
         body = await self._body(exchange)
         if body is None:
             return
-        asked = body if isinstance(body, Problem) else _understood(body)
-        made = asked if isinstance(asked, Problem) else await self._made(exchange, key, asked)
+        parsed = body if isinstance(body, Problem) else _understood(body)
+        made = parsed if isinstance(parsed, Problem) else await self._made(exchange, key, parsed)
         if isinstance(made, Problem):
             await exchange.refuse(made)
         else:
-            await self._tell(exchange, made)
+            await self._send_job(exchange, made)
 
-    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> VideoJob | Problem:
+    async def _made(self, exchange: Exchange, key: ApiKey, parsed: VideoBody) -> VideoJob | Problem:
         idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
         if len(idempotency) > MAX_KEY_CHARS or not idempotency.isprintable():
             return invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
-        digest = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
-        conductor, owner = self._conductor, _owner(key)
-        known = conductor.known(owner, idempotency, digest)
+        digest = hashlib.sha256(parsed.model_dump_json().encode()).hexdigest()
+        controller, owner = self._controller, _owner(key)
+        known = controller.known(owner, idempotency, digest)
         if known is not None and not known.same:
             return Problem(409, "idempotency_key_reused", "this Idempotency-Key was used for another request")
         if known is not None:
             return known.job
-        wanted = admit(asked, conductor.view, conductor.board, conductor.profiles, conductor.settings, key.limits)
+        wanted = admit(parsed, controller.view, controller.board, controller.profiles, controller.settings, key.limits)
         if isinstance(wanted, Problem):
             return wanted
-        mine = [job for job in conductor.board.jobs.values() if job.open and job.key == owner]
+        mine = [job for job in controller.board.jobs.values() if job.open and job.key == owner]
         queued = sum(job.state == JobState.QUEUED for job in mine)
         refused = self._quotas.admit_video(key.id, wanted.model, len(mine), queued, time.monotonic())
         if refused is not None:
             return from_refused(refused)
-        return await conductor.submit(wanted, owner, idempotency, digest)
+        return await controller.submit(wanted, owner, idempotency, digest)
 
     async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
-        """Read a form or a JSON object; None when the client left."""
+        """Read a form or a JSON object; None if the client has disconnected."""
         settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
         boundary = boundary_of(content_type)
         if boundary is not None:
@@ -171,7 +171,7 @@ class VideoApp:
             return invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
         if order not in ("asc", "desc"):
             return invalid("order must be asc or desc", "order")
-        jobs = [job for job in self._conductor.jobs() if _sees(key, job)]
+        jobs = [job for job in self._controller.jobs() if _sees(key, job)]
         if order == "asc":
             jobs.reverse()
         if after is not None:
@@ -197,18 +197,18 @@ class VideoApp:
         if isinstance(found, Problem):
             await exchange.refuse(found)
         elif exchange.method == "DELETE":
-            await self._conductor.delete(found.id)
+            await self._controller.delete(found.id)
             await exchange.answer(msgspec.json.encode({"id": found.id, "object": "video.deleted", "deleted": True}))
         else:
-            await self._tell(exchange, found)
+            await self._send_job(exchange, found)
 
     async def _cancel(self, exchange: Exchange, name: str) -> None:
         found = self._find(exchange, ("POST",), name)
         if isinstance(found, Problem):
             await exchange.refuse(found)
             return
-        await self._conductor.cancel(found.id)
-        await self._tell(exchange, self._conductor.job(found.id) or found)
+        await self._controller.cancel(found.id)
+        await self._send_job(exchange, self._controller.job(found.id) or found)
 
     async def _content(self, exchange: Exchange, name: str, query: Mapping[str, str]) -> None:
         job = self._find(exchange, _READ, name)
@@ -225,7 +225,7 @@ class VideoApp:
         kind = _wanted_kind(job, query)
         if isinstance(kind, Problem):
             return kind
-        found = self._conductor.artifacts.find(job, kind)
+        found = self._controller.artifacts.find(job, kind)
         return found or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
 
     async def _not_offered(self, exchange: Exchange, what: str) -> None:
@@ -237,13 +237,13 @@ class VideoApp:
         key = allowed(self._keys, exchange, methods, "infer")
         if isinstance(key, Problem):
             return key
-        job = self._conductor.job(name) if _ID.fullmatch(name) else None
+        job = self._controller.job(name) if _ID.fullmatch(name) else None
         return job if job is not None and _sees(key, job) else _no_video(name)
 
-    async def _tell(self, exchange: Exchange, job: VideoJob) -> None:
+    async def _send_job(self, exchange: Exchange, job: VideoJob) -> None:
         headers: list[Header] = []
         if job.open:
-            headers = [(b"openai-poll-after-ms", b"%d" % (self._conductor.settings.poll_seconds * 1000))]
+            headers = [(b"openai-poll-after-ms", b"%d" % (self._controller.settings.poll_seconds * 1000))]
         await exchange.answer(msgspec.json.encode(to_row(job)), headers=headers)
 
 
@@ -262,7 +262,7 @@ def _understood(body: dict[str, Any]) -> VideoBody | Problem:
 
 
 def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
-    """Return the wanted kind of file, or the problem."""
+    """Return the requested kind of file, or the problem if the job has no such file."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)

@@ -1,7 +1,7 @@
 """Files of finished video jobs: fetched from nodes, verified, kept with mode 0600, removed.
 
-A file is written to a temporary name. It gets its name after its size and SHA-256 match the values from its node. The
-node keeps the file until that is acknowledged.
+A file is written under a temporary name. It gets its final name once its size and SHA-256 match the values from its
+node. The node keeps the file until the coordinator has acknowledged the end of the lease.
 """
 
 import asyncio
@@ -34,29 +34,32 @@ SUFFIXES = {
 """Kind and media type of a file by its suffix. All other files stay on the node."""
 MAX_FILES = 4
 SLACK_BYTES = 16 * 2**20
-"""Bytes of a file beyond its uncompressed pictures: headers, indexes, sound."""
+"""Bytes that a file may have beyond its uncompressed frames: headers, indexes, sound."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
-AskNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
-"""`coordinator.cluster.link_server.LinkServer.ask`."""
+FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
+"""Type of `coordinator.cluster.link_server.LinkServer.fetch`."""
 
 
 class FetchInterrupted(Exception):
-    """The node does not answer now; it still has the files."""
+    """Raised when a node does not answer now. The node still has the files, and a later fetch may succeed."""
 
 
 class ArtifactFolder:
-    """The folder `folder`, made with the first file."""
+    """Folder with the files of all finished jobs, one folder per job. It is created with the first file."""
 
-    def __init__(self, folder: Path, ask: AskNode) -> None:
+    def __init__(self, folder: Path, fetch: FetchFromNode) -> None:
         self._folder = folder
-        self._ask = ask
+        self._fetch_from_node = fetch
 
     async def fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
-        """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
-        answering."""
+        """Fetch all files of a job from its node and store them.
+
+        Return the fault if files are invalid or cannot be stored; the job then fails. Raise `FetchInterrupted` if the
+        node does not answer now.
+        """
         wanted = [one for one in artifacts[:MAX_FILES] if self._usable(one)]
         for artifact in wanted:
             most = most_bytes(job, kind_of(artifact.name))
@@ -104,7 +107,9 @@ class ArtifactFolder:
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
-            async for piece in self._ask(NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size):
+            async for piece in self._fetch_from_node(
+                NodeId(job.node), f"artifact:{job.lease}/{artifact.name}", artifact.size
+            ):
                 size += len(piece)
                 if size > artifact.size:
                     break
@@ -123,18 +128,18 @@ class ArtifactFolder:
             await asyncio.to_thread(shutil.rmtree, self.folder(job), ignore_errors=True)
 
     def folder(self, job: str) -> Path:
-        """Return the folder of a job's files. The id was created here, and is never a client's text."""
+        """Return the folder of a job's files. Raise `ValueError` for an invalid job id."""
         if not _JOB.fullmatch(job):
             raise ValueError(f"{job!r} is no job")
         return self._folder / job
 
     def find(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
-        """Return the file of a kind; None if there is none."""
+        """Return path and record of a job's file of a kind (`VIDEO` or `THUMBNAIL`); None if the job has none."""
         found = next((file for file in job.files if kind_of(file.name) == kind), None)
         return None if found is None else (self.folder(job.id) / found.name, found)
 
     def sweep(self, known: set[str]) -> None:
-        """Remove the files of unknown jobs, left by a crash."""
+        """Remove the files of jobs whose ids are not in `known`. A crash may leave such files."""
         with suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.name not in known and _JOB.fullmatch(folder.name):
@@ -142,18 +147,18 @@ class ArtifactFolder:
 
 
 def most_bytes(job: VideoJob, kind: str) -> int:
-    """Return the most bytes that a file of a job can have: its pictures without any compression, and SLACK_BYTES."""
+    """Return the maximum bytes of a job's file of a kind: its frames without compression, and `SLACK_BYTES`."""
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of a file; empty for a file that is not kept."""
+    """Return the kind of a file by its suffix; empty for a file that is not kept."""
     return SUFFIXES.get(Path(name).suffix, ("", ""))[0]
 
 
 def media_type(name: str) -> str:
-    """Return the media type of a kept file."""
+    """Return the media type of a file by its suffix. Raise `KeyError` for a suffix that is not in `SUFFIXES`."""
     return SUFFIXES[Path(name).suffix][1]
 
 

@@ -1,7 +1,7 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-It owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
-`apply_view`, requests of clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
+The controller owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
+`apply_view`, requests of clients through `submit`, `cancel` and `delete`. `state.transitions` makes all decisions.
 """
 
 import asyncio
@@ -50,7 +50,10 @@ class VideoLinks(Protocol):
         ...
 
     def fetch(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
-        """Yield the bytes of a node's source `what`."""
+        """Yield the newest `limit` bytes of a node's source `what`, such as `artifact:LEASE/NAME`.
+
+        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
+        """
         ...
 
 
@@ -63,7 +66,7 @@ class IdempotentJob:
 
 
 class VideoController:
-    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.heard_at`."""
+    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`."""
 
     def __init__(
         self,
@@ -86,7 +89,7 @@ class VideoController:
         self.counters = VideoCounters()
         self.board = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
-        self._heard: dict[str, float] = {}
+        self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._permits: dict[NodeId, tuple[int, bool]] = {}
@@ -96,13 +99,13 @@ class VideoController:
         self._due = 0.0
         self._running = False
         self.broken = ""
-        """Why nothing can be stored any more; empty while writes succeed."""
+        """Reason why changes cannot be stored any more; empty while writes succeed."""
         if self.board.jobs:
             self.apply_event(events.CoordinatorRestarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
-        """Stop the controller. Jobs continue on their nodes."""
+        """Stop the controller and close the store. Jobs continue on their nodes."""
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._fetching.values(), *self._tasks]
@@ -114,7 +117,10 @@ class VideoController:
     # -- requests of clients --------------------------------------------------------------
 
     def known(self, key: str, idempotency: str, digest: str) -> IdempotentJob | None:
-        """Return the job that this key requested under this idempotency key."""
+        """Return the job of an API key with this idempotency key, and whether its body has this digest.
+
+        Return None if there is no such job, or `idempotency` is empty.
+        """
         for job in self.board.jobs.values():
             if idempotency and (job.key, job.idempotency) == (key, idempotency):
                 return IdempotentJob(job, job.digest == digest)
@@ -139,17 +145,17 @@ class VideoController:
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
-        """Cancel a job."""
+        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobCancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
-        """Cancel a job and delete it."""
+        """Cancel a job if it is open, and delete it with its files. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobDeleted(job))
         await self._written()
 
     def job(self, name: str) -> VideoJob | None:
-        """Return a job."""
+        """Return a job by its id; None if it is unknown."""
         return self.board.jobs.get(name)
 
     def jobs(self) -> list[VideoJob]:
@@ -157,11 +163,11 @@ class VideoController:
         return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
 
     def holds(self) -> list[LeaseHold]:
-        """Return the leased memory, oldest first."""
+        """Return all requested and granted leases, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
     def snapshot(self) -> VideoSnapshot:
-        """Return a snapshot of all jobs for metrics."""
+        """Return counters and current state of all jobs, for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
         return snapshot(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
@@ -173,12 +179,12 @@ class VideoController:
     # -- events of nodes -------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Apply a new cluster view."""
+        """Apply a new cluster view: update permissions and leases of nodes, and try to place the first queued job."""
         self.view = view
         for node in view.nodes:
             self._permit(node)
-            if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
-                self._heard[node.id] = node.heard_at
+            if node.reported_at and self._reported_at.get(node.id) != node.reported_at and self._concerns(node):
+                self._reported_at[node.id] = node.reported_at
                 self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
             self._look()
@@ -199,24 +205,24 @@ class VideoController:
         return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.board.jobs.values())
 
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-        """Handle a node's frame about a lease."""
+        """Apply a node's answer to a lease request, or the end of a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
         self.apply_event(events.LeaseAnswered(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
-        """Record the end of a node's link. Its last report was already applied, and has nothing new in a later view."""
+        """Apply the end of a node's link: requeue its job, or wait for the node if the job runs."""
         self.apply_event(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
-        """Delete the data of a node that is no longer a member."""
-        self._heard.pop(node, None)
+        """Delete the data of a node that is no longer a member, and requeue or fail its jobs."""
+        self._reported_at.pop(node, None)
         self._permits.pop(node, None)
         self.apply_event(events.NodeRemoved(node))
 
     # -- the board -------------------------------------------------------------------------
 
     def apply_event(self, event: events.Event) -> None:
-        """Apply an event and perform the resulting actions. Events that follow are queued after it."""
+        """Apply an event to the job table and perform the resulting actions. Apply events of these actions as well."""
         self._events.append(event)
         self._run()
 
@@ -239,7 +245,7 @@ class VideoController:
         for action in actions:
             self._act(action)
         if before.jobs != self.board.jobs:
-            self._tell_of_moves(before)
+            self._log_transitions(before)
         if before.holds != self.board.holds:
             self._count_grants(before)
 
@@ -249,7 +255,7 @@ class VideoController:
             if hold.granted and old is not None and not old.granted:
                 self.counters.count_grant(self._wall() - hold.since)
 
-    def _tell_of_moves(self, before: JobTable) -> None:
+    def _log_transitions(self, before: JobTable) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
@@ -290,7 +296,7 @@ class VideoController:
             case events.SaveJob(job):
                 self._save(lambda: self._store.put_job(job))
             case events.AskForLease(job):
-                self._ask(job)
+                self._request_lease(job)
             case events.GiveBackLease(node, lease, generation, cause):
                 self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):
@@ -311,7 +317,7 @@ class VideoController:
         except StoreError as error:
             self.broken = str(error)
 
-    def _ask(self, job: VideoJob) -> None:
+    def _request_lease(self, job: VideoJob) -> None:
         lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"

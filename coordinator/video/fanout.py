@@ -8,33 +8,33 @@ from wire.identity import NodeId
 
 
 class ListenerFanout:
-    """Implements `coordinator.cluster.registry.RegistryListener`.
+    """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and the video controller.
 
-    The video controller receives leases, the dispatcher all other frames.
+    The video controller receives frames about leases, the dispatcher all other frames.
     """
 
-    def __init__(self, dispatcher: RegistryListener, conductor: VideoController) -> None:
+    def __init__(self, dispatcher: RegistryListener, controller: VideoController) -> None:
         self._dispatcher = dispatcher
-        self._conductor = conductor
+        self._controller = controller
 
     def set_view(self, view: ClusterView) -> None:
-        """The picture of the cluster changed."""
+        """Pass a new cluster view to the dispatcher and the video controller."""
         self._dispatcher.set_view(view)
-        self._conductor.apply_view(view)
+        self._controller.apply_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """A node said something."""
+        """Pass a frame about a lease to the video controller, any other frame to the dispatcher."""
         if isinstance(frame, LEASE_FRAMES):
-            self._conductor.handle_frame(node, frame)
+            self._controller.handle_frame(node, frame)
         else:
             self._dispatcher.receive(node, frame)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """A node's link ended."""
+        """Report the end of a node's link to the dispatcher, with its reason, and to the video controller."""
         self._dispatcher.node_gone(node, reason)
-        self._conductor.node_gone(node)
+        self._controller.node_gone(node)
 
     def forget(self, node: NodeId) -> None:
-        """It is no member any more."""
+        """Delete the data of a former member from the dispatcher and the video controller."""
         self._dispatcher.forget(node)
-        self._conductor.forget(node)
+        self._controller.forget(node)

@@ -1,4 +1,4 @@
-"""Sends a finished file to its client: complete or one range (RFC 9110 §14), in pieces, at the client's pace.
+"""Sends a finished video file to its client: complete or one range (RFC 9110 §14), in chunks, as the client reads.
 
 A request for several ranges receives the complete file, which the standard allows. Otherwise one request could ask for
 the file a thousand times. A client that stops reading loses its connection, without delay for any other.
@@ -17,7 +17,7 @@ from router.http.exchange import Exchange
 
 CHUNK_BYTES = 256 * 1024
 CHUNK_TIMEOUT_SECONDS = 60.0
-"""Seconds for one piece to be taken."""
+"""Maximum seconds until the client has accepted a chunk."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
 
@@ -32,7 +32,8 @@ class ByteRange:
 def span_of(header: str, size: int) -> ByteRange | Problem | None:
     """Parse a Range header for a file of `size` bytes.
 
-    Return one range, None for the complete file (also for an unsupported header), or the 416 problem.
+    Return one range, None for the complete file (also for an unsupported header), or a 416 problem for a range
+    outside of the file.
     """
     match = _RANGE.fullmatch(header)
     if match is None or not (match[1] or match[2]):
@@ -52,7 +53,11 @@ def _outside(size: int) -> Problem:
 
 
 async def send_file(exchange: Exchange, path: Path, kept: StoredFile) -> None:
-    """Send the file, or the range of the request. Raise `OSError` if it cannot be opened; then nothing was sent."""
+    """Send the file `path`, or the range that the request asks for.
+
+    Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `kept`. Raise
+    `TimeoutError` if the client stops reading.
+    """
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         await _send(exchange, descriptor, kept)

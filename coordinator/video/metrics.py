@@ -10,7 +10,7 @@ from wire.identity import NodeId
 WAIT_BOUNDS = (1, 10, 60, 300, 900, 3600)
 TIME_BOUNDS = (60, 120, 300, 600, 1200, 1800, 3600)
 CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
-"""All in seconds."""
+"""Upper bounds of histogram buckets in seconds, as are `WAIT_BOUNDS` and `TIME_BOUNDS`."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
 REASONS = frozenset(
@@ -37,24 +37,24 @@ REASONS = frozenset(
         OTHER,
     }
 )
-"""Why a job can fail. Words that a node makes up are OTHER."""
+"""Reasons of failed jobs, as a label of metrics. Any other reason of a node is counted as `OTHER`."""
 
 
 @dataclass(slots=True)
 class VideoCounters:
-    """Totals since the start."""
+    """Counters of video jobs since the start of the coordinator."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     failures: dict[str, int] = field(default_factory=dict[str, int])
-    """By reason."""
+    """Failed jobs by reason, one of `REASONS`."""
     seconds: float = 0.0
-    """Of video that was made."""
+    """Total playing time of all finished clips, in seconds."""
     waited: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     took: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
     confirmed: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
 
     def count_transition(self, old: VideoJob, job: VideoJob, now: float) -> None:
-        """Count the state transition of a job."""
+        """Count the transition of a job from its state in `old` to its state in `job`. `now` is in Unix seconds."""
         if old.state == JobState.LEASING and job.state == JobState.IN_PROGRESS:
             self.waited.observe(max(0.0, now - job.created))
         if not job.open and old.open:
@@ -81,8 +81,9 @@ class VideoCounters:
 class VideoSnapshot:
     """Video jobs at one moment, for metrics.
 
-    It has the open jobs by state, the wait of the first queued job in seconds, and the size of all kept files in bytes.
-    `progress` is the share done of the job on each node. `used`: a node offers video models, or there is or was a job.
+    `states` counts the open jobs by state. `oldest` is the longest wait of a queued job in seconds. `kept` is the bytes
+    of all kept files. `progress` is the completed share (0 to 1) of the job on each node. `used`: a node offers video
+    models, or there is or was a job.
     """
 
     counters: VideoCounters = field(default_factory=VideoCounters)
@@ -94,7 +95,10 @@ class VideoSnapshot:
 
 
 def snapshot(counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool) -> VideoSnapshot:
-    """Return a snapshot of all jobs. `offered`: a node has a video model."""
+    """Return the metrics of `jobs` at `now` (Unix seconds), with these counters.
+
+    `offered`: a node has a video model.
+    """
     states = {str(state): 0 for state in JobState if state not in (JobState.COMPLETED, JobState.FAILED)}
     oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
     progress: dict[NodeId, float] = {}

@@ -1,4 +1,4 @@
-"""Streaming parser of multipart forms: short texts are kept, a file ends the parsing, nothing else is buffered.
+"""Streaming parser of multipart forms: keeps text fields, and stops with a 400 problem at a file.
 
 OpenAI's library sends every video request as such a form. A reference image would be a part with a file name. Limits
 apply while bytes arrive: number of parts, their headers, and all texts together.
@@ -18,13 +18,13 @@ from router.http.exchange import Exchange
 
 MAX_PARTS = 32
 MAX_TEXT_BYTES = 64 * 1024
-"""Of all fields together, names included."""
+"""Maximum bytes of all fields together, names included."""
 MAX_HEADERS = 8
 MAX_HEADER_BYTES = 1024
 
 
 class _StopParsing(Exception):
-    """No more is read: the problem says why."""
+    """Raised to stop reading a form because of `problem`."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -117,7 +117,10 @@ class _Form:
 
 
 async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: float) -> dict[str, str] | Problem | None:
-    """Read the fields of a form of at most `limit` bytes; the problem with it, or None when the client left."""
+    """Read a form of at most `limit` bytes within `seconds`, and return its fields.
+
+    Return a problem if the form is invalid, too large or late. Return None if the client has disconnected.
+    """
     declared = exchange.header(b"content-length") or b"0"
     if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
         return too_long(limit)

@@ -14,7 +14,7 @@ from wire.video import LeaseState, VideoPackage, VideoState
 
 
 def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
-    """Return every video model with the report of each node and the memory prediction there."""
+    """Return a row for each video model, sorted by name, with its state and predicted memory on each node."""
     found: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
@@ -38,7 +38,7 @@ def _package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProf
 
 
 def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
-    """Return the measured profiles."""
+    """Return a row for each stored memory profile."""
     return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
 
 
@@ -53,9 +53,9 @@ def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
 
 
 def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, Any]:
-    """Return a lease with its node's report."""
+    """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node."""
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
-    told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
+    state = _reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
         "id": hold.lease,
         "node": hold.node,
@@ -65,15 +65,15 @@ def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, 
         "size": hold.size,
         "since": hold.since,
         "granted": hold.granted,
-        "phase": told.phase or ("granted" if hold.granted else "asked"),
-        "progress": told.progress,
-        "footprint": told.footprint,
-        "peak": told.peak,
+        "phase": state.phase or ("granted" if hold.granted else "asked"),
+        "progress": state.progress,
+        "footprint": state.footprint,
+        "peak": state.peak,
         "orphan": not _runs(hold, job),
     }
 
 
-def _told(hold: LeaseHold, video: VideoState) -> LeaseState:
+def _reported_state(hold: LeaseHold, video: VideoState) -> LeaseState:
     return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
 
 
@@ -82,7 +82,7 @@ def _runs(hold: LeaseHold, job: VideoJob | None) -> bool:
 
 
 def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
-    """Return a node's video state and its permission for video jobs."""
+    """Return a node's video state as a row. `allowed`: the node has permission for video jobs."""
     return {
         "ready": video.ready,
         "allowed": allowed,

@@ -57,23 +57,23 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def lease_bytes(self) -> int:
-        """The size of a lease."""
+        """Size of a lease in bytes."""
         return parse_size(self.lease)
 
     @property
     def limits(self) -> ClipLimits:
-        """The most that a clip may be."""
+        """Maximum frames, denoising steps and pixels of a clip."""
         return ClipLimits(self.max_frames, self.max_steps, self.max_pixels)
 
     @property
     def rules(self) -> JobRules:
-        """Limits of the job table."""
+        """Settings that the job table needs, with sizes in bytes and times in seconds."""
         return JobRules(
             self.on_node_loss,
             lease_seconds=self.lease_ack_timeout_seconds,
             start_seconds=self.start_timeout_seconds,
             away_seconds=self.node_loss_timeout_seconds,
-            room_seconds=self.queue_timeout_seconds,
+            headroom_seconds=self.queue_timeout_seconds,
             keep_seconds=self.keep_hours * 3600,
             keep_count=self.keep_count,
             keep_bytes=parse_size(self.keep_bytes),

@@ -1,8 +1,8 @@
 """Persistent state of video jobs and measured profiles.
 
-A separate database next to the cluster's, created with the first job. As there, all data is in memory, and each change
-is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()` returns after all
-changes up to now are on disk. A job is confirmed to its client only after that.
+A separate database next to the cluster's, created with the first job. As in the cluster's, all data is in memory, and
+each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()` returns
+after all changes so far are on disk. A job is confirmed to its client only after that.
 """
 
 import asyncio
@@ -32,8 +32,11 @@ FILE = "videos.db"
 
 
 class VideoStore:
-    """The database in `folder`, opened at the first change unless it is there already. StoreError when it cannot be
-    opened; the folder's lock is the cluster store's."""
+    """Database of video jobs and memory profiles in `folder`, created at the first change.
+
+    Raise `StoreError` if an existing database cannot be opened or read. The lock of the cluster's store in the same
+    folder excludes other processes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
@@ -41,9 +44,9 @@ class VideoStore:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="videos")
         self._failure: StoreError | None = None
         self.jobs: tuple[VideoJob, ...] = ()
-        """The jobs as they were when the database was opened."""
+        """Jobs that the database had when it was opened."""
         self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = {}
-        """Profiles as measured at that time."""
+        """Memory profiles that the database had when it was opened."""
         if self._file.exists():
             self._open()
 
@@ -64,21 +67,24 @@ class VideoStore:
             self.profiles[VideoProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=VideoMemoryProfile)
 
     def put_job(self, job: VideoJob) -> None:
-        """Add or replace a job."""
+        """Add or replace a job.
+
+        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        """
         record = msgspec.json.encode(job).decode()
         self._put("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
     def drop_job(self, job: str) -> None:
-        """Forget a job."""
+        """Delete a job. Raise `StoreError` as `put_job`."""
         self._put("DELETE FROM jobs WHERE id = ?", job)
 
     def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
-        """Add or replace the profile of a package."""
+        """Add or replace the memory profile of a package. Raise `StoreError` as `put_job`."""
         record = msgspec.json.encode(profile).decode()
         self._put("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
     async def flush(self) -> None:
-        """Wait until every change so far is on the disk. StoreError when one of them could not be written."""
+        """Wait until all changes so far are on the disk. Raise `StoreError` if one of them could not be written."""
         await asyncio.wrap_future(self._writer.submit(_nothing))
         if self._failure is not None:
             raise self._failure

@@ -139,7 +139,7 @@ class Agent:
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
-        self._told: tuple[object, ...] = ()
+        self._last_report_key: tuple[object, ...] = ()
         self._next_report = Timer(self.report)
         self._models: tuple[Model, ...] = ()
         self._draining = False
@@ -155,9 +155,9 @@ class Agent:
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
         self.poll: MemoryPoll | None = None
-        self.lender: LeaseManager | None = None
+        self.lease_manager: LeaseManager | None = None
         self.ray: LocalRay | None = None
-        self.sharer: SharingController | None = None
+        self.sharing_controller: SharingController | None = None
         self.on_sharing: Callable[[str], None] = lambda why: None
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
@@ -177,7 +177,7 @@ class Agent:
             if self._expelled is not None:
                 raise Expelled(self._expelled)
             if not self._awake.is_set():
-                await self._slumber()
+                await self._wait_for_wake()
                 wait = DIAL_DELAYS_SECONDS[0]
                 continue
             if not self._stopped.is_set():
@@ -196,7 +196,7 @@ class Agent:
             stopped.cancel()
             await asyncio.gather(connecting, stopped, return_exceptions=True)
 
-    async def _slumber(self) -> None:
+    async def _wait_for_wake(self) -> None:
         """Wait without dialing until the machine wakes, `stop`, or `NO_WAKE_DIAL_SECONDS` awake."""
         stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
         try:
@@ -261,7 +261,7 @@ class Agent:
     async def _until_lost(self, link: CoordinatorLink) -> None:
         loop = asyncio.get_running_loop()
         while link.open and not self._stopped.is_set():
-            silent = loop.time() - link.heard_at
+            silent = loop.time() - link.received_at
             if silent >= SILENCE_TIMEOUT_SECONDS:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
                 return
@@ -285,7 +285,7 @@ class Agent:
                 self._link.send(Failed(request, FailureCode.LINK_LOST, "the older of two links to the node was lost"))
         self._woken.set()
 
-    def fall_asleep(self, said: Callable[[], None]) -> None:
+    def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
         """Send a goodbye before this machine sleeps, and call `said` after `GOODBYE_SECONDS`.
 
         The coordinator resumes the requests of this node on another node, and raises no alarm.
@@ -296,7 +296,7 @@ class Agent:
         for link in tuple(self._links):
             link.close()
         self._woken.set()
-        asyncio.get_running_loop().call_later(GOODBYE_SECONDS, said)
+        asyncio.get_running_loop().call_later(GOODBYE_SECONDS, acknowledge)
 
     def wake_up(self, slept: float) -> None:
         """Abort all links after `slept` seconds of sleep and dial at once. Frames from before the sleep are
@@ -355,19 +355,19 @@ class Agent:
                 link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
 
     def _obey(self, order: PauseNode) -> None:
-        if self.sharer is not None:
-            self.sharer.apply_order(order)
+        if self.sharing_controller is not None:
+            self.sharing_controller.apply_order(order)
             self.report()
 
     def _lend(self, frame: LeaseRequest | LeaseRelease | AllowVideo) -> None:
         """Forward a frame about video to the lender or to Ray."""
-        assert self.lender is not None  # noqa: S101  set before the first link
+        assert self.lease_manager is not None  # noqa: S101  set before the first link
         assert self.ray is not None  # noqa: S101  set with it
         match frame:
             case LeaseRequest():
-                self.lender.ask(frame)
+                self.lease_manager.handle_request(frame)
             case LeaseRelease():
-                self.lender.release(frame)
+                self.lease_manager.release(frame)
             case AllowVideo():
                 self.ray.allow(on=frame.allowed)
 
@@ -385,9 +385,9 @@ class Agent:
         self._renewing = False
         self.welcomed.set()
         self.report()
-        if self.lender is not None:
-            self.lender.resend_ends()
-        self._tell_ready()
+        if self.lease_manager is not None:
+            self.lease_manager.resend_ends()
+        self._notify_ready()
 
     def _retire(self, link: CoordinatorLink) -> None:
         if not link.requests:
@@ -449,8 +449,8 @@ class Agent:
             self._retire(link)
         if self._draining:
             self._woken.set()
-        if self._paused and self.sharer is not None:
-            self.sharer.update_now()
+        if self._paused and self.sharing_controller is not None:
+            self.sharing_controller.update_now()
 
     def schedule_report(self) -> None:
         """Schedule a report when a request began or ended, or when the engine's state changed.
@@ -459,9 +459,9 @@ class Agent:
         """
         if self.poll is not None:
             self.poll.poll_sooner()
-        if self.lender is not None:
-            self.lender.engine_changed()
-        self._tell_ready()
+        if self.lease_manager is not None:
+            self.lease_manager.engine_changed()
+        self._notify_ready()
         self._report_soon()
 
     def video_changed(self) -> None:
@@ -475,30 +475,32 @@ class Agent:
             self._link.send(frame)
 
     def _report_soon(self) -> None:
-        if self._link is not None and self._told != self._tellable():
+        if self._link is not None and self._last_report_key != self._report_key():
             now = asyncio.get_running_loop().time()
             self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
-    def _tellable(self) -> tuple[object, ...]:
+    def _report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
         assert self.supervisor is not None  # noqa: S101  it calls us
         state, snapshot = self.supervisor.state, self.supervisor.report
         ceiling = snapshot.memory.ceiling if snapshot else 0
         models = snapshot.models if snapshot else ()
-        standing = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
+        loaded = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
         level = self.poll.state.level if self.poll else 0
         acked = snapshot.acked_seq if snapshot else 0
         video = self._video()
-        told = self.lender.report_key() if self.lender is not None else ()
+        leases = self.lease_manager.report_key() if self.lease_manager is not None else ()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
-        return (state.state, state.running, state.waiting, ceiling, standing, acked, level, told, offered)
+        return (state.state, state.running, state.waiting, ceiling, loaded, acked, level, leases, offered)
 
     def _video(self) -> VideoState:
-        if self.lender is None or self.ray is None:
+        if self.lease_manager is None or self.ray is None:
             return VideoState()
-        return replace(self.lender.video(), ray=self.ray.node, ray_cause=self.ray.cause, allowed=self.ray.allowed)
+        return replace(
+            self.lease_manager.video(), ray=self.ray.node, ray_cause=self.ray.cause, allowed=self.ray.allowed
+        )
 
-    def _tell_ready(self) -> None:
+    def _notify_ready(self) -> None:
         if self._link is not None and self.supervisor is not None and self.supervisor.state.state == "ready":
             self.on_ready(self._link.address)
 
@@ -517,7 +519,7 @@ class Agent:
         loop = asyncio.get_running_loop()
         self._sequence += 1
         self._reported_at = loop.time()
-        self._told = self._tellable()
+        self._last_report_key = self._report_key()
         state, snapshot = supervisor.state, supervisor.report
         if snapshot is not None:
             self._models = snapshot.models
@@ -534,7 +536,7 @@ class Agent:
                     self.poll.system() if self.poll else SystemMemory(),
                     self.poll.enforcement() if self.poll else Enforcement(),
                     self._video(),
-                    self.sharer.to_report() if self.sharer is not None else Sharing(),
+                    self.sharing_controller.to_report() if self.sharing_controller is not None else Sharing(),
                 )
             )
         )
@@ -552,7 +554,7 @@ class Agent:
         """Return whether a request runs or is queued here, or memory is leased to a video job."""
         state = self.supervisor.state if self.supervisor is not None else None
         works = state is not None and state.running + state.waiting > 0
-        return works or (self.lender is not None and self.lender.holding)
+        return works or (self.lease_manager is not None and self.lease_manager.holding)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
         """Return the memory values of the engine's gate.
@@ -579,13 +581,13 @@ class Agent:
 
     @property
     def _paused(self) -> bool:
-        return self.sharer is not None and not self.sharer.standing.shared
+        return self.sharing_controller is not None and not self.sharing_controller.sharing_state.shared
 
     def _not_now(self) -> Refused:
         """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
-        assert self.sharer is not None  # noqa: S101  the sharer caused the refusal
-        text = f"this Mac accepts no requests: {self.sharer.standing.why}"
-        return Refused(RefusalCode.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
+        assert self.sharing_controller is not None  # noqa: S101  the sharer caused the refusal
+        text = f"this Mac accepts no requests: {self.sharing_controller.sharing_state.why}"
+        return Refused(RefusalCode.DRAINING, text, None, self.sharing_controller.retry_after(), self._identity.name)
 
     def _resting_models(self) -> tuple[Model, ...]:
         """Return the models that this Mac can serve again after its engine was replaced to release memory.
@@ -598,27 +600,27 @@ class Agent:
 
     def sharing_changed(self) -> None:
         """Notify the local listener and the coordinator whether this Mac accepts work."""
-        assert self.sharer is not None  # noqa: S101  it calls us
-        standing = self.sharer.standing
-        self.on_sharing("" if standing.shared else standing.why)
+        assert self.sharing_controller is not None  # noqa: S101  it calls us
+        sharing = self.sharing_controller.sharing_state
+        self.on_sharing("" if sharing.shared else sharing.why)
         self.report()
 
     def occupancy(self) -> Occupancy:
         """Return the open requests, whether memory is leased, and whether the engine rests."""
         return Occupancy(
             sum(len(link.requests) for link in self._links),
-            self.lender is not None and self.lender.holding,
+            self.lease_manager is not None and self.lease_manager.holding,
             self.supervisor is not None and self.supervisor.resting,
         )
 
-    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
+    def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         """Execute one step of releasing memory, or accept work again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
             case SharingAction.END_REQUESTS:
-                self._let_go(f"its Mac stopped sharing: {standing.why}")
-            case SharingAction.END_LEASE if self.lender is not None:
-                self.lender.end(standing.why)
+                self._let_go(f"its Mac stopped sharing: {sharing.why}")
+            case SharingAction.END_LEASE if self.lease_manager is not None:
+                self.lease_manager.end(sharing.why)
             case SharingAction.END_LEASE:
                 pass
             case SharingAction.REST:
@@ -637,15 +639,19 @@ class Agent:
 
     # -- questions ---------------------------------------------------------------
 
-    def _answer(self, link: CoordinatorLink, ask: FetchRequest) -> None:
-        if ask.what == "logs":
-            link.send_background(pieces(ask, self._log_file, lines=True))
-        elif ask.what == "metrics":
-            link.send(FetchChunk(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
-        elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
-            link.send_background(pieces(ask, made))
+    def _answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
+        if request.what == "logs":
+            link.send_background(pieces(request, self._log_file, lines=True))
+        elif request.what == "metrics":
+            link.send(FetchChunk(request.number, msgspec.msgpack.encode(self._measures()), last=True))
+        elif (
+            request.what.startswith(PREFIX)
+            and self.lease_manager is not None
+            and (made := self.lease_manager.artifact(request.what))
+        ):
+            link.send_background(pieces(request, made))
         else:
-            link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node cannot provide {ask.what!r}"))
+            link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.what!r}"))
 
     def _measures(self) -> NodeMeasures:
         report = self.supervisor.report if self.supervisor else None
@@ -713,21 +719,21 @@ def _line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
-def pieces(ask: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
+def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
     """Yield a window of a file as answers, read while they are sent. With `lines` a window at the end begins with a
     whole line."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            start = max(0, size + ask.offset) if ask.offset < 0 else ask.offset
-            if lines and ask.offset < 0:
+            start = max(0, size + request.offset) if request.offset < 0 else request.offset
+            if lines and request.offset < 0:
                 start = _line_start(file, start)
             start = 0 if start > size else start  # the log was rotated since the last request
-            end = min(size, start + ask.limit)
+            end = min(size, start + request.limit)
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_CHUNK_BYTES, end - start))):
                 start += len(piece)
-                yield FetchChunk(ask.ask, piece)
-        yield FetchChunk(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
+                yield FetchChunk(request.number, piece)
+        yield FetchChunk(request.number, b"", last=True, next=start if start < size else 0, end=start)
     except OSError as error:
-        yield FetchChunk(ask.ask, b"", last=True, error=str(error))
+        yield FetchChunk(request.number, b"", last=True, error=str(error))

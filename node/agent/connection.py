@@ -32,7 +32,7 @@ class CoordinatorLink(LinkEndpoint):
         self._gone = gone
         self.verified = False
         self.address = ""
-        self.heard_at = self._loop.time()
+        self.received_at = self._loop.time()
         self.requests: set[int] = set()
         """Open requests that came over this link. They are cancelled when the link ends."""
 
@@ -42,7 +42,7 @@ class CoordinatorLink(LinkEndpoint):
 
     def data_received(self, data: bytes) -> None:
         """Record the time of the coordinator's last bytes and parse them once the link is verified."""
-        self.heard_at = self._loop.time()
+        self.received_at = self._loop.time()
         if self.verified:
             super().data_received(data)
 

@@ -82,7 +82,7 @@ async def find(
         return []
     search = _Search(zeroconf.zeroconf, role, cluster_hint(cluster))
     try:
-        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[search.heard])
+        browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[search.on_service_event])
         await search.wait(seconds)
         await browser.async_cancel()
     except (OSError, Error) as error:
@@ -105,7 +105,9 @@ class _Search:
         self._first = asyncio.Event()
         self.found: dict[str, DiscoveredService] = {}
 
-    def heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
+    def on_service_event(
+        self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
+    ) -> None:
         """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
         if state_change is ServiceStateChange.Removed:
             self.found.pop(name, None)
@@ -158,8 +160,8 @@ async def locate(
         return await proves_itself(identity, address)
 
     async def announced() -> str | None:
-        heard = await find(seconds, identity.cluster, interfaces=interfaces)
-        return await first_proven(_without([one for found in heard for one in found.candidates], besides), proven)
+        services = await find(seconds, identity.cluster, interfaces=interfaces)
+        return await first_proven(_without([one for found in services for one in found.candidates], besides), proven)
 
     known = _without(identity.addresses, besides)
     ways = [asyncio.ensure_future(way) for way in (first_proven(known, proven), announced())]

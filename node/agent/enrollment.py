@@ -141,9 +141,9 @@ async def enroll(
         if again.ca != authority.ca:
             raise PinMismatch("the coordinator changed its CA between two connections")
         certificate, proof = prove_identity(folder, request.csr)
-        asked = Enroll(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
+        enrol = Enroll(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
         enrolled = (
-            await _with_token(line, asked, token) if token else await _with_code(line, asked, nonce, again, on_code)
+            await _with_token(line, enrol, token) if token else await _with_code(line, enrol, nonce, again, on_code)
         )
     identity = create(folder, request, enrolled.certificate, authority.cluster, authority.ca, machine)
     return remember(identity, _written(host, port))
@@ -159,22 +159,22 @@ async def proves_itself(identity: NodeIdentity, address: str) -> bool:
         return False
 
 
-async def _with_token(line: "_EnrollConnection", asked: Enroll, token: JoinToken) -> Enrolled:
-    mac = request_mac(token_key(token.secret), asked.csr)
-    await line.send(replace(asked, token=token.id, mac=mac))
+async def _with_token(line: "_EnrollConnection", request: Enroll, token: JoinToken) -> Enrolled:
+    mac = request_mac(token_key(token.secret), request.csr)
+    await line.send(replace(request, token=token.id, mac=mac))
     return await line.receive(Enrolled)
 
 
 async def _with_code(
     line: "_EnrollConnection",
-    asked: Enroll,
+    request: Enroll,
     nonce: bytes,
     authority: EnrollAuthority,
     on_code: Callable[[str, float], None],
 ) -> Enrolled:
-    await line.send(replace(asked, opening=nonce))
+    await line.send(replace(request, opening=nonce))
     pending = await line.receive(EnrollPending)
-    on_code(short_code(authority.ca, asked.csr, nonce, authority.nonce), pending.seconds)
+    on_code(short_code(authority.ca, request.csr, nonce, authority.nonce), pending.seconds)
     return await line.receive(Enrolled, pending.seconds + ANSWER_TIMEOUT_SECONDS)
 
 

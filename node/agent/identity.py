@@ -149,13 +149,13 @@ def create(
     """Store the identity that the coordinator issued. Raises IdentityError when the certificate is not for this
     request."""
     try:
-        told = read_certificate(certificate)
+        parsed = read_certificate(certificate)
     except ValueError:
         raise IdentityError("the coordinator sent no certificate") from None
-    peer = parse_uri(told.uri)
+    peer = parse_uri(parsed.uri)
     if peer is None or peer.node is None or peer.cluster != cluster:
         raise IdentityError("the coordinator sent a certificate that names no node of its cluster")
-    identity = NodeIdentity(cluster, peer.node, told.name, machine, private_folder(folder), certificate, ca)
+    identity = NodeIdentity(cluster, peer.node, parsed.name, machine, private_folder(folder), certificate, ca)
     _keep_certificate(identity, request.key, certificate)
     _keep(identity)
     return identity

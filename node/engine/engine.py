@@ -120,19 +120,19 @@ class TextEngine:
         self._settings = settings.engine.mlx
         self.catalogue = library
         self.trials = TokenizerTrials(profiles)
-        self.door = RequestPreparer(
+        self.preparer = RequestPreparer(
             library,
             self._context,
             recorder=recorder,
             trials=self.trials if settings.models.trial else None,
             barred=lambda found: self._cause(found, time.monotonic()),
         )
-        self.footprint = EngineMemory(hardware.memory, self._held)
+        self.footprint = EngineMemory(hardware.memory, self._known_bytes)
         self.forwards = GatedForwards(
             recorder,
             self.footprint,
             self._reserved,
-            self._make_room,
+            self._free_memory,
             self._give_up_load,
             self._residual,
             read=self._weights,
@@ -145,7 +145,7 @@ class TextEngine:
         self.profiler = Profiler(
             MemoryProfileStore(profiles),
             hardware,
-            self._ask,
+            self._probe_fits,
             ForwardPeak(self.forwards.height, self.footprint.sensor),
             self._longest,
             self.gate.narrowed_bytes,
@@ -187,7 +187,7 @@ class TextEngine:
         self._pending: dict[int, tuple[PreparedRequest, float]] = {}
         self._unread: dict[int, tuple[int, LoadedModel | None]] = {}
         self._orders: dict[int, str] = {}
-        self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
+        self._acked = self._cap = self._coming = self._enforced = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
         self._way_at = 0.0
         for name in settings.models.preload:
@@ -205,9 +205,9 @@ class TextEngine:
         For a `Ping`, search for new models; return None if the models have not changed.
         """
         if isinstance(frame, Generate | CountTokens):
-            if self.door.inline(frame):
+            if self.preparer.inline(frame):
                 return self._read(frame).work
-            return UntokenizedPrompt(frame, self.door.need(frame), partial(self._read, frame))
+            return UntokenizedPrompt(frame, self.preparer.need(frame), partial(self._read, frame))
         if isinstance(frame, LoadModel | ProfileModel):
             self.catalogue.find_fresh(frame.model)
         if isinstance(frame, Ping):
@@ -235,8 +235,8 @@ class TextEngine:
             case ReduceMemory():
                 return self._enforce(work)
             case ReclaimMemory():
-                self._roomed = work.number
-                self.model_manager.make_room(work.size, over_load=not self._waited_for(self.model_manager.reading))
+                self._freed_order = work.number
+                self.model_manager.free_memory(work.size, over_load=not self._waited_for(self.model_manager.reading))
                 return self._ended_loads()
             case LoadModel():
                 return self._load(work, now)
@@ -260,12 +260,12 @@ class TextEngine:
             return now
         if self._may_load() or (self.sweeps.busy and self.gate.not_ready_refusal() is None):
             return now
-        shelf, footprint = self.model_manager, self.footprint
+        manager, footprint = self.model_manager, self.footprint
         times = (
             works,
             footprint.peak_expires_at(now),
-            shelf.idle_unload_at(),
-            shelf.looks_at,
+            manager.idle_unload_at(),
+            manager.looks_at,
             self.emergency_reserve.next_check_at(),
         )
         return min((when for when in times if when is not None), default=None)
@@ -305,8 +305,8 @@ class TextEngine:
             reserve=self.emergency_reserve.nbytes,
         )
         models = tuple(self._reported(found, memory, now) for found in self.catalogue.known().values())
-        shelf = self.model_manager
-        counts = replace(self.forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
+        manager = self.model_manager
+        counts = replace(self.forwards.counts(), evictions=manager.evictions, departures=manager.departures)
         return EngineReport(
             memory,
             models,
@@ -316,11 +316,11 @@ class TextEngine:
             self._acked,
             counts,
             self.prefix_cache.state(),
-            self.gate.held,
+            self.gate.limits_number,
             self._enforced,
-            shelf.returns.unreturned,
+            manager.returns.unreturned,
             self.gate.measures(),
-            self._roomed,
+            self._freed_order,
             metal_limit=self._wiring.metal.limit,
             wired=self._wiring.wired,
         )
@@ -362,8 +362,8 @@ class TextEngine:
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
-            for resident in self.model_manager.loaded.values():
-                resident.bound_waste(waste_bytes(limits.cap))
+            for loaded_model in self.model_manager.loaded.values():
+                loaded_model.bound_waste(waste_bytes(limits.cap))
 
     def _enforce(self, order: ReduceMemory) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
@@ -391,7 +391,7 @@ class TextEngine:
     def _read(self, frame: Generate | CountTokens) -> TokenizeResult:
         """Tokenize a prompt, or only count its tokens."""
         counts = isinstance(frame, CountTokens)
-        return TokenizeResult(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
+        return TokenizeResult(frame.request, self.preparer.count(frame) if counts else self.preparer.prepare(frame))
 
     def _weigh(self, unread: UntokenizedPrompt) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
@@ -405,22 +405,22 @@ class TextEngine:
         refused = self.gate.not_ready_refusal() or too_long(unread.frame, unread.need, self._memory())
         if refused is not None:
             return [Refusal(number, refused)]
-        resident = self.model_manager.loaded.get(unread.frame.model)
-        self._unread[number] = (0, resident)
-        if resident is not None:
-            resident.users += 1
+        loaded_model = self.model_manager.loaded.get(unread.frame.model)
+        self._unread[number] = (0, loaded_model)
+        if loaded_model is not None:
+            loaded_model.users += 1
         refused = self.forwards.check(GateSite.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
-        self._unread[number] = (unread.need, resident)
+        self._unread[number] = (unread.need, loaded_model)
         return [unread]
 
     def _put_by(self, number: int) -> None:
         """Release the reservation of a prompt after its tokenization."""
-        _, resident = self._unread.pop(number, (0, None))
-        if resident is not None:
-            resident.users -= 1
+        _, loaded_model = self._unread.pop(number, (0, None))
+        if loaded_model is not None:
+            loaded_model.users -= 1
 
     def _generate(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         request = prepared.request
@@ -433,9 +433,9 @@ class TextEngine:
         refused = self.gate.not_ready_refusal() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
-        resident = self.model_manager.loaded.get(request.model)
-        if resident is not None:
-            return self._admit(resident, prepared, now, now)
+        loaded_model = self.model_manager.loaded.get(request.model)
+        if loaded_model is not None:
+            return self._admit(loaded_model, prepared, now, now)
         return self._await_model(prepared, now)
 
     def _unlike(self, request: Generate) -> Refused | None:
@@ -475,79 +475,79 @@ class TextEngine:
         """Return the most tokens of a row: the model's context, or fewer by setting."""
         return min(found.context, self._settings.max_context or found.context)
 
-    def _admit(self, resident: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
+    def _admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it."""
         request = prepared.request
-        shape = self._shape(prepared, resident.found)
-        refused = self._improper(resident, prepared, shape, now)
+        shape = self._shape(prepared, loaded_model.found)
+        refused = self._improper(loaded_model, prepared, shape, now)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
-        sequence = self._sequence(resident, prepared, shape, arrived)
+        sequence = self._sequence(loaded_model, prepared, shape, arrived)
         writing = list(sequence.active_rows())
         if not writing:  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = sequence.joined = now
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
-        refused = self._crowded(resident, shape.of(len(writing)), now, request.owner)
+        refused = self._crowded(loaded_model, shape.of(len(writing)), now, request.owner)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
-        for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
+        for row, commitment in zip(writing, loaded_model.ledger.commit(shape.length, len(writing)), strict=True):
             row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
-        resident.record_text(text, len(prepared.ids))
-        self.scheduler.begin(resident, sequence)
+        loaded_model.record_text(text, len(prepared.ids))
+        self.scheduler.begin(loaded_model, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
     def _sequence(
-        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
+        self, loaded_model: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
     ) -> Sequence:
         """Create a request's rows, without commitments; resumed rows contain their known tokens."""
         request = prepared.request
-        assert prepared.voice is not None  # noqa: S101 only a refused request has none
+        assert prepared.pipeline_of is not None  # noqa: S101 only a refused request has none
         seed = _seed() if request.params.seed is None else request.params.seed
-        sequence = Sequence(request, prepared, shape, sampling_of(request.params, resident.defaults), seed, arrived)
+        sequence = Sequence(request, prepared, shape, sampling_of(request.params, loaded_model.defaults), seed, arrived)
         for choice in range(shape.choices):
-            row = Row(sequence, choice, Commitment(0), prepared.voice(choice))
+            row = Row(sequence, choice, Commitment(0), prepared.pipeline_of(choice))
             row.replay(request.known(choice))
             sequence.rows.append(row)
         return sequence
 
     def _improper(
-        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, now: float
+        self, loaded_model: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, now: float
     ) -> Refused | None:
         """Return the refusal of a request that no state of the memory would allow; None if one might."""
-        model = self._model(resident.found, now)
+        model = self._model(loaded_model.found, now)
         refused = preflight.never_fits(prepared.request, shape, model, self._settings.max_batch_size)
         if refused is not None:
             return refused
         request = prepared.request
-        told = (token for ids in request.resume for token in ids)
+        resumed = (token for ids in request.resume for token in ids)
         biased = (token for token, _ in request.params.logit_bias)
-        for token in (max(prepared.ids), *biased, *told):
-            if not 0 <= token < resident.vocabulary:
-                return Refused(RefusalCode.INVALID, f"token id {token} is outside of 0..{resident.vocabulary - 1}")
+        for token in (max(prepared.ids), *biased, *resumed):
+            if not 0 <= token < loaded_model.vocabulary:
+                return Refused(RefusalCode.INVALID, f"token id {token} is outside of 0..{loaded_model.vocabulary - 1}")
         return None
 
     def _crowded(
-        self, resident: LoadedModel, shape: preflight.RequestShape, now: float, owner: WeightedKey
+        self, loaded_model: LoadedModel, shape: preflight.RequestShape, now: float, owner: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
-        model = self._model(resident.found, now)
-        held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
-        cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
+        model = self._model(loaded_model.found, now)
+        row_cost, key = loaded_model.ledger.cost(shape.length, shape.choices), owner.name
+        cost = row_cost + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         wanted = cost + self.scheduler.required_bytes(key)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
-        if self.model_manager.make_room(wanted) or self._make_way(owner, held, cost, now):
+        if self.model_manager.free_memory(wanted) or self._make_way(owner, row_cost, cost, now):
             return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
 
-    def _make_way(self, owner: WeightedKey, held: int, cost: int, now: float) -> bool:
+    def _make_way(self, owner: WeightedKey, row_cost: int, cost: int, now: float) -> bool:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
         The request will hold `held` bytes and costs `cost` at its admission."""
-        room = self._offered(now, owner.name).headroom
-        if room is None or now < self._way_at or not self.scheduler.make_way(owner, held, cost - room):
+        headroom = self._offered(now, owner.name).headroom
+        if headroom is None or now < self._way_at or not self.scheduler.make_way(owner, row_cost, cost - headroom):
             return False
         self._way_at = now + PREEMPTION_INTERVAL_SECONDS
         self._released()
@@ -597,15 +597,14 @@ class TextEngine:
         )
         if self.model_manager.loading(order.model) and self.model_manager.abort_load(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
-        resident = self.model_manager.loaded.get(order.model)
-        if resident is None:
+        loaded_model = self.model_manager.loaded.get(order.model)
+        if loaded_model is None:
             return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
-        if resident.users:
-            message = (
-                f"{order.model} has {resident.users} open requests here: wait for their end, or cordon the node first"
-            )
+        if loaded_model.users:
+            users = loaded_model.users
+            message = f"{order.model} has {users} open requests here: wait for their end, or cordon the node first"
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
-        del resident
+        del loaded_model
         self.model_manager.drop(order.model)
         return [Finished(order.request, (), 0, 0)]
 
@@ -623,9 +622,9 @@ class TextEngine:
         """Return whether a request waits for this model."""
         return any(prepared.request.model == model for prepared, _ in self._pending.values())
 
-    def _make_room(self, site: GateSite, need: int) -> bool:
+    def _free_memory(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward. For a running request, a load in progress is aborted."""
-        return self.model_manager.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
+        return self.model_manager.free_memory(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
         return self.model_manager.abort_load(why)
@@ -652,8 +651,8 @@ class TextEngine:
         to load."""
         self._rewire()
         if isinstance(outcome, LoadSucceeded):
-            outcome.resident.bound_waste(waste_bytes(self._cap))
-        name = outcome.resident.name if isinstance(outcome, LoadSucceeded) else outcome.model
+            outcome.loaded_model.bound_waste(waste_bytes(self._cap))
+        name = outcome.loaded_model.name if isinstance(outcome, LoadSucceeded) else outcome.model
         if not isinstance(outcome, LoadSucceeded):
             self.sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
@@ -665,7 +664,7 @@ class TextEngine:
             number = prepared.request.request
             del self._pending[number]
             if isinstance(outcome, LoadSucceeded):
-                frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
+                frames += self._admit(outcome.loaded_model, prepared, arrived, time.monotonic())
             else:
                 frames.append(Refusal(number, outcome.refused, prepared.tokens))
         return frames
@@ -673,7 +672,7 @@ class TextEngine:
     # memory
 
     def _kept_most(self, cap: int) -> int:
-        weights = sum(resident.weights for resident in self.model_manager.loaded.values())
+        weights = sum(loaded_model.weights for loaded_model in self.model_manager.loaded.values())
         return limit_of(self._settings.prefix_cache_size, cap, weights)
 
     def _memory(self) -> Memory:
@@ -682,8 +681,8 @@ class TextEngine:
     def _offered(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
         memory, wanted = self.forwards.memory(now), self.scheduler.required_bytes(key)
-        room = None if memory.headroom is None else memory.headroom - wanted
-        return replace(memory, reserved=memory.reserved + wanted, headroom=room)
+        left = None if memory.headroom is None else memory.headroom - wanted
+        return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
     def _released(self) -> None:
         """Reset the recent peak after memory was freed, possibly that of a model."""
@@ -699,7 +698,7 @@ class TextEngine:
         """Set the wired limit for the weights in memory."""
         self._wiring.apply(self._coming + sum(one.weights for one in self.model_manager.loaded.values()))
 
-    def _held(self) -> int:
+    def _known_bytes(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, rows and cached prefixes."""
         rows = sum(one.weights + one.ledger.written_bytes() for one in self.model_manager.loaded.values())
         return rows + self.model_manager.read + self.prefix_cache.nbytes
@@ -723,8 +722,8 @@ class TextEngine:
         return reserved
 
     def _model(self, found: ModelDescriptor, now: float) -> Model:
-        resident, weights = self.model_manager.loaded.get(found.name), self.model_manager.size_of(found)
-        if resident is None:
+        loaded_model, weights = self.model_manager.loaded.get(found.name), self.model_manager.size_of(found)
+        if loaded_model is None:
             return Model(
                 found.name,
                 found.fingerprint,
@@ -733,7 +732,7 @@ class TextEngine:
                 found.kv.per_token,
                 context=self._context(found),
                 load_seconds=self.times.expected(found.fingerprint, weights, self.profiler.seconds(found.fingerprint)),
-                features=self.door.features(found),
+                features=self.preparer.features(found),
                 kv_step=found.kv.step,
                 kv_fixed=found.kv.fixed,
                 kv_window=found.kv.window,
@@ -745,56 +744,58 @@ class TextEngine:
                 pinned=found.name in self.model_manager.pinned,
                 **self._transients(found.forward),
             )
-        kv, rested = resident.kv, resident.idle_seconds(now)
+        kv, rested = loaded_model.kv, loaded_model.idle_seconds(now)
         return Model(
             found.name,
             found.fingerprint,
             True,
-            resident.weights,
+            loaded_model.weights,
             kv.per_token,
             context=self._context(found),
-            load_seconds=resident.load_seconds,
-            prefill_speed=resident.reads.after(rested),
-            decode_speed=resident.writes.after(rested),
-            bytes_per_token=resident.bytes_per_token or 4.0,
-            features=self.door.features(found),
-            groups=resident.ledger.groups(),
+            load_seconds=loaded_model.load_seconds,
+            prefill_speed=loaded_model.reads.after(rested),
+            decode_speed=loaded_model.writes.after(rested),
+            bytes_per_token=loaded_model.bytes_per_token or 4.0,
+            features=self.preparer.features(found),
+            groups=loaded_model.ledger.groups(),
             kv_step=kv.step,
             kv_fixed=kv.fixed,
             kv_window=kv.window,
             kv_window_per_token=kv.window_per_token,
             kv_waste=kv.waste,
-            covered_rows=resident.estimator.rows,
-            uncovered=self.gate.narrowed_bytes() if resident.estimator.rows else 0,
+            covered_rows=loaded_model.estimator.rows,
+            uncovered=self.gate.narrowed_bytes() if loaded_model.estimator.rows else 0,
             pinned=found.name in self.model_manager.pinned,
-            **self._transients(resident.estimator.transient),
+            **self._transients(loaded_model.estimator.transient),
         )
 
     def _reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
-        resident, model = self.model_manager.loaded.get(found.name), self._model(found, now)
-        return model if resident is None else self._measured(model, resident, memory)
+        loaded_model, model = self.model_manager.loaded.get(found.name), self._model(found, now)
+        return model if loaded_model is None else self._measured(model, loaded_model, memory)
 
-    def _measured(self, model: Model, resident: LoadedModel, memory: Memory) -> Model:
+    def _measured(self, model: Model, loaded_model: LoadedModel, memory: Memory) -> Model:
         """Add the results of measurements under the cap in force."""
-        profile = resident.profile
+        profile = loaded_model.profile
         return replace(
             model,
             profiled=profile is not None,
-            observed=resident.estimator.highest,
+            observed=loaded_model.estimator.highest,
             max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
             max_batch=max_batch(memory, model, self._settings.max_batch_size),
-            residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
+            residual=0 if profile is None else max(profile.residual, loaded_model.estimator.residual),
             covered=0 if profile is None else profile.chunk,
         )
 
-    def _longest(self, resident: LoadedModel) -> int:
+    def _longest(self, loaded_model: LoadedModel) -> int:
         """Return the longest row that the measured costs of a model allow, in tokens."""
-        model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
-        return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
+        model = replace(
+            self._model(loaded_model.found, 0.0), groups=(), **self._transients(loaded_model.estimator.transient)
+        )
+        return max_context(self._memory(), replace(model, loaded=True, weights=loaded_model.weights))
 
-    def _alone(self, resident: LoadedModel) -> bool:
+    def _alone(self, loaded_model: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
-        return list(self.model_manager.loaded.values()) == [resident] and resident.users == 1
+        return list(self.model_manager.loaded.values()) == [loaded_model] and loaded_model.users == 1
 
     def _pieces(self, found: ModelDescriptor) -> Iterator[LoadStep | LoadedModel]:
         """Load a model and measure its profile, piece by piece, with the seconds of each part."""
@@ -814,17 +815,17 @@ class TextEngine:
         finally:
             self._coming = 0
 
-    def _ask(self, need: int) -> bool:
+    def _probe_fits(self, need: int) -> bool:
         return isinstance(self.gate.check(GateSite.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
         loaded, or if one was not measured up to the smallest chunk of this engine."""
-        residents = self.model_manager.loaded.values()
-        profiles = [one.profile for one in residents]
+        loaded_models = self.model_manager.loaded.values()
+        profiles = [one.profile for one in loaded_models]
         floor = min(self._settings.prefill_step_size, self._settings.min_prefill_step)
         measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
-        seen = [one.estimator.residual for one in residents]
+        seen = [one.estimator.residual for one in loaded_models]
         return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
     def _transients(self, transient: TransientModel) -> "_Transients":

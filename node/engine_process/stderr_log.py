@@ -59,5 +59,5 @@ class EngineLog:
                 lines = file.read(TAIL_BYTES).decode(errors="replace").split("\n")
         except OSError:
             return ""
-        told = [line.strip() for line in lines if line.strip() and "[info" not in line]
-        return " | ".join(told[-TAIL_LINES:])
+        messages = [line.strip() for line in lines if line.strip() and "[info" not in line]
+        return " | ".join(messages[-TAIL_LINES:])

@@ -155,7 +155,7 @@ class SupervisorTimeouts:
 class ExitTimeouts:
     """Timeouts of a child's end, in seconds."""
 
-    asked: float
+    stop_requested: float
     """Time after `StopEngine`."""
     terminated: float
     """Time after SIGTERM."""
@@ -195,12 +195,12 @@ class EngineChild(asyncio.Protocol):
     pong: Pong = _NO_PONG
     """Last answer to a ping, which came at `ponged`."""
     ponged: float = 0.0
-    asked: bool = False
+    stop_requested: bool = False
     """Whether the child was asked to end. No frame is written to it any more."""
     ending: asyncio.Task[None] | None = None
     killed_at: float = 0.0
     """Monotonic time at which SIGKILL is due while the child ends."""
-    blame: str = ""
+    cause: str = ""
     hung: bool = False
     broken: bool = False
     """Whether the child's frames cannot be parsed."""
@@ -230,7 +230,7 @@ class EngineChild(asyncio.Protocol):
 
     def write(self, encoded: bytes) -> None:
         """Send bytes, unless the socket is closed or the child was asked to end."""
-        if self.transport is not None and not self.asked and not self.transport.is_closing():
+        if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
             self.transport.write(encoded)
 
     def unsent(self) -> int:
@@ -246,10 +246,10 @@ class EngineChild(asyncio.Protocol):
 
     def stop(self, seconds: float) -> None:
         """Ask the process to end within `seconds`, and close the sending side."""
-        if self.transport is not None and not self.asked and not self.transport.is_closing():
+        if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
             self.transport.write(encode(StopEngine(seconds)))
             self.transport.write_eof()
-        self.asked = True
+        self.stop_requested = True
 
     async def wait_exit(self, seconds: float) -> bool:
         """Wait at most `seconds` for the process to end. Returns whether it has ended."""
@@ -282,7 +282,7 @@ class Supervisor:
         scratch: Path,
         wired: Callable[[], int | None],
         command: Sequence[str] = COMMAND,
-        patience: SupervisorTimeouts | None = None,
+        timeouts: SupervisorTimeouts | None = None,
     ) -> None:
         self._settings = settings
         self._on_frame = on_frame
@@ -294,11 +294,11 @@ class Supervisor:
         self._quarantine = Quarantine()
         self._wanted: set[str] = set()
         self._command = command
-        self._patience = patience or SupervisorTimeouts()
+        self._timeouts = timeouts or SupervisorTimeouts()
         self._child: EngineChild | None = None
         self._live: set[int] = set()
         self._limits: MemoryLimits | None = None
-        self._numbered = self._rooms = 0
+        self._numbered = self._free_orders = 0
         self._report: EngineReport | None = None
         self._reported_at: float | None = None
         self._state = "starting"
@@ -370,19 +370,19 @@ class Supervisor:
         return self._child.process.pid if self._child is not None and self._child.ready else None
 
     @property
-    def held(self) -> int:
+    def reported_limits_number(self) -> int:
         """Number of the limits that the engine reports to hold; 0 before its first report."""
-        return 0 if self._report is None else self._report.held
+        return 0 if self._report is None else self._report.limits_number
 
     @property
-    def told(self) -> int:
+    def applied_limits_number(self) -> int:
         """Number of the limits that were put in force last."""
         return self._numbered
 
     @property
-    def roomed(self) -> int:
-        """Number of the last `make_room` order that the engine reports as done."""
-        return 0 if self._report is None else self._report.roomed
+    def freed_order(self) -> int:
+        """Number of the last `free_memory` order that the engine reports as done."""
+        return 0 if self._report is None else self._report.freed_order
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -396,7 +396,7 @@ class Supervisor:
         child = self._child
         if child is None or not child.pong.expected:
             return 0.0
-        return child.ponged - child.pong.busy + self._patience.turn_factor * child.pong.expected
+        return child.ponged - child.pong.busy + self._timeouts.turn_factor * child.pong.expected
 
     def highs(self) -> HighWaterMarks:
         """Read the kernel's high-water marks of the child."""
@@ -421,7 +421,7 @@ class Supervisor:
         child = self._child
         if kind in _BEGINS:
             if child is None or not child.ready or child.unsent() > MAX_UNSENT_BYTES:
-                self._say(Refusal(request, self._not_ready()), request)
+                self._deliver(Refusal(request, self._not_ready()), request)
                 return
             self._live.add(request)
             self._busier.set()
@@ -451,18 +451,18 @@ class Supervisor:
         if self._child is not None:
             self._child.write(encode(order))
 
-    def make_room(self, size: int) -> int:
+    def free_memory(self, size: int) -> int:
         """Ask the engine to evict and unload reclaimable memory until `size` bytes fit. Returns the order's number."""
-        self._rooms += 1
+        self._free_orders += 1
         if self._child is not None:
-            self._child.write(encode(ReclaimMemory(self._rooms, size)))
-        return self._rooms
+            self._child.write(encode(ReclaimMemory(self._free_orders, size)))
+        return self._free_orders
 
-    def end(self, blame: str) -> None:
+    def end(self, cause: str) -> None:
         """End the current child quickly, because it is over its cap. A new child starts as after any death."""
         if self._child is not None:
-            self._let_go(self._child, blame, ExitTimeouts(self._patience.over, self._patience.over))
-            self._become("restarting", blame)
+            self._let_go(self._child, cause, ExitTimeouts(self._timeouts.over, self._timeouts.over))
+            self._become("restarting", cause)
 
     @property
     def resting(self) -> bool:
@@ -508,9 +508,9 @@ class Supervisor:
             delay = 0.0
             if not death.recycled:
                 self._restarts += 1
-                delay = self._patience.delay(self._deaths)
+                delay = self._timeouts.delay(self._deaths)
                 log.warning("engine", cause=death.cause, restart_in=delay)
-                self._become("restarting" if delay < self._patience.longest else "failed", death.cause)
+                self._become("restarting" if delay < self._timeouts.longest else "failed", death.cause)
             await self._look_for_leak(death.wired)
             await self._stopped_within(delay)
 
@@ -519,9 +519,9 @@ class Supervisor:
 
         After too many leaks, wait until the readings disprove the leaks, or until stopped.
         """
-        deadline = time.monotonic() + self._patience.settle
+        deadline = time.monotonic() + self._timeouts.settle
         while wired.leaked_bytes(after := self._wired()) and time.monotonic() < deadline:
-            if await self._stopped_within(self._patience.look):
+            if await self._stopped_within(self._timeouts.look):
                 return
         if missing := self._leaks.add(wired, after):
             log.error(
@@ -530,7 +530,7 @@ class Supervisor:
             self._on_change()
         if self._leaks.count >= MAX_WIRED_LEAKS:
             self._become("failed", f"the engine is not restarted: {self._leaks.warning()}")
-        while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._patience.ping_idle):
+        while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._timeouts.ping_idle):
             self._leaks.update(self._wired())
 
     async def _stopped_within(self, seconds: float) -> bool:
@@ -563,13 +563,13 @@ class Supervisor:
             last = crash_recorder.read(child.page, hung=child.hung)
             os.close(child.page)
         if child.recycled:
-            return ChildExit(child.blame, None, wired, recycled=True)
-        healthy = time.monotonic() - child.started >= self._patience.healthy
+            return ChildExit(child.cause, None, wired, recycled=True)
+        healthy = time.monotonic() - child.started >= self._timeouts.healthy
         self._deaths = 1 if healthy else self._deaths + 1
-        cause = child.blame or _cause(child.process.returncode, self._log.tail(written))
-        return ChildExit(cause + self._accuse(last), last, wired)
+        cause = child.cause or _cause(child.process.returncode, self._log.tail(written))
+        return ChildExit(cause + self._crash_cause(last), last, wired)
 
-    def _accuse(self, last: CrashRecord | None) -> str:
+    def _crash_cause(self, last: CrashRecord | None) -> str:
         """Return a text on the work that the engine died in. A model that killed it twice is quarantined."""
         if last is None or self._stopping.is_set():
             return ""
@@ -579,7 +579,7 @@ class Supervisor:
         return text
 
     async def _spawn(self, wired: WiredReadings) -> EngineChild:
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         errors, page = -1, crash_recorder.new_page()
         try:
             errors = self._log.open()
@@ -588,37 +588,37 @@ class Supervisor:
                 "--page",
                 str(page),
                 "--socket",
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=errors,
                 stderr=errors,
-                pass_fds=(theirs.fileno(), page),
+                pass_fds=(child_end.fileno(), page),
                 close_fds=True,
                 start_new_session=True,
                 cwd=Path(node.__file__).parents[1],
                 env=self._environment(),
             )
         except BaseException:
-            ours.close()
+            own_end.close()
             os.close(page)
             raise
         finally:
-            theirs.close()
+            child_end.close()
             if errors >= 0:
                 os.close(errors)
         now = time.monotonic()
         child = EngineChild(
             process, open_sensor(process.pid), now, self._receive, self._broke, page, wired, resting=self._resting
         )
-        ours.setblocking(False)
-        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=ours)
-        child.write(settings_message(self._told()))
+        own_end.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
+        child.write(settings_message(self._child_settings()))
         self._restore(child)
         if self._limits is not None:
             child.write(encode(self._limits))
         return child
 
-    def _told(self) -> NodeSettings:
+    def _child_settings(self) -> NodeSettings:
         """Return the settings for a new child. At rest it preloads no model."""
         if not self._resting:
             return self._settings
@@ -640,65 +640,67 @@ class Supervisor:
         if self._wanted or bans:
             child.write(encode(RestoreModels(tuple(sorted(self._wanted)), bans)))
 
-    def _let_go(self, child: EngineChild, blame: str, waits: ExitTimeouts) -> None:
+    def _let_go(self, child: EngineChild, cause: str, waits: ExitTimeouts) -> None:
         """End a child gracefully. An end under way is only replaced by an earlier deadline."""
-        child.blame, child.ready = child.blame or blame, False
-        killed_at = time.monotonic() + waits.asked + waits.terminated
+        child.cause, child.ready = child.cause or cause, False
+        killed_at = time.monotonic() + waits.stop_requested + waits.terminated
         if child.ending is not None:
             if killed_at >= child.killed_at:
                 return
             child.ending.cancel()
         child.killed_at = killed_at
-        child.stop(waits.asked + waits.terminated)
+        child.stop(waits.stop_requested + waits.terminated)
         child.ending = asyncio.create_task(_end(child, waits))
 
     def _in_order(self, child: EngineChild) -> ExitTimeouts:
         """Return timeouts that include the time of the call in flight, by the last pong."""
-        busy, patience = child.pong.busy, self._patience
+        busy, timeouts = child.pong.busy, self._timeouts
         if busy:
             busy += time.monotonic() - child.ponged
-        return ExitTimeouts(patience.left(busy, child.pong.expected) + patience.leave, patience.leave)
+        return ExitTimeouts(timeouts.left(busy, child.pong.expected) + timeouts.leave, timeouts.leave)
 
     def _while_stopping(self, child: EngineChild) -> ExitTimeouts:
         """Return the timeouts of `_in_order`, bounded by the time that the agent itself has."""
         waits = self._in_order(child)
-        return ExitTimeouts(min(waits.asked, max(0.0, self._patience.stopping - waits.terminated)), waits.terminated)
+        return ExitTimeouts(
+            min(waits.stop_requested, max(0.0, self._timeouts.stopping - waits.terminated)), waits.terminated
+        )
 
-    def _broke(self, blame: str) -> None:
+    def _broke(self, cause: str) -> None:
         """End a child that violated the wire protocol."""
         if self._child is not None:
-            self._let_go(self._child, blame, self._in_order(self._child))
-            self._become("restarting", blame)
+            self._let_go(self._child, cause, self._in_order(self._child))
+            self._become("restarting", cause)
 
     async def _bury(self, child: EngineChild) -> None:
         """Wait for the end of a process whose socket is closed."""
         if not await child.wait_exit(EXIT_AFTER_CLOSE_SECONDS):
-            self._let_go(child, "it closed its socket without exiting", ExitTimeouts(0.0, self._patience.leave))
+            self._let_go(child, "it closed its socket without exiting", ExitTimeouts(0.0, self._timeouts.leave))
             await child.process.wait()
 
     async def _watch(self, child: EngineChild) -> None:
         """Ping the child, and end it when it hangs."""
-        patience = self._patience
-        while not child.asked:
+        timeouts = self._timeouts
+        while not child.stop_requested:
             now = time.monotonic()
             self._log.bound()
             child.wired.last = self._wired()
             self._leaks.update(child.wired.last)
-            if child.pinged is not None and now - child.pinged > patience.silence:
+            if child.pinged is not None and now - child.pinged > timeouts.silence:
                 self._hang(child, f"no answer to a ping for {now - child.pinged:.0f} s")
                 return
             child.ping(now)
             if self._live:
-                await asyncio.sleep(patience.ping_busy)
+                await asyncio.sleep(timeouts.ping_busy)
                 continue
             self._busier.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._busier.wait(), patience.ping_idle)
+                await asyncio.wait_for(self._busier.wait(), timeouts.ping_idle)
 
-    def _hang(self, child: EngineChild, blame: str) -> None:
+    def _hang(self, child: EngineChild, cause: str) -> None:
         child.hung = True
-        self._let_go(child, f"the engine hung: {blame}", ExitTimeouts(0.0, self._patience.leave))
-        self._become("hung", blame)
+        self._let_go(child, f"the engine hung: {cause}", ExitTimeouts(0.0, self._timeouts.leave))
+        self._become("hung", cause)
 
     # frames
 
@@ -721,7 +723,7 @@ class Supervisor:
             self._report, self._reported_at = frame, time.monotonic()
             self._remember(frame)
             # A report without a cap was made before the limits arrived: its gate is closed.
-            if child is not None and not child.ready and not child.asked and frame.memory.cap > 0:
+            if child is not None and not child.ready and not child.stop_requested and frame.memory.cap > 0:
                 child.ready = True
                 self._become("ready")
             elif child is not None and self._spent(child, frame):
@@ -737,7 +739,7 @@ class Supervisor:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged, child.pong, child.ponged = None, frame, time.monotonic()
-            if not child.asked and self._patience.is_hung(frame.busy, frame.expected):
+            if not child.stop_requested and self._timeouts.is_hung(frame.busy, frame.expected):
                 self._hang(child, f"one call has taken {frame.busy:.0f} s, expected {frame.expected:.2f} s")
 
     def _spent(self, child: EngineChild, report: EngineReport) -> bool:
@@ -752,7 +754,7 @@ class Supervisor:
 
     def recycle(self, child: EngineChild, why: str) -> None:
         """End a healthy child to replace it. A child that already ends is replaced without this call."""
-        if child.asked:
+        if child.stop_requested:
             return
         self._recycles += 1
         child.recycled = True
@@ -780,26 +782,26 @@ class Supervisor:
     def _fail_all(self, cause: str, last: CrashRecord | None) -> None:
         """End every open request. The request that was in the forward gets its own code."""
         live, self._live = self._live, set()
-        guilty = last.request if last is not None and last.doing is not NativeCallKind.DECODE else 0
+        failing = last.request if last is not None and last.doing is not NativeCallKind.DECODE else 0
         if live:
-            log.warning("requests lost", requests=sorted(live)[:MAX_REQUESTS_LOGGED], count=len(live), guilty=guilty)
+            log.warning("requests lost", requests=sorted(live)[:MAX_REQUESTS_LOGGED], count=len(live), guilty=failing)
         for request in sorted(live):
             code = (
                 FailureCode.NODE_STOPPING
                 if self._stopping.is_set()
                 else FailureCode.ENGINE_CRASHED
-                if request == guilty
+                if request == failing
                 else FailureCode.ENGINE_LOST
             )
-            self._say(Failed(request, code, cause), request)
+            self._deliver(Failed(request, code, cause), request)
 
-    def _say(self, frame: Frame, request: int) -> None:
+    def _deliver(self, frame: Frame, request: int) -> None:
         encoded = encode(frame)
         self._on_frame(encoded[4], encoded, request)
 
     def _not_ready(self) -> Refused:
         cause = f", it ended: {self._cause}" if self._cause else ""
-        wait = self._patience.delay(max(1, self._deaths)) + 1.0
+        wait = self._timeouts.delay(max(1, self._deaths)) + 1.0
         return Refused(RefusalCode.NOT_READY, f"the engine is {self._state}{cause}", None, wait)
 
 
@@ -810,13 +812,13 @@ def _weights(report: EngineReport) -> int:
 
 async def _end(child: EngineChild, waits: ExitTimeouts) -> None:
     """Wait for a child that was asked to end. On timeout send SIGTERM, then SIGKILL."""
-    if await child.wait_exit(waits.asked):
+    if await child.wait_exit(waits.stop_requested):
         return
-    log.warning("engine terminated", pid=child.process.pid, waited=waits.asked, cause=child.blame)
+    log.warning("engine terminated", pid=child.process.pid, waited=waits.stop_requested, cause=child.cause)
     child.send_signal(signal.SIGTERM)
     if await child.wait_exit(waits.terminated):
         return
-    log.error("engine killed", pid=child.process.pid, waited=waits.terminated, cause=child.blame)
+    log.error("engine killed", pid=child.process.pid, waited=waits.terminated, cause=child.cause)
     child.send_signal(signal.SIGKILL)
 
 

@@ -73,10 +73,10 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
     except (OSError, ValueError) as error:
         wrong = [one for _, flat in layers for one in faults(NodeSettings, flat, COORDINATOR_SECTIONS, check)]
         resolved = _without(layers, {one.key for one in wrong})
-        told: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
+        report: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
     else:
-        told = {"error": "", "faults": []}
-    return {**told, "settings": list(setting_rows(resolved)), "made": resolved.value}
+        report = {"error": "", "faults": []}
+    return {**report, "settings": list(setting_rows(resolved)), "made": resolved.value}
 
 
 def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
@@ -106,12 +106,12 @@ def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSet
 def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
     """Return the machine, its identity, the inputs of its cap, the model folders, and the results of dialing."""
     machine = machine_id(made.node.machine)
-    standing = open_machine(made)
-    bounds = standing.bounds()
-    device = read_device(state / "node", standing.hardware, bounds.wired)
+    opened = open_machine(made)
+    bounds = opened.bounds()
+    device = read_device(state / "node", opened.hardware, bounds.wired)
     return {
         "machine": machine,
-        "hardware": asdict_of(standing.hardware),
+        "hardware": asdict_of(opened.hardware),
         "memory": {**memory(made, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": made.engine.kind,
         "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
@@ -132,7 +132,7 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
 
     `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
     """
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "total": bounds.total,
         "metal": bounds.metal,
         "container": bounds.container,
@@ -142,9 +142,9 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
         cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.allow_above_metal_limit)
         margin = resolve_margin(made.memory.margin, cap.bytes)
     except SettingsError as error:
-        return {**told, "error": str(error)}
+        return {**report, "error": str(error)}
     return {
-        **told,
+        **report,
         "error": "",
         "cap": cap.bytes,
         "bound_by": cap.bound_by,
@@ -183,7 +183,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
 
 def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "address": address,
         "errno": None,
         "seconds": None,
@@ -194,22 +194,22 @@ def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
     try:
         where, began = parse_address(address), time.monotonic()
         with socket.create_connection(where, DIAL_TIMEOUT_SECONDS) as line:
-            told |= {"errno": 0, "seconds": time.monotonic() - began}
+            report |= {"errno": 0, "seconds": time.monotonic() - began}
             with authority_context(known.ca).wrap_socket(line) as secure:
                 der = secure.getpeercert(binary_form=True)
-                told |= {
+                report |= {
                     "proven": proves_coordinator(secure, known.cluster),
                     "expires": read_certificate(der).expires if der else None,
                 }
     except ssl.SSLCertVerificationError as error:
-        told |= {"proven": False, "error": error.verify_message}
+        report |= {"proven": False, "error": error.verify_message}
     except TimeoutError:
-        told["error"] = "no answer"
+        report["error"] = "no answer"
     except OSError as error:
-        told |= {"errno": error.errno if told["errno"] is None else 0, "error": error.strerror or str(error)}
+        report |= {"errno": error.errno if report["errno"] is None else 0, "error": error.strerror or str(error)}
     except EnrollError as error:
-        told["error"] = str(error)
-    return told
+        report["error"] = str(error)
+    return report
 
 
 if __name__ == "__main__":

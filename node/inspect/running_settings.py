@@ -50,10 +50,10 @@ def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) 
 def running(folder: Path, others: frozenset[str]) -> ResolvedSettings[NodeSettings] | None:
     """Return the settings of the node that runs in a folder; None where none runs or they cannot be read."""
     try:
-        told = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
-        if told.pid != _holder(folder / "lock"):
+        settings = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
+        if settings.pid != _holder(folder / "lock"):
             return None
-        return resolve([(origin, {key: value}) for key, (value, origin) in told.settings.items()], others)
+        return resolve([(origin, {key: value}) for key, (value, origin) in settings.settings.items()], others)
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
 

@@ -237,7 +237,7 @@ def _automatic_cap(tier: str, bounds: MachineBounds) -> MemoryCap:
 
 def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> int:
     try:
-        size = parse_size(setting, whole=bounds.ram)
+        size = parse_size(setting, total=bounds.ram)
     except ValueError as error:
         raise SettingsError(f"setting memory.cap: {error}") from None
     if size == 0:

@@ -59,9 +59,9 @@ class EnforcerState:
     engine: int | None = None
     over: int = 0
     """Consecutive readings over the cap."""
-    asked: int = 0
+    order_number: int = 0
     """Number of the last order to end a request; 0: none."""
-    asked_at: float = 0.0
+    ordered_at: float = 0.0
     """Time of that order."""
     looked_at: float = 0.0
     """Time of the last poll."""
@@ -84,7 +84,7 @@ class SendOrder:
 class EndEngine:
     """End the engine process for this reason."""
 
-    blame: str
+    cause: str
 
 
 Action = SendOrder | EndEngine
@@ -94,13 +94,13 @@ def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[Enforce
     """Return the state after one poll, and the actions. `now` is in seconds of a monotonic clock."""
     level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
     if seen.engine != state.engine:
-        state = replace(state, engine=seen.engine, over=0, asked=0, ended=None)
+        state = replace(state, engine=seen.engine, over=0, order_number=0, ended=None)
     late = now - state.looked_at > LATE_POLL_SECONDS
     state = replace(state, polls=state.polls + 1, level=level, looked_at=now)
     if level is MemoryLevel.UNKNOWN:
-        return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, asked=0), ()
+        return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, order_number=0), ()
     if level is not MemoryLevel.OVER_HARD:
-        return replace(state, over=0, asked=0), _soft(state, seen)
+        return replace(state, over=0, order_number=0), _soft(state, seen)
     state = replace(state, over=state.over + 1, over_caps=state.over_caps + (state.over == 0))
     if state.over == 1 or not seen.memory.guard:
         return state, _soft(state, seen)
@@ -118,16 +118,16 @@ def _hard(
 ) -> tuple[EnforcerState, tuple[Action, ...]]:
     if state.engine == state.ended:
         return state, ()
-    if state.asked <= seen.enforced:
+    if state.order_number <= seen.enforced:
         order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.excess(seen.memory))
-        return replace(state, asked=state.polls, asked_at=now), (SendOrder(order),)
-    if late or now - state.asked_at < POLL_PERIOD_SECONDS or now < seen.call_until:
+        return replace(state, order_number=state.polls, ordered_at=now), (SendOrder(order),)
+    if late or now - state.ordered_at < POLL_PERIOD_SECONDS or now < seen.call_until:
         return state, ()
     over, line = arithmetic.excess(seen.memory), arithmetic.hard_line(seen.memory)
-    blame = (
+    cause = (
         f"over its cap: {show_size(line + over)} of {show_size(line)} in two readings, without an answer of the engine"
     )
-    return replace(state, ended=state.engine, kills=state.kills + 1), (EndEngine(blame),)
+    return replace(state, ended=state.engine, kills=state.kills + 1), (EndEngine(cause),)
 
 
 def pause(state: EnforcerState, *, busy: bool, loaded: bool) -> float:

@@ -68,11 +68,11 @@ class Limiter:
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
-        self.standing = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
+        self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
         """Ceiling of the last poll, with the binding term and its remedy."""
         self._reach = LastGood()
-        self._told: MemoryLimits | None = None
-        self._say(origins or {})
+        self._last_limits: MemoryLimits | None = None
+        self._log_guard(origins or {})
 
     @property
     def tier(self) -> str:
@@ -121,15 +121,15 @@ class Limiter:
         """Return the limits for the engine's footprint in bytes: 0 while there is no engine, None when unreadable."""
         self._look()
         reach = self._reach.update(self._reaches(phys), time.monotonic())
-        self.standing = ceiling(self.cap, reach, self.leases)
-        return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
+        self.current_ceiling = ceiling(self.cap, reach, self.leases)
+        return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self.leases)
 
-    def poll(self, phys: int | None, tell: Callable[[MemoryLimits], object]) -> MemoryLimits:
+    def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the current limits, and pass them to `tell` when they changed."""
-        found, told = self.now(phys), self._told
-        if told is None or _fixed(found) != _fixed(told) or abs(found.ceiling - told.ceiling) >= self._step:
-            self._told = found
-            tell(found)
+        found, last = self.now(phys), self._last_limits
+        if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
+            self._last_limits = found
+            send(found)
         return found
 
     def _reaches(self, phys: int | None) -> int | None:
@@ -161,7 +161,7 @@ class Limiter:
             memory.cap, memory.tier, bounds, above_metal=memory.allow_above_metal_limit, starting=starting
         )
 
-    def _say(self, origins: Mapping[str, str]) -> None:
+    def _log_guard(self, origins: Mapping[str, str]) -> None:
         log.info(
             "guard resolved",
             guard=self._settings.guard,

@@ -119,10 +119,10 @@ def pressure(proc: Path = Path("/proc")) -> str:
     return next((word for word, least in STALLED if share >= least), "normal")
 
 
-def container_room(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the least free memory of the cgroups of this process in bytes; None without a limit."""
-    rooms = [room for folder in _folders(proc, cgroups) if (room := _room(folder)) is not None]
-    return min(rooms, default=None)
+    limits = [free for folder in _folders(proc, cgroups) if (free := _free_bytes(folder)) is not None]
+    return min(limits, default=None)
 
 
 def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
@@ -162,7 +162,7 @@ def _limit(folder: Path) -> int | None:
     return None if limit is None or limit >= UNLIMITED else limit
 
 
-def _room(folder: Path) -> int | None:
+def _free_bytes(folder: Path) -> int | None:
     limit = _limit(folder)
     used = _number(folder / "memory.current")
     if used is None:

@@ -27,14 +27,14 @@ WARNING_INTERVAL_SECONDS = 600.0
 log = structlog.get_logger("node.memory.poll")
 
 
-def margin_in_force(limits: MemoryLimits, said: Memory) -> int:
+def margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
     """Return the margin in bytes by which the engine's gate judges, from its report `said`.
 
     The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
     the cap: before the first report under the present cap the margin without profiles holds.
     """
-    decided = limits.margin_auto and said.cap == limits.cap > 0
-    return said.margin if decided else limits.margin
+    decided = limits.margin_auto and reported.cap == limits.cap > 0
+    return reported.margin if decided else limits.margin
 
 
 class MemoryPoll:
@@ -80,13 +80,13 @@ class MemoryPoll:
         report = supervisor.report
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
-        limits = self._limiter.poll(self._held(), supervisor.set_limits)
+        limits = self._limiter.poll(self._ceiling_footprint(), supervisor.set_limits)
         seen = EnforcerInput(
             supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until
         )
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
-        if self.state.level != before and self._tells(seen.memory):
+        if self.state.level != before and self._deserves_warning(seen.memory):
             log.warning(
                 "engine over cap",
                 level=self.state.level.name,
@@ -99,13 +99,13 @@ class MemoryPoll:
             )
         for action in actions:
             self._act(action)
-        if self.state.asked:
+        if self.state.order_number:
             supervisor.ping()
         if now - self._warned >= WARNING_INTERVAL_SECONDS:
             self._warned = now
             self._limiter.warn()
 
-    def _tells(self, memory: Memory) -> bool:
+    def _deserves_warning(self, memory: Memory) -> bool:
         """Return whether the level deserves a warning.
 
         A load may use the margin (`arithmetic.judge_load`): a headroom below 0 deserves no warning while all loaded
@@ -115,20 +115,20 @@ class MemoryPoll:
             return self.state.level is MemoryLevel.OVER_HARD
         return not isinstance(judge_load(memory, 0), Fits)
 
-    def _held(self) -> int | None:
+    def _ceiling_footprint(self) -> int | None:
         """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
         return 0 if self._supervisor.pid is None else self._phys
 
     def _judged(self, limits: MemoryLimits) -> Memory:
         """Return the memory part of the engine's last report, with the agent's own reading and the current limits."""
         report = self._supervisor.report
-        said = report.memory if report else Memory()
+        reported = report.memory if report else Memory()
         return replace(
-            said,
+            reported,
             phys=self._phys,
             cap=limits.cap,
             ceiling=limits.ceiling,
-            margin=margin_in_force(limits, said),
+            margin=margin_in_force(limits, reported),
             leases=limits.leases,
             bound_by=limits.bound_by,
             guard=limits.guard,
@@ -139,8 +139,8 @@ class MemoryPoll:
             case SendOrder():
                 self._supervisor.enforce(action.order)
             case EndEngine():
-                log.error("engine ended", reason=action.blame)
-                self._supervisor.end(action.blame)
+                log.error("engine ended", reason=action.cause)
+                self._supervisor.end(action.cause)
 
     def _pause(self) -> float:
         report = self._supervisor.report
@@ -151,7 +151,7 @@ class MemoryPoll:
     def memory(self) -> Memory:
         """Return the memory of the engine, read now, with the current limits."""
         self._phys = self._supervisor.phys().phys
-        return self._judged(self._limiter.now(self._held()))
+        return self._judged(self._limiter.now(self._ceiling_footprint()))
 
     # parts of the report
 
@@ -170,7 +170,7 @@ class MemoryPoll:
             highs.lifetime,
             highs.interval,
             limiter.cap.bound_by,
-            limiter.standing.remedy,
+            limiter.current_ceiling.remedy,
             limiter.tier,
             (*limiter.warnings(), *self._supervisor.warnings),
             state.polls,

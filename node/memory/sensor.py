@@ -197,8 +197,14 @@ class LinuxMachine:
 
     def reclaimable(self) -> int | None:
         """Return the minimum of MemAvailable and the free memory of the cgroups."""
-        found, room = virtual_memory(), linux.container_room()
-        return None if found is None else found.available if room is None else min(found.available, room)
+        found, container_free = virtual_memory(), linux.container_free_bytes()
+        return (
+            None
+            if found is None
+            else found.available
+            if container_free is None
+            else min(found.available, container_free)
+        )
 
     def spare(self) -> AvailableMemory:
         """Return reclaimable memory as available memory, and the pressure."""

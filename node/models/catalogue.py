@@ -114,17 +114,17 @@ class ModelCatalogue:
         self._settings = settings
         self._hub = hub_folder(environment) if settings.use_huggingface_cache else None
         self._known: Mapping[str, ModelDescriptor] = {}
-        self._held: Mapping[str, ModelDescriptor] = {}
+        self._pinned: Mapping[str, ModelDescriptor] = {}
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
         self._scanned = -SCAN_INTERVAL_SECONDS
 
     def known(self) -> Mapping[str, ModelDescriptor]:
         """Return all models by name, including those that cannot be served."""
-        return {**self._known, **self._held}
+        return {**self._known, **self._pinned}
 
     def find(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown."""
-        return self._held.get(name) or self._known.get(name)
+        return self._pinned.get(name) or self._known.get(name)
 
     def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name, after a new scan if it is unknown, because it may just have been downloaded."""
@@ -134,11 +134,11 @@ class ModelCatalogue:
 
     def hold(self, found: ModelDescriptor) -> None:
         """Keep the description of a loaded model until `release`."""
-        self._held = {**self._held, found.name: found}
+        self._pinned = {**self._pinned, found.name: found}
 
     def release(self, name: str) -> None:
         """Return to the description of the files on the disk after a model was unloaded."""
-        self._held = {other: found for other, found in self._held.items() if other != name}
+        self._pinned = {other: found for other, found in self._pinned.items() if other != name}
 
     def replacement(self, found: ModelDescriptor) -> ModelDescriptor | None:
         """Return the model that replaced a loaded one on the disk by the last scan.
@@ -265,10 +265,10 @@ def _snapshot(folder: Path, marker: str) -> Path | None:
     named = folder / "snapshots" / revision
     if revision and (named / marker).exists():
         return named
-    held = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
-    found = next((one for one in held if (one / marker).exists()), None)
+    snapshots = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
+    found = next((one for one in snapshots if (one / marker).exists()), None)
     if found is None and marker == MODEL:
-        found = next((one for one in held if _has_gguf(_names(one))), None)
+        found = next((one for one in snapshots if _has_gguf(_names(one))), None)
     return found
 
 
@@ -428,13 +428,13 @@ def read_header(file: Path) -> tuple[bytes, int]:
         if not 2 <= length <= MAX_HEADER_BYTES:
             raise ValueError(f"not a safetensors file: its header claims {length} bytes")
         raw = opened.read(length)
-        held = os.fstat(opened.fileno()).st_size
+        size = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
-        raise ValueError(f"the file ends within its header, at {held} bytes: download it again")
+        raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
     end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
-    if 8 + length + end > held:
-        raise ValueError(f"the file is incomplete: it has {held} of {8 + length + end} bytes: download it again")
+    if 8 + length + end > size:
+        raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
     return raw, end
 
 
@@ -469,20 +469,20 @@ def unknown(config: Config) -> tuple[str, ...]:
     Without them no byte is predicted, and the gate still applies.
     """
     text = _text_config(config)
-    said = {
-        "num_hidden_layers": _whole(text.get("num_hidden_layers")),
-        "num_attention_heads": _whole(text.get("num_attention_heads")),
+    dimensions = {
+        "num_hidden_layers": _count(text.get("num_hidden_layers")),
+        "num_attention_heads": _count(text.get("num_attention_heads")),
         "head_dim or hidden_size": _head_size(text),
     }
-    return tuple(name for name, value in said.items() if not value)
+    return tuple(name for name, value in dimensions.items() if not value)
 
 
 def _context(config: Config) -> int:
     text = _text_config(config)
-    return next((value for key in _CONTEXTS if (value := _whole(text.get(key)))), DEFAULT_CONTEXT)
+    return next((value for key in _CONTEXTS if (value := _count(text.get(key)))), DEFAULT_CONTEXT)
 
 
-def _whole(value: object) -> int:
+def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
@@ -497,19 +497,19 @@ def predict_kv(config: Config, float_size: int) -> KvParameters:
     number = _float_size(text, float_size)
     layer = _kept(text) * number
     full, windowed, states = _layers(text)
-    window = _whole(text.get("sliding_window")) if windowed else 0
+    window = _count(text.get("sliding_window")) if windowed else 0
     return KvParameters(full * layer, CACHE_STEP_TOKENS, states * _state_bytes(text, number), window, windowed * layer)
 
 
 def _kept(text: Config) -> int:
     """Return the numbers that one layer of attention caches of a token."""
-    latent, rope = _whole(text.get("kv_lora_rank")), _whole(text.get("qk_rope_head_dim"))
-    kind, nope, value = text.get("model_type"), _whole(text.get("qk_nope_head_dim")), _whole(text.get("v_head_dim"))
+    latent, rope = _count(text.get("kv_lora_rank")), _count(text.get("qk_rope_head_dim"))
+    kind, nope, value = text.get("model_type"), _count(text.get("qk_nope_head_dim")), _count(text.get("v_head_dim"))
     if latent and kind in _LATENT:
-        return latent + rope + (2 * _whole(text.get("index_head_dim")) if kind in _INDEXED else 0)
+        return latent + rope + (2 * _count(text.get("index_head_dim")) if kind in _INDEXED else 0)
     if latent and nope:
-        return _whole(text.get("num_attention_heads")) * (nope + rope + (value or nope))
-    heads = _whole(text.get("num_key_value_heads")) or _whole(text.get("num_attention_heads")) or 1
+        return _count(text.get("num_attention_heads")) * (nope + rope + (value or nope))
+    heads = _count(text.get("num_key_value_heads")) or _count(text.get("num_attention_heads")) or 1
     return 2 * heads * _head_size(text)
 
 
@@ -519,11 +519,11 @@ def _state_bytes(text: Config, number: int) -> int:
     That is the end of a convolution, and with a delta net also its memory in full precision. Unknown kinds are
     estimated by their width.
     """
-    hidden, kernel = _whole(text.get("hidden_size")), _whole(text.get("conv_L_cache"))
+    hidden, kernel = _count(text.get("hidden_size")), _count(text.get("conv_L_cache"))
     if kernel:
         return (kernel - 1) * hidden * number
     sizes = [
-        _whole(text.get(f"linear_{name}"))
+        _count(text.get(f"linear_{name}"))
         for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     ]
     if all(sizes):
@@ -541,14 +541,14 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     to ten times as much. Dimensions that the config lacks add nothing.
     """
     text = _text_config(config)
-    heads, size = _whole(text.get("num_attention_heads")), _head_size(text)
-    kv_heads = _whole(text.get("num_key_value_heads")) or heads
-    numbers = _whole(text.get("hidden_size")) + _whole(text.get("intermediate_size")) + heads * size
-    logits = 4.0 * _whole(text.get("vocab_size"))
+    heads, size = _count(text.get("num_attention_heads")), _head_size(text)
+    kv_heads = _count(text.get("num_key_value_heads")) or heads
+    numbers = _count(text.get("hidden_size")) + _count(text.get("intermediate_size")) + heads * size
+    logits = 4.0 * _count(text.get("vocab_size"))
     pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
     seen = 2.0 * kv_heads * size * _float_size(text, float_size)
     full, windowed, _ = _layers(text)
-    window = _whole(text.get("sliding_window")) if windowed and not full else 0
+    window = _count(text.get("sliding_window")) if windowed and not full else 0
     return TransientModel(
         token=4.0 * numbers,
         pair=pair,
@@ -565,25 +565,25 @@ def _float_size(text: Config, otherwise: int) -> int:
 
 
 def _head_size(text: Config) -> int:
-    return _whole(text.get("head_dim")) or _whole(text.get("hidden_size")) // (
-        _whole(text.get("num_attention_heads")) or 1
+    return _count(text.get("head_dim")) or _count(text.get("hidden_size")) // (
+        _count(text.get("num_attention_heads")) or 1
     )
 
 
 def _layers(text: Config) -> tuple[int, int, int]:
     """Return the numbers of layers with full attention, with a window, and with a state."""
-    count = _whole(text.get("num_hidden_layers"))
+    count = _count(text.get("num_hidden_layers"))
     kinds = text.get("layer_types")
     if isinstance(kinds, Iterable) and not isinstance(kinds, str):
         names = [str(kind) for kind in cast("Iterable[object]", kinds)]
         states = sum(name in _STATES for name in names)
-        windowed = sum(name in _WINDOWS for name in names) if _whole(text.get("sliding_window")) else 0
+        windowed = sum(name in _WINDOWS for name in names) if _count(text.get("sliding_window")) else 0
         return len(names) - states - windowed, windowed, states
-    pattern = _whole(text.get("sliding_window_pattern"))
-    if pattern and _whole(text.get("sliding_window")):
+    pattern = _count(text.get("sliding_window_pattern"))
+    if pattern and _count(text.get("sliding_window")):
         full = count // pattern
         return full, count - full, 0
-    interval = _whole(text.get("full_attention_interval"))
+    interval = _count(text.get("full_attention_interval"))
     if interval:
         return count // interval, 0, count - count // interval
     return count, 0, 0

@@ -51,7 +51,7 @@ class SharingTarget(Protocol):
         """Return the present use of the node."""
         ...
 
-    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
+    def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         """Run an action."""
         ...
 
@@ -84,7 +84,7 @@ class SharingController:
         self._changed_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self.standing: SharingState = SHARED
+        self.sharing_state: SharingState = SHARED
         self.holder: SharingTarget | None = None
 
     async def start(self) -> None:
@@ -96,8 +96,8 @@ class SharingController:
             when=self._rule.when.value,
             hours=str(self._rule.hours or ""),
             battery=self._rule.battery,
-            shared=self.standing.shared,
-            why=self.standing.why,
+            shared=self.sharing_state.shared,
+            why=self.sharing_state.why,
         )
         self._task = asyncio.create_task(self._keep())
 
@@ -113,12 +113,12 @@ class SharingController:
 
     def to_report(self) -> Sharing:
         """Return the decision for the report."""
-        one = self.standing
+        one = self.sharing_state
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
 
     def retry_after(self) -> float | None:
         """Return the seconds until the node shares again; None when unknown."""
-        until = self.standing.until
+        until = self.sharing_state.until
         return None if until is None else max(1.0, until - self._wall())
 
     def apply_order(self, order: Order) -> None:
@@ -141,16 +141,20 @@ class SharingController:
             self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
         )
         self._low = too_low(self._rule, facts)
-        before, self.standing = self.standing, sharing_state(self._rule, facts, now)
-        if before.shared != self.standing.shared:
+        before, self.sharing_state = self.sharing_state, sharing_state(self._rule, facts, now)
+        if before.shared != self.sharing_state.shared:
             self._changed_at = clock
-            log.info("shared" if self.standing.shared else "paused", why=self.standing.why, until=self.standing.until)
+            log.info(
+                "shared" if self.sharing_state.shared else "paused",
+                why=self.sharing_state.why,
+                until=self.sharing_state.until,
+            )
         if self.holder is None:
             return
-        if before != self.standing:
+        if before != self.sharing_state:
             self.holder.sharing_changed()
-        for act in due(self.standing.shared, self.holder.occupancy(), clock - self._changed_at, self._grace):
-            self.holder.apply_sharing_action(act, self.standing)
+        for act in due(self.sharing_state.shared, self.holder.occupancy(), clock - self._changed_at, self._grace):
+            self.holder.apply_sharing_action(act, self.sharing_state)
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()

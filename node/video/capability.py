@@ -22,10 +22,10 @@ log = structlog.get_logger("node.video")
 
 @dataclass(frozen=True, slots=True)
 class VideoCheck:
-    """Result of one check."""
+    """Result of one check of this node's video packages and video environment."""
 
     packages: Mapping[str, Package]
-    """Video packages by name."""
+    """Video packages by name, including those that cannot be used."""
     missing: str = ""
     """Reason why the packages cannot run here; empty when they can."""
 
@@ -34,8 +34,10 @@ NOTHING = VideoCheck({}, "this node is still searching for video packages")
 
 
 class VideoCapability:
-    """Latest result of the periodic check. `changed` is called on the loop when a result differs from the one
-    before."""
+    """Video packages of this node and whether it can make videos, by the latest periodic check.
+
+    `changed` is called on the event loop when a result differs from the previous one.
+    """
 
     def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
@@ -44,7 +46,7 @@ class VideoCapability:
         self._found = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.looked = asyncio.Event()
-        """Set once the first check is done."""
+        """Set once the first check is done, or at `start` if video is disabled."""
         self.changed: Callable[[], None] = lambda: None
 
     @property
@@ -54,17 +56,17 @@ class VideoCapability:
 
     @property
     def packages(self) -> Mapping[str, Package]:
-        """Video packages by name."""
+        """Video packages of the latest check by name, including those that cannot be used."""
         return self._found.packages
 
     @property
     def python(self) -> Path:
-        """Interpreter of the worker's environment."""
+        """Path of the Python of the video worker's environment, which may not be installed yet."""
         return environment.interpreter(environment.named(self.environments, environment.locks()))
 
     @property
     def unready(self) -> str:
-        """Reason why this node makes no video; empty when it does."""
+        """Reason why this node cannot make videos; empty if it can."""
         if not self.enabled:
             return "video is switched off on this node (worker.enabled)"
         if self._found.missing:
@@ -74,7 +76,7 @@ class VideoCapability:
         return ""
 
     def start(self) -> None:
-        """Start the periodic check without waiting for its first result."""
+        """Start the periodic check if video is enabled, without waiting for the first result."""
         self.looked.clear()
         if self.enabled:
             self._task = asyncio.create_task(self._keep())
@@ -117,6 +119,6 @@ class VideoCapability:
 
 
 def environments_folder(settings: NodeSettings, state: Path) -> Path:
-    """Return the folder of the environments."""
+    """Return the folder of the video workers' environments: `worker.environments`, or else a folder below `state`."""
     wanted = settings.worker.environments
     return Path(wanted).expanduser() if wanted else state / "node" / "video" / "environments"

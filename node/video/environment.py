@@ -34,7 +34,10 @@ from host.private_files import private_folder, write_private
 
 HERE = Path(__file__).parent
 LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}
-"""Platform of each `<name>.lock`. A `<name>.torch` file next to it lists packages from an index that only pip knows."""
+"""Name of the lock file `<name>.lock` by platform.
+
+A file `<name>.torch` next to it lists packages from an index that only pip knows.
+"""
 ENGINE = "mlx-gen"
 PROBE = "import mflux.models.wan.variants"
 READY = "ready.json"
@@ -46,24 +49,24 @@ NO_TORCH = (
 
 
 class EnvironmentBuildError(Exception):
-    """The environment cannot be built. The text is a sentence for a person."""
+    """Raised when the environment of the video worker cannot be built. The text is a sentence for a person."""
 
 
 def locks() -> tuple[Path, ...]:
-    """Return the lock files for this machine; none where the engine does not run."""
+    """Return the existing lock files for this machine's platform; empty if the engine does not run on it."""
     name = LOCKS.get((platform.system(), platform.machine()))
     files = (HERE / f"{name}.lock", HERE / f"{name}.torch") if name else ()
     return tuple(file for file in files if file.exists())
 
 
 def named(folder: Path, files: Sequence[Path]) -> Path:
-    """Return the environment's folder for these locks and this version of Python."""
+    """Return the path below `folder` of the environment for these lock files and this version of Python."""
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return folder / f"py{sys.version_info.major}.{sys.version_info.minor}-{digest[:20]}"
 
 
 def engine_of(files: Sequence[Path]) -> str:
-    """Return the engine's version that the locks name; empty when they name none."""
+    """Return the version of the engine `mlx-gen` that the lock files require; empty if they do not require it."""
     found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
     return next((match[1] for match in found if match), "")
 
@@ -74,7 +77,7 @@ def interpreter(environment: Path) -> Path:
 
 
 def missing(folder: Path) -> str:
-    """Return why this folder has no environment for this machine; empty when there is one."""
+    """Return why `folder` has no complete environment for this machine; empty if it has one."""
     files = locks()
     if not files:
         return f"the video engine does not run on {platform.system()} {platform.machine()}"
@@ -85,9 +88,10 @@ def missing(folder: Path) -> str:
 
 
 def install(folder: Path, wheelhouse: Path | None = None) -> Path:
-    """Build the environment unless it exists, and return its folder.
+    """Build the environment below `folder` unless it exists, and return its path.
 
-    Raises Failure when the environment cannot be built. Nothing is left on the disk then.
+    With `wheelhouse`, take all packages from that folder. Raise `EnvironmentBuildError` or `OSError` if the environment
+    cannot be built. A failed build leaves no files of the new environment.
     """
     files = locks()
     if not files:
@@ -108,7 +112,11 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
 
 
 def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
-    """Create a virtual environment in `built` with the packages of the requirement `files`."""
+    """Create a virtual environment in `built` with the packages of the requirement `files`.
+
+    With `wheelhouse`, take all packages from that folder. Otherwise download builds of torch to `wheels`. Raise
+    `EnvironmentBuildError` if a command fails.
+    """
     run([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
         run(
@@ -145,7 +153,7 @@ def _pip(built: Path) -> list[str]:
 
 
 def _uv() -> list[str]:
-    """Return the command that starts uv; empty where uv is not available."""
+    """Return the command that starts uv; empty if uv is not available."""
     found = shutil.which("uv")
     if found:
         return [found]
@@ -158,7 +166,10 @@ def _probe(built: Path) -> None:
 
 
 def run(command: Sequence[str], otherwise: str) -> None:
-    """Run a command. Raises Failure with the last lines of its output when it fails."""
+    """Run a command without the variables of this process that start with `MACPOOL_`, `PYTHON` or `VIRTUAL_`.
+
+    Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails.
+    """
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))
     }
@@ -177,7 +188,7 @@ def run(command: Sequence[str], otherwise: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the environment of this machine and print its folder."""
+    """Build the environment of this machine and print its folder as JSON. Return the exit code; 1 after an error."""
     parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--wheelhouse", type=Path, help="install all packages from this folder, without the network")

@@ -61,7 +61,10 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseManager:
-    """Leases of this node. Every method runs on the loop that called `start`."""
+    """Leases of video jobs on this node: grant, watch and end one lease at a time.
+
+    Call every method on the event loop that called `start`.
+    """
 
     def __init__(
         self,
@@ -80,22 +83,22 @@ class LeaseManager:
         self._folder = folder
         self._ledger = LeaseLedger()
         self._watch: WorkerMonitor | None = None
-        self._asked: tuple[str, int] | None = None
+        self._requested: tuple[str, int] | None = None
         self._order = ""
         self._unstarted = ""
         self._stopping = False
         self._paused = ""
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
-        self._told: tuple[object, ...] = ()
-        self.say: Callable[[Frame], None] = lambda frame: None
+        self._changed = asyncio.Event()
+        self._last_report_key: tuple[object, ...] = ()
+        self.send: Callable[[Frame], None] = lambda frame: None
         """Sends a frame to the coordinator. Without a link the frame is discarded."""
         self.changed: Callable[[], None] = lambda: None
         """Called when the next report would differ."""
         self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
-        """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+        """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
         self.finish: Callable[[str], None] = lambda lease: None
-        """Ends the actor of a lease."""
+        """Ends the Ray actor of a lease."""
 
     # state
 
@@ -105,147 +108,174 @@ class LeaseManager:
         return self._limiter.leases > 0
 
     def states(self) -> tuple[LeaseState, ...]:
-        """Return all leases as rows of the report."""
-        return tuple(self._state(held) for held in self._ledger.leases)
+        """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
+        return tuple(self._state(record) for record in self._ledger.leases)
 
-    def _state(self, held: LeaseRecord) -> LeaseState:
+    def _state(self, record: LeaseRecord) -> LeaseState:
         watch = self._watch
-        if held.ended is not None or watch is None or watch.held.lease != held.lease:
-            return leases.state_of(held, LeasePhase.GRANTING if watch is None else LeasePhase.ENDING)
+        if record.ended is not None or watch is None or watch.record.lease != record.lease:
+            return leases.state_of(record, LeasePhase.GRANTING if watch is None else LeasePhase.ENDING)
         job = watch.job
         phase = LeasePhase.ENDING if self._order else job.phase
-        state = leases.state_of(held, phase, job.step, job.steps, watch.footprint, watch.peak)
+        state = leases.state_of(record, phase, job.step, job.steps, watch.footprint, watch.peak)
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def report_key(self) -> tuple[object, ...]:
-        """Return the values whose change causes a report."""
+        """Return the values of all leases whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
     def video(self) -> VideoState:
-        """Return the video part of the report, without Ray."""
+        """Return the video part of the report, without the fields of Ray."""
         offer = self._offer
         packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.states())
 
     def artifact(self, what: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None when it is no artifact of this node."""
+        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
         lease, _, name = what.removeprefix(PREFIX).partition("/")
-        held = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
-        known = held is not None and held.ended is not None and any(one.name == name for one in held.ended.artifacts)
-        return self._place(held) / OUT / name if held is not None and known else None
+        record = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
+        known = (
+            record is not None and record.ended is not None and any(one.name == name for one in record.ended.artifacts)
+        )
+        return self._place(record) / OUT / name if record is not None and known else None
 
     # requests of the coordinator
 
-    def ask(self, ask: LeaseRequest) -> None:
-        """Handle a request for a lease. The answer is a frame, sent at once or within seconds."""
-        held = self._ledger.find(ask.lease, ask.generation)
-        if held is not None:
-            self._repeat(held)
+    def handle_request(self, request: LeaseRequest) -> None:
+        """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
+
+        A repeated request gets the earlier answer again.
+        """
+        record = self._ledger.find(request.lease, request.generation)
+        if record is not None:
+            self._repeat(record)
         elif self._stopping:
-            self.say(leases.refuse(ask, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS))
+            self.send(leases.refuse(request, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS))
         elif self._paused:
-            self.say(self._no_more(ask))
-        elif self._task is not None or self._asked is not None:
+            self.send(self._no_more(request))
+        elif self._task is not None or self._requested is not None:
             holding = self._ledger.holding
             what, wait = (
                 (f"to {holding.job}", leases.HELD_RETRY_SECONDS)
                 if holding is not None
                 else ("already", RETRY_SOON_SECONDS)
             )
-            self.say(leases.refuse(ask, leases.HELD, f"this node has granted memory {what}: one lease at a time", wait))
+            self.send(
+                leases.refuse(
+                    request, leases.LEASE_HELD, f"this node has granted memory {what}: one lease at a time", wait
+                )
+            )
         else:
-            self._asked, self._order = (ask.lease, ask.generation), ""
-            self._task = asyncio.get_running_loop().create_task(self._live(ask))
+            self._requested, self._order = (request.lease, request.generation), ""
+            self._task = asyncio.get_running_loop().create_task(self._live(request))
 
-    def _no_more(self, ask: LeaseRequest) -> LeaseRefused:
-        return leases.refuse(ask, PAUSED, f"this node accepts no leases: {self._paused}", leases.READY_RETRY_SECONDS)
+    def _no_more(self, request: LeaseRequest) -> LeaseRefused:
+        return leases.refuse(
+            request, PAUSED, f"this node accepts no leases: {self._paused}", leases.READY_RETRY_SECONDS
+        )
 
-    def _repeat(self, held: LeaseRecord) -> None:
+    def _repeat(self, record: LeaseRecord) -> None:
         """Send an earlier answer again. Sends nothing while the decision is pending."""
-        if held.ended is not None:
-            self.say(held.ended)
+        if record.ended is not None:
+            self.send(record.ended)
         elif self._watch is not None:
-            self.say(LeaseGranted(held.lease, held.generation, str(self._watch.folder)))
+            self.send(LeaseGranted(record.lease, record.generation, str(self._watch.folder)))
 
     def release(self, order: LeaseRelease) -> None:
-        """End a lease, or remove a lease whose end is acknowledged."""
-        held = self._ledger.find(order.lease, order.generation)
-        if held is None and self._asked == (order.lease, order.generation):
+        """End a lease, or delete a lease whose end is acknowledged.
+
+        Send the end of a lease that has ended already or is unknown.
+        """
+        record = self._ledger.find(order.lease, order.generation)
+        if record is None and self._requested == (order.lease, order.generation):
             self._order = order.cause or "released"
-        elif held is None:
+        elif record is None:
             if order.cause != ACKNOWLEDGED:  # the answer to an acknowledgement would be acknowledged in an endless loop
-                self.say(LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node has no such lease"))
-        elif held.ended is None:
+                self.send(
+                    LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node has no such lease")
+                )
+        elif record.ended is None:
             self._order = order.cause or "released"
-            self._news.set()
+            self._changed.set()
         elif order.cause == ACKNOWLEDGED:
-            self._forget(held)
+            self._forget(record)
         else:
-            self.say(held.ended)
+            self.send(record.ended)
 
     def pause(self, why: str) -> None:
         """Refuse new leases because of `why`; an empty text ends the pause. A held lease continues."""
         self._paused = why
 
     def end(self, why: str) -> None:
-        """End the held lease, because the node takes no work any more."""
+        """End the held lease and refuse new leases, because of `why`.
+
+        Do nothing if no lease is held or its end has been ordered.
+        """
         if self.holding and not self._order:
             self._paused, self._order = why, PAUSED
-            self._news.set()
+            self._changed.set()
 
     def resend_ends(self) -> None:
-        """Send unacknowledged ends again on a new link."""
-        for held in self._ledger.leases:
-            if held.ended is not None:
-                self.say(held.ended)
+        """Send again, on a new link, the ends of leases that the coordinator has not acknowledged."""
+        for record in self._ledger.leases:
+            if record.ended is not None:
+                self.send(record.ended)
 
     def not_started(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started. A lease with a running worker continues."""
+        """End a lease whose actor could not be started; `why` is the reason.
+
+        A lease with a running worker continues.
+        """
         watch = self._watch
-        if watch is not None and watch.held.lease == lease and watch.worker is None:
+        if watch is not None and watch.record.lease == lease and watch.worker is None:
             self._unstarted = why
-            self._news.set()
+            self._changed.set()
 
     def engine_changed(self) -> None:
-        """Wake the waiting tasks after a change of the engine."""
-        self._news.set()
+        """Wake tasks that wait for the engine, after a new report of the engine."""
+        self._changed.set()
 
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Recover the state of an earlier agent: end its worker and return its lease."""
+        """Recover the state of an earlier agent: end its worker and return its lease.
+
+        Raise `OSError` if the folder of the leases cannot be used.
+        """
         private_folder(self._folder)
         self._ledger = self._load()
-        held = self._ledger.holding
-        if held is None:
+        record = self._ledger.holding
+        if record is None:
             return
-        self._limiter.leases = held.size
-        place = self._place(held)
+        self._limiter.leases = record.size
+        place = self._place(record)
         claim = read_claim(place)
-        worker = held.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
+        worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
         if worker is not None:
             await kill(worker, 0.0)
         self._give_back()
         (place / GRANT).unlink(missing_ok=True)
         shutil.rmtree(place / SCRATCH, ignore_errors=True)
-        log.warning("lease recovered", lease=held.lease, job=held.job, size=show_size(held.size))
-        self._conclude(held, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
+        log.warning("lease recovered", lease=record.lease, job=record.job, size=show_size(record.size))
+        self._conclude(record, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
-        """End the worker, return the lease, and refuse all further leases."""
+        """End the worker, wait until its lease has ended, and refuse all further leases."""
         self._stopping = True
         if self._task is not None:
             self._order = self._order or STOPPING
-            self._news.set()
+            self._changed.set()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _live(self, ask: LeaseRequest) -> None:
+    async def _live(self, request: LeaseRequest) -> None:
         """Grant, watch and end one lease."""
         try:
-            granted = await self._grant(ask)
+            granted = await self._grant(request)
             if isinstance(granted, LeaseRefused):
-                log.info("lease refused", lease=ask.lease, job=ask.job, code=granted.code, message=granted.message)
-                self.say(granted)
+                log.info(
+                    "lease refused", lease=request.lease, job=request.job, code=granted.code, message=granted.message
+                )
+                self.send(granted)
                 return
             await self._serve(granted)
         except Exception:
@@ -253,95 +283,100 @@ class LeaseManager:
             self._restore()
             raise
         finally:
-            self._task = self._asked = None
+            self._task = self._requested = None
             self._order = ""
             self.changed()
 
     # the grant
 
-    async def _grant(self, ask: LeaseRequest) -> LeaseRefused | WorkerMonitor:
-        spec = self._readable(ask)
-        refused = spec if isinstance(spec, LeaseRefused) else await self._fitted(ask)
+    async def _grant(self, request: LeaseRequest) -> LeaseRefused | WorkerMonitor:
+        spec = self._readable(request)
+        refused = spec if isinstance(spec, LeaseRefused) else await self._fitted(request)
         if refused is not None or isinstance(spec, LeaseRefused):
-            return refused or leases.refuse(ask, leases.INVALID, "no job")
-        held = LeaseRecord(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
-        refused = leases.refuse(ask, NO_DISK, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS)
-        if self._keep(held):
-            refused = await self._lowered(ask)
+            return refused or leases.refuse(request, leases.INVALID, "no job")
+        record = LeaseRecord(
+            lease=request.lease, generation=request.generation, job=request.job, model=request.model, size=request.size
+        )
+        refused = leases.refuse(request, NO_DISK, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS)
+        if self._keep(record):
+            refused = await self._lowered(request)
         if refused is None and self._paused:
-            refused = self._no_more(ask)
+            refused = self._no_more(request)
         if refused is None:
             try:
-                return self._open(held, spec)
+                return self._open(record, spec)
             except OSError as error:
                 refused = leases.refuse(
-                    ask, NO_DISK, f"the folder of the job cannot be created: {error}", leases.READY_RETRY_SECONDS
+                    request, NO_DISK, f"the folder of the job cannot be created: {error}", leases.READY_RETRY_SECONDS
                 )
         self._restore()
         return refused
 
-    def _readable(self, ask: LeaseRequest) -> LeaseRefused | JobSpec:
+    def _readable(self, request: LeaseRequest) -> LeaseRefused | JobSpec:
         """Check the request without a reading of the memory."""
         refused = (
-            leases.check_name(ask)
-            or leases.check_generation(ask, self._ledger)
-            or leases.check_ready(ask, self._poll.memory(), self._offer.unready)
+            leases.check_name(request)
+            or leases.check_generation(request, self._ledger)
+            or leases.check_ready(request, self._poll.memory(), self._offer.unready)
         )
         if refused is not None:
             return refused
-        package = self._offer.packages.get(ask.model)
+        package = self._offer.packages.get(request.model)
         if package is None or package.described.cause:
             cause = package.described.cause if package is not None else "this node has no such package"
-            return leases.refuse(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
-        spec = read_spec(ask.spec)
-        return leases.refuse(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
+            return leases.refuse(request, leases.NOT_READY, f"{request.model} cannot be used on this node: {cause}")
+        spec = read_spec(request.spec)
+        return leases.refuse(request, leases.INVALID, spec) if isinstance(spec, str) else spec
 
-    async def _fitted(self, ask: LeaseRequest) -> LeaseRefused | None:
+    async def _fitted(self, request: LeaseRequest) -> LeaseRefused | None:
         """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
-        refused = self._judged(ask)
+        refused = self._judged(request)
         if refused is None or not self._short(refused):
             return refused
-        number = self._supervisor.make_room(ask.size)
-        await self._until(lambda: self._supervisor.roomed >= number)
-        return self._judged(ask)
+        number = self._supervisor.free_memory(request.size)
+        await self._until(lambda: self._supervisor.freed_order >= number)
+        return self._judged(request)
 
     def _short(self, refused: LeaseRefused) -> bool:
         return refused.headroom is not None
 
-    def _judged(self, ask: LeaseRequest) -> LeaseRefused | None:
+    def _judged(self, request: LeaseRequest) -> LeaseRefused | None:
         report = self._supervisor.report
         pinned = frozenset(self._settings.models.preload)
-        return leases.check_fits(ask, self._poll.memory(), report.models if report is not None else (), pinned)
+        return leases.check_fits(request, self._poll.memory(), report.models if report is not None else (), pinned)
 
-    async def _lowered(self, ask: LeaseRequest) -> LeaseRefused | None:
+    async def _lowered(self, request: LeaseRequest) -> LeaseRefused | None:
         """Lower the ceiling and wait until the engine holds the new limits.
 
         The lease must then still fit, because new work may have arrived.
         """
         began = time.monotonic()
-        self._limiter.leases = ask.size
+        self._limiter.leases = request.size
         self._poll.poll_once()
-        number = self._supervisor.told
-        await self._until(lambda: self._supervisor.held >= number)
-        if self._supervisor.held < number:
+        number = self._supervisor.applied_limits_number
+        await self._until(lambda: self._supervisor.reported_limits_number >= number)
+        if self._supervisor.reported_limits_number < number:
             message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
-            return leases.refuse(ask, SILENT, message, leases.ROOM_RETRY_SECONDS)
+            return leases.refuse(request, SILENT, message, leases.HEADROOM_RETRY_SECONDS)
         memory = self._poll.memory()
         after = judge(memory, 0)
         if isinstance(after, Refused):
             headroom = after.numbers.headroom if after.numbers is not None else None
             return LeaseRefused(
-                ask.lease,
-                ask.generation,
+                request.lease,
+                request.generation,
                 after.code.value,
                 "requests arrived while the ceiling was lowered",
-                ask.size,
-                None if headroom is None else headroom + ask.size,
-                leases.ROOM_RETRY_SECONDS,
+                request.size,
+                None if headroom is None else headroom + request.size,
+                leases.HEADROOM_RETRY_SECONDS,
                 "the end of the new requests",
             )
         log.info(
-            "ceiling lowered", lease=ask.lease, size=show_size(ask.size), seconds=round(time.monotonic() - began, 3)
+            "ceiling lowered",
+            lease=request.lease,
+            size=show_size(request.size),
+            seconds=round(time.monotonic() - began, 3),
         )
         return None
 
@@ -350,17 +385,17 @@ class LeaseManager:
         with suppress(TimeoutError):
             async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
                 while not condition():
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
 
-    def _open(self, held: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
+    def _open(self, record: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
         """Create the lease's folder for its worker."""
-        settings, package = self._settings.worker, self._offer.packages[held.model]
+        settings, package = self._settings.worker, self._offer.packages[record.model]
         bounds = WorkerBounds(
-            held.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
+            record.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
         )
-        place = self._place(held)
-        watch = WorkerMonitor(held, place, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds)
+        place = self._place(record)
+        watch = WorkerMonitor(record, place, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds)
         job = {
             **spec.job(package.described),
             "package": str(package.folder),
@@ -369,9 +404,9 @@ class LeaseManager:
         }
         watch.open(
             LeaseGrant(
-                lease=held.lease,
-                generation=held.generation,
-                size=held.size,
+                lease=record.lease,
+                generation=record.generation,
+                size=record.size,
                 python=str(self._offer.python),
                 environment=worker_environment(os.environ, place / SCRATCH),
                 job=job,
@@ -382,20 +417,26 @@ class LeaseManager:
     def _restore(self) -> None:
         """Restore the ceiling, and remove a lease that was not granted."""
         self._give_back()
-        held = self._ledger.holding
-        if held is not None:
-            self._ledger = self._ledger.drop(held.lease, held.generation)
+        record = self._ledger.holding
+        if record is not None:
+            self._ledger = self._ledger.drop(record.lease, record.generation)
             self._save()
 
     # while it is granted
 
     async def _serve(self, watch: WorkerMonitor) -> None:
         self._watch = watch
-        held = watch.held
-        log.info("lease granted", lease=held.lease, generation=held.generation, job=held.job, size=show_size(held.size))
+        record = watch.record
+        log.info(
+            "lease granted",
+            lease=record.lease,
+            generation=record.generation,
+            job=record.job,
+            size=show_size(record.size),
+        )
         self._unstarted = ""
-        self.say(LeaseGranted(held.lease, held.generation, str(watch.folder)))
-        self.begin(held.lease, held.generation, str(watch.folder), held.size)
+        self.send(LeaseGranted(record.lease, record.generation, str(watch.folder)))
+        self.begin(record.lease, record.generation, str(watch.folder), record.size)
         self.changed()
         end = EndWorker(watchdog_policy.UNREADABLE, "the worker monitor failed", at_once=True)
         try:
@@ -414,10 +455,10 @@ class LeaseManager:
             self._note(watch)
             if end is not None:
                 return end
-            self._news.clear()
+            self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(POLL_INTERVAL_SECONDS):
-                    await self._news.wait()
+                    await self._changed.wait()
 
     def _ordered(self) -> str:
         """Return a text on the cause of the end."""
@@ -429,13 +470,13 @@ class LeaseManager:
 
     def _note(self, watch: WorkerMonitor) -> None:
         """Store a worker that has started, and report a changed state."""
-        if watch.worker is not None and watch.held.worker is None:
+        if watch.worker is not None and watch.record.worker is None:
             self._limiter.worker = watch.worker.pid
-            watch.held = replace(watch.held, worker=watch.worker)
-            self._keep(watch.held)
-        told = self.report_key()
-        if told != self._told:
-            self._told = told
+            watch.record = replace(watch.record, worker=watch.worker)
+            self._keep(watch.record)
+        report_key = self.report_key()
+        if report_key != self._last_report_key:
+            self._last_report_key = report_key
             self.changed()
 
     async def _end(self, watch: WorkerMonitor, end: EndWorker) -> None:
@@ -443,10 +484,10 @@ class LeaseManager:
         began = time.monotonic()
         await watch.kill(end)
         self._give_back()
-        self.finish(watch.held.lease)
+        self.finish(watch.record.lease)
         log.info(
             "lease ended",
-            lease=watch.held.lease,
+            lease=watch.record.lease,
             code=end.code,
             message=end.message,
             peak=show_size(watch.peak),
@@ -459,7 +500,7 @@ class LeaseManager:
             end = EndWorker("output_invalid", "the worker reported success without a clip")
         if end.code in (watchdog_policy.LOST, watchdog_policy.CRASHED) and await asyncio.to_thread(_full, self._folder):
             end = EndWorker(NO_DISK, f"the disk of this node is full: {end.message}")
-        self._conclude(watch.held, end, watch, artifacts)
+        self._conclude(watch.record, end, watch, artifacts)
         self._watch = None
 
     def _give_back(self) -> None:
@@ -467,34 +508,36 @@ class LeaseManager:
         self._poll.poll_once()
 
     def _conclude(
-        self, held: LeaseRecord, end: EndWorker, watch: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
+        self, record: LeaseRecord, end: EndWorker, watch: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
     ) -> None:
         made = msgspec.json.encode(watch.job.made) if watch is not None and artifacts else b""
         peak, seconds = (watch.peak, watch.seconds) if watch is not None else (0, 0.0)
-        ended = LeaseEnded(held.lease, held.generation, end.code, end.message, artifacts, peak, round(seconds, 3), made)
-        self._keep(replace(held, ended=ended))
+        ended = LeaseEnded(
+            record.lease, record.generation, end.code, end.message, artifacts, peak, round(seconds, 3), made
+        )
+        self._keep(replace(record, ended=ended))
         if not artifacts:
-            shutil.rmtree(self._place(held) / OUT, ignore_errors=True)
+            shutil.rmtree(self._place(record) / OUT, ignore_errors=True)
         for old in [one for one in self._ledger.leases if one.ended is not None][:-MAX_ENDED_LEASES]:
             self._forget(old)
-        self.say(ended)
+        self.send(ended)
 
     # on the disk
 
-    def _place(self, held: LeaseRecord) -> Path:
-        return self._folder / f"{held.lease}.{held.generation}"
+    def _place(self, record: LeaseRecord) -> Path:
+        return self._folder / f"{record.lease}.{record.generation}"
 
-    def _keep(self, held: LeaseRecord) -> bool:
-        self._ledger = self._ledger.put(held)
+    def _keep(self, record: LeaseRecord) -> bool:
+        self._ledger = self._ledger.put(record)
         return self._save()
 
-    def _forget(self, held: LeaseRecord) -> None:
-        self._ledger = self._ledger.drop(held.lease, held.generation)
+    def _forget(self, record: LeaseRecord) -> None:
+        self._ledger = self._ledger.drop(record.lease, record.generation)
         self._save()
-        shutil.rmtree(self._place(held), ignore_errors=True)
+        shutil.rmtree(self._place(record), ignore_errors=True)
 
     def _save(self) -> bool:
-        """Write the ledger to the disk. Returns whether it was written; a granted lease continues without it."""
+        """Write the ledger to the disk. Return whether that succeeded; a granted lease continues in either case."""
         try:
             write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
         except OSError as error:
@@ -511,7 +554,7 @@ class LeaseManager:
         except (OSError, msgspec.MsgspecError) as error:
             log.error("leases unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
             ledger = LeaseLedger()
-        known = {f"{held.lease}.{held.generation}" for held in ledger.leases}
+        known = {f"{record.lease}.{record.generation}" for record in ledger.leases}
         for entry in self._folder.iterdir():
             if entry.is_dir() and entry.name not in known:
                 shutil.rmtree(entry, ignore_errors=True)
@@ -526,7 +569,7 @@ def _full(folder: Path) -> bool:
 
 
 def _artifacts(watch: WorkerMonitor) -> tuple[Artifact, ...]:
-    """Measure the artifacts that the worker reports; empty when the clip is missing or empty."""
+    """Return size and hash of the artifacts that the worker reports; empty if the clip is missing or empty."""
     names = (watch.job.made or {}).get("files")
     found: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):
@@ -535,5 +578,5 @@ def _artifacts(watch: WorkerMonitor) -> tuple[Artifact, ...]:
             with file.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").digest()
             found.append(Artifact(name, file.stat().st_size, digest))
-    whole = bool(found) and found[0].name == "video.mp4" and found[0].size > 0
-    return tuple(found) if whole else ()
+    complete = bool(found) and found[0].name == "video.mp4" and found[0].size > 0
+    return tuple(found) if complete else ()

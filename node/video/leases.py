@@ -31,14 +31,14 @@ from wire.report import Memory, Model
 from wire.units import show_size
 from wire.video import LeaseState
 
-HELD = "lease_held"
+LEASE_HELD = "lease_held"
 SUPERSEDED = "lease_superseded"
 GUARD_OFF = "guard_off"
 NOT_READY = "video_not_ready"
 NEVER_FITS = "lease_too_large"
 INVALID = RefusalCode.INVALID.value
 HELD_RETRY_SECONDS = 30.0
-ROOM_RETRY_SECONDS = 5.0
+HEADROOM_RETRY_SECONDS = 5.0
 READY_RETRY_SECONDS = 60.0
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
 MAX_JOBS_REMEMBERED = 64
@@ -69,7 +69,7 @@ SHARES = {
     LeasePhase.DECODING: 95,
     LeasePhase.SAVING: 97,
 }
-"""Percent of the whole at the start of each phase."""
+"""Completed percent of a job at the start of each phase."""
 
 
 class WorkerGroup(Struct, frozen=True, kw_only=True):
@@ -82,7 +82,10 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 
 
 class LeaseRecord(Struct, frozen=True, kw_only=True):
-    """A lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged."""
+    """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
+
+    `size` is in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
+    """
 
     lease: str
     generation: int
@@ -94,28 +97,28 @@ class LeaseRecord(Struct, frozen=True, kw_only=True):
 
 
 class LeaseLedger(Struct, frozen=True, kw_only=True):
-    """State that outlives the agent."""
+    """Leases and generations as stored on the disk, from which a restarted agent recovers."""
 
     leases: tuple[LeaseRecord, ...] = ()
     """Leases that are held or not acknowledged."""
     newest: tuple[tuple[str, int], ...] = ()
-    """Newest generation of each job."""
+    """Pairs of a job and its newest generation."""
 
     def find(self, lease: str, generation: int) -> LeaseRecord | None:
-        """Return the lease with this id and generation, None when there is none."""
+        """Return the lease with this id and generation; None if there is none."""
         return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
 
     @property
     def holding(self) -> LeaseRecord | None:
-        """Lease that has not ended."""
+        """Lease that has not ended; None if there is none."""
         return next((one for one in self.leases if one.ended is None), None)
 
-    def put(self, held: LeaseRecord) -> "LeaseLedger":
+    def put(self, record: LeaseRecord) -> "LeaseLedger":
         """Return a ledger with this lease in place of its earlier state."""
-        others = tuple(one for one in self.leases if (one.lease, one.generation) != (held.lease, held.generation))
-        newest = {job: number for job, number in self.newest if job != held.job}
-        newest[held.job] = max(held.generation, dict(self.newest).get(held.job, 0))
-        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
+        others = tuple(one for one in self.leases if (one.lease, one.generation) != (record.lease, record.generation))
+        newest = {job: number for job, number in self.newest if job != record.job}
+        newest[record.job] = max(record.generation, dict(self.newest).get(record.job, 0))
+        return replace(self, leases=(*others, record), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
         """Return a ledger without this lease. The generation of its job stays stored."""
@@ -123,96 +126,112 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return replace(self, leases=left)
 
 
-def refuse(ask: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
-    """Return a refusal as a frame."""
-    return LeaseRefused(ask.lease, ask.generation, code, message, ask.size, retry_after=retry_after)
+def refuse(request: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
+    """Return the refusal of a lease as a frame. `retry_after` is in seconds; 0 if a retry has the same result."""
+    return LeaseRefused(request.lease, request.generation, code, message, request.size, retry_after=retry_after)
 
 
-def check_name(ask: LeaseRequest) -> LeaseRefused | None:
-    """Refuse invalid names, because the name of a lease is also the name of a folder."""
-    if NAME.fullmatch(ask.lease) and NAME.fullmatch(ask.job) and ask.generation >= 0:
+def check_name(request: LeaseRequest) -> LeaseRefused | None:
+    """Return the refusal of an invalid name or generation; None if the request passes.
+
+    Names are checked because the name of a lease is also the name of a folder.
+    """
+    if NAME.fullmatch(request.lease) and NAME.fullmatch(request.job) and request.generation >= 0:
         return None
-    return refuse(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
+    return refuse(request, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
 
 
-def check_generation(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
-    """Refuse a request of an older generation, and a second lease while one is held."""
-    newest = dict(ledger.newest).get(ask.job, 0)
-    if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
+def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
+    """Return the refusal of an older generation, or of a second lease while one is held; None if the request passes."""
+    newest = dict(ledger.newest).get(request.job, 0)
+    if request.generation < newest or (request.generation == newest and not _same(request, ledger)):
         return refuse(
-            ask, SUPERSEDED, f"generation {ask.generation} of {ask.job} is older than generation {newest} on this node"
+            request,
+            SUPERSEDED,
+            f"generation {request.generation} of {request.job} is older than generation {newest} on this node",
         )
     holding = ledger.holding
     if holding is not None:
         return refuse(
-            ask,
-            HELD,
+            request,
+            LEASE_HELD,
             f"this node has granted {show_size(holding.size)} to {holding.job}: one lease at a time",
             HELD_RETRY_SECONDS,
         )
     return None
 
 
-def _same(ask: LeaseRequest, ledger: LeaseLedger) -> bool:
-    return ledger.find(ask.lease, ask.generation) is not None
+def _same(request: LeaseRequest, ledger: LeaseLedger) -> bool:
+    return ledger.find(request.lease, request.generation) is not None
 
 
-def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
-    """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
+def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
+    """Return the refusal of a request for reasons other than memory in use; None if the request passes.
+
+    The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or exceeds the cap.
+    """
     if not memory.guard:
         return refuse(
-            ask,
+            request,
             GUARD_OFF,
             "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on",
         )
     if unready:
-        return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)
-    if ask.size <= 0:
-        return refuse(ask, INVALID, f"a lease of {ask.size} bytes")
-    if memory.cap and ask.size > most_bytes(memory):
+        return refuse(request, NOT_READY, unready, READY_RETRY_SECONDS)
+    if request.size <= 0:
+        return refuse(request, INVALID, f"a lease of {request.size} bytes")
+    if memory.cap and request.size > most_bytes(memory):
         message = (
-            f"{show_size(ask.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
+            f"{show_size(request.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
             f"{show_size(max(0, most_bytes(memory)))} after margin and engine"
         )
-        return refuse(ask, NEVER_FITS, message)
+        return refuse(request, NEVER_FITS, message)
     return None
 
 
 def check_fits(
-    ask: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
+    request: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> LeaseRefused | None:
-    """Refuse a lease that does not fit next to the current memory; None when it fits."""
-    answer = judge(memory, ask.size)
+    """Return the refusal of a lease that does not fit in addition to the memory in use; None if the lease fits.
+
+    `models` and the names of preloaded models in `pinned` only serve to name the holders of the memory in the refusal.
+    """
+    answer = judge(memory, request.size)
     if not isinstance(answer, Refused):
         return None
-    room = answer.numbers.headroom if answer.numbers is not None else None
+    free_bytes = answer.numbers.headroom if answer.numbers is not None else None
     return LeaseRefused(
-        ask.lease,
-        ask.generation,
+        request.lease,
+        request.generation,
         answer.code.value,
         f"the lease {answer.message}",
-        ask.size,
-        room,
-        answer.retry_after or ROOM_RETRY_SECONDS,
-        waiting_for(ask.size, room, memory, models, pinned),
+        request.size,
+        free_bytes,
+        answer.retry_after or HEADROOM_RETRY_SECONDS,
+        waiting_for(request.size, free_bytes, memory, models, pinned),
     )
 
 
-def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> str:
-    """Describe for a person the headroom that a lease lacks, and the models that hold it."""
-    if room is None:
+def waiting_for(
+    size: int, free_bytes: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
+) -> str:
+    """Describe for a person the headroom that a lease lacks, and the models that hold it.
+
+    Lease and headroom are in bytes. The headroom is None if the footprint of the engine is unknown.
+    """
+    if free_bytes is None:
         return "a reading of the engine's footprint"
     holders = [
         f"{model.name} ({'preloaded' if model.name in pinned else 'loading' if model.loading else 'in use'})"
         for model in models
         if model.loaded or model.loading
     ]
-    what = f"{show_size(size - room)} more headroom"
+    what = f"{show_size(size - free_bytes)} more headroom"
     return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
 
 
 def progress(phase: LeasePhase, step: int, steps: int) -> int:
-    """Return the completed percent of a job: 5 to 95 while it denoises."""
+    """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`."""
     if phase is LeasePhase.ENDED:
         return 100
     share = 90 * step // steps if phase is LeasePhase.DENOISING and steps else 0
@@ -220,12 +239,14 @@ def progress(phase: LeasePhase, step: int, steps: int) -> int:
 
 
 def state_of(
-    held: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
+    record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report. A lease that has ended holds no memory."""
-    if held.ended is not None:
+    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0."""
+    if record.ended is not None:
         return LeaseState(
-            held.lease, held.generation, held.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, held.ended.peak
+            record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak
         )
     done = progress(phase, step, steps)
-    return LeaseState(held.lease, held.generation, held.job, held.size, phase, done, step, steps, footprint, peak)
+    return LeaseState(
+        record.lease, record.generation, record.job, record.size, phase, done, step, steps, footprint, peak
+    )

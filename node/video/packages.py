@@ -27,7 +27,7 @@ MAX_INDEX_BYTES = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A video package in its folder."""
+    """Video package and the folder that contains it."""
 
     folder: Path
     described: VideoPackage
@@ -35,18 +35,21 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """Weights of one component."""
+    """Weights of one component of a video package, such as a transformer or the VAE."""
 
     size: int = 0
-    """Bytes of the weights."""
+    """Bytes of the weights; 0 if the component has none."""
     bits: int = 0
     """Bits of the quantization; 0 without quantization."""
     cause: str = ""
-    """Reason why the weights cannot be used; empty when they can."""
+    """Reason why the weights cannot be used; empty if they can."""
 
 
 def find(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
-    """Return all packages by name, including those that cannot be used."""
+    """Return all packages of the model folders and the Hugging Face cache `hub` by name.
+
+    Packages that cannot be used are included; their `cause` has the reason. Of equal names the first wins.
+    """
     found: dict[str, Package] = {}
     for name, folder in _places(folders, hub):
         if name not in found and valid_model(name):
@@ -71,7 +74,7 @@ def _described(name: str, folder: Path) -> VideoPackage | None:
 
 
 def describe(name: str, folder: Path) -> VideoPackage | None:
-    """Describe a folder; None when it is no package of a supported kind."""
+    """Return the description of a package without loading it; None if `folder` has no supported package."""
     try:
         index = _object(folder / PACKAGE)
     except (OSError, ValueError, RecursionError):
@@ -152,13 +155,13 @@ def _component(folder: Path, digest: Digest) -> Component:
 
 def _bits(raw: bytes) -> int:
     """Return the quantization bits that the engine wrote to a header; 0 without quantization."""
-    said: object = json.loads(raw).get("__metadata__")
-    level = cast("dict[str, object]", said).get("quantization_level") if isinstance(said, dict) else None
+    metadata: object = json.loads(raw).get("__metadata__")
+    level = cast("dict[str, object]", metadata).get("quantization_level") if isinstance(metadata, dict) else None
     return int(level) if isinstance(level, str) and level.isdigit() else 0
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ValueError for any other JSON value."""
+    """Read a JSON object. Raise `ValueError` for any other JSON value."""
     with path.open("rb") as file:
         raw = file.read(MAX_INDEX_BYTES)
     found: object = json.loads(raw)

@@ -1,4 +1,4 @@
-"""Assembly of a node's video parts: the offer, the lender and Ray's process."""
+"""Assembly of a node's video parts: search for packages, leases of memory, and the Ray process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,30 +19,36 @@ log = structlog.get_logger("node.video")
 
 
 class VideoSubsystem:
-    """Video parts of a node, started and ended in order. Without a video offer only the periodic check runs."""
+    """Video parts of a node: search for packages, leases of memory, and Ray.
+
+    Ray starts only while this node can make videos and the coordinator allows it.
+    """
 
     def __init__(
         self, settings: NodeSettings, state: Path, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor
     ) -> None:
         folder = state / "node" / "video"
         self.offer = VideoCapability(settings, state)
-        self.lender = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed: Callable[[], None] = lambda: None
         self._paused = ""
 
-    def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
-        """Set the callbacks that send a frame to the coordinator and report a change."""
+    def connect(self, send: Callable[[Frame], None], changed: Callable[[], None]) -> None:
+        """Set the callbacks that send a frame to the coordinator and announce a changed report."""
         self._changed = changed
-        self.lender.say, self.lender.changed = tell, self._offered
-        self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
-        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lender.not_started, self._offered
+        self.lease_manager.send, self.lease_manager.changed = send, self._offered
+        self.lease_manager.begin, self.lease_manager.finish = self.ray.begin, self.ray.end
+        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered
 
     async def start(self) -> None:
-        """Recover leases of an earlier agent, and start the search for packages."""
+        """Recover leases of an earlier agent and start the search for video packages.
+
+        Without access to the folder of the leases, video stays disabled.
+        """
         try:
-            await self.lender.start()
+            await self.lease_manager.start()
         except OSError as error:
             log.error("video disabled", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
             return
@@ -50,18 +56,18 @@ class VideoSubsystem:
         self._offered()
 
     async def stop(self) -> None:
-        """End the job, then Ray."""
+        """Stop the search for packages, end the job that holds a lease, then stop Ray."""
         await self.offer.stop()
-        await self.lender.stop()
+        await self.lease_manager.stop()
         await self.ray.stop()
 
     def pause(self, why: str) -> None:
         """Refuse new leases because of `why`, and stop Ray once no lease is held. An empty text ends the pause."""
         self._paused = why
-        self.lender.pause(why)
+        self.lease_manager.pause(why)
         self._offered()
 
     def _offered(self) -> None:
-        self.ray.set_running(on=self.lender.holding)
-        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
+        self.ray.set_running(on=self.lease_manager.holding)
+        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lease_manager.holding))
         self._changed()

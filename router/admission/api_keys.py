@@ -44,7 +44,7 @@ class ApiKey:
         return scope in self.scopes or "admin" in self.scopes
 
 
-def nobody_known(now: float) -> ApiKey:
+def anonymous_key(now: float) -> ApiKey:
     """Return the identity of clients without a key. Its only scope is `infer`. `now` is in Unix seconds."""
     return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 

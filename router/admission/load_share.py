@@ -19,20 +19,20 @@ class LoadShare:
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[int, int]] = {}
         """Tokens and weight by key."""
-        self._whole = self._parts = 0
+        self._total = self._parts = 0
 
     def add(self, owner: WeightedKey, tokens: int) -> None:
         """Add a new request of a key with its expected tokens."""
         name, weight = owner.name, owner.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight
-        self._whole += tokens
+        self._total += tokens
         self._parts += weight - before
 
     def drop(self, owner: WeightedKey, tokens: int) -> None:
         """Remove a request of a key. `tokens` must be those of its `add`."""
         here, weight = self._tokens[owner.name]
-        self._whole -= tokens
+        self._total -= tokens
         if here > tokens:
             self._tokens[owner.name] = here - tokens, weight
         else:
@@ -42,4 +42,4 @@ class LoadShare:
     def exceeds_share(self, name: str) -> bool:
         """Return whether the open requests of a key exceed `FAIR_SHARE_FACTOR` times its share of all tokens."""
         here, weight = self._tokens.get(name, _NOTHING)
-        return here * self._parts > FAIR_SHARE_FACTOR * self._whole * weight
+        return here * self._parts > FAIR_SHARE_FACTOR * self._total * weight

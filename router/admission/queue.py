@@ -4,7 +4,7 @@ Theory. A queued request has no node: an entry is placed when it is tried, with 
 is a deficit round robin over tokens: every key earns QUANTUM_TOKENS times its weight per round. A key with long prompts
 or with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
 out, but an entry that does not fit now does not block the entries behind it. After MAX_OVERTAKES overtakes or
-HOLD_ROOM_AFTER_SECONDS, room is held for a large request (`keep` of an attempt), because it would otherwise be
+HOLD_HEADROOM_AFTER_SECONDS, room is held for a large request (`keep` of an attempt), because it would otherwise be
 overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer queue
@@ -25,7 +25,7 @@ QUANTUM_TOKENS = 256
 """Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
 MAX_OVERTAKES = 8
 """Number of overtakes after which room is held for a request."""
-HOLD_ROOM_AFTER_SECONDS = 5.0
+HOLD_HEADROOM_AFTER_SECONDS = 5.0
 """Seconds in the queue after which room is held for a request."""
 MIN_QUEUE_LENGTH = 64
 """Minimum length of the queue."""
@@ -126,10 +126,10 @@ class AdmissionQueue(Generic[T]):
         most = self.share(nodes) if share is None else share
         if self.depth(key) >= most and (share is not None or not self._lends(key, nodes, now, deadline)):
             text = f"{self.depth(key)} requests of this API key are queued, which is its share: wait for their answers"
-            return Refused(RefusalCode.OVER_SHARE, text, None, self._patience(self.depth(key), now))
+            return Refused(RefusalCode.OVER_SHARE, text, None, self._retry_after(self.depth(key), now))
         if self._count >= self.limit(nodes):
             text = f"the queue is full with {self._count} requests: retry later, or add a machine (`cluster join`)"
-            return Refused(RefusalCode.QUEUE_FULL, text, None, self._patience(self._count, now))
+            return Refused(RefusalCode.QUEUE_FULL, text, None, self._retry_after(self._count, now))
         return self._enter(item, key, cost, now, deadline, weight)
 
     def _lends(self, key: str, nodes: int, now: float, deadline: float) -> bool:
@@ -150,7 +150,7 @@ class AdmissionQueue(Generic[T]):
         self._count += 1
         return entry
 
-    def _patience(self, before: int, now: float) -> float:
+    def _retry_after(self, before: int, now: float) -> float:
         """Return the seconds until `before` entries have left at the recent pace, at least 1 and at most 60.
 
         Without a known pace it is half the time until the earliest deadline.
@@ -219,7 +219,7 @@ class AdmissionQueue(Generic[T]):
 
     def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
         """Return whether room must now be held for an entry, because it was overtaken too often or waits too long."""
-        return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_ROOM_AFTER_SECONDS
+        return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_HEADROOM_AFTER_SECONDS
 
     def count_overtake(self) -> None:
         """Count an overtake for every queued entry, because a request was placed without queueing."""

@@ -212,7 +212,7 @@ def _video_paths() -> dict[str, Any]:
         video: {
             "post": created,
             "get": operation("list_videos", "List the video jobs of this key, newest first, in pages", "a page", ALWAYS)
-            | {"parameters": [_asked("after"), _asked("limit"), _asked("order")]},
+            | {"parameters": [_query_parameter("after"), _query_parameter("limit"), _query_parameter("order")]},
         },
         video + "/{video}": {
             "get": operation("get_video", "Return a video job: state, progress, phase, error", "the job") | one,
@@ -222,7 +222,7 @@ def _video_paths() -> dict[str, Any]:
         video + "/{video}/cancel": {
             "post": operation("cancel_video", "Cancel a queued or running video job", "the job", (*_NAMED, 503)) | one
         },
-        video + "/{video}/content": {"get": content | {"parameters": [_named("video"), _asked("variant")]}},
+        video + "/{video}/content": {"get": content | {"parameters": [_named("video"), _query_parameter("variant")]}},
         **{path: {"post": _no_video(path)} for path in _NO_VIDEOS},
         "/v1/videos/{video}/remix": {"post": _no_video("/remix") | one},
         "/v1/videos/characters/{character}": {
@@ -238,7 +238,7 @@ def _no_video(path: str) -> dict[str, Any]:
     return operation
 
 
-def _asked(name: str) -> dict[str, Any]:
+def _query_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
 
 

@@ -37,76 +37,82 @@ class Accounting:
         self._usage = usage
         self._history = history
 
-    def ended(self, ticket: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
+    def ended(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
         `model` is its model, or empty if no member has a model of that name.
         """
-        seconds = now - ticket.arrived
-        if ticket.charged is not None:
-            used, job = self._account(ticket, outcome, model), ticket.job
-            quotas.record_end(job.key, job.demand, ticket.charged, used, now)
+        seconds = now - request.arrived
+        if request.charged is not None:
+            used, job = self._account(request, outcome, model), request.job
+            quotas.record_end(job.key, job.demand, request.charged, used, now)
         self._counters.ended(_label(outcome), model, seconds)
-        self._history.stories.append(_story(ticket, outcome, seconds))
+        self._history.records.append(_record(request, outcome, seconds))
 
-    def _account(self, ticket: ActiveRequest, outcome: Outcome, model: str) -> int:
+    def _account(self, request: ActiveRequest, outcome: Outcome, model: str) -> int:
         """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
-        prompt, cached, written = _took(ticket, outcome)
-        used = self._usage.of(ticket.job.key, model)
+        prompt, cached, written = _took(request, outcome)
+        used = self._usage.of(request.job.key, model)
         used.requests += 1
         used.failed += not isinstance(outcome, Finished)
         used.prompt_tokens += prompt
         used.cached_tokens += cached
         used.completion_tokens += written
         self._counters.model(model).used(prompt, cached, written)
-        self._counters.used_by(ticket.job.key, model, prompt + written)
-        return max(prompt + written, ticket.wrote)
+        self._counters.used_by(request.job.key, model, prompt + written)
+        return max(prompt + written, request.wrote)
 
 
-def most_prompt(ticket: ActiveRequest) -> int:
+def most_prompt(request: ActiveRequest) -> int:
     """Return the maximum prompt tokens that a node may report for a request.
 
     Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
     """
-    demand, messages = ticket.job.demand, ticket.job.messages
-    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
+    demand, messages = request.job.demand, request.job.messages
+    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(request.job.ids))
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 
-def credible(ticket: ActiveRequest, frame: Finished) -> Finished:
+def bounded_usage(request: ActiveRequest, frame: Finished) -> Finished:
     """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
     A false report can therefore exhaust neither a key's limits nor its usage.
     """
-    params = ticket.job.params
-    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
-    prompt = min(frame.prompt_tokens, most_prompt(ticket))
+    params = request.job.params
+    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, request.wrote + UNSENT_TOKENS * params.n)
+    prompt = min(frame.prompt_tokens, most_prompt(request))
     completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
-    cached, thought = min(frame.cached_tokens, prompt), min(frame.thought, completion)
-    said = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.thought
-    if said == (prompt, completion, cached, thought):
+    cached, reasoning_tokens = min(frame.cached_tokens, prompt), min(frame.reasoning_tokens, completion)
+    reported = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.reasoning_tokens
+    if reported == (prompt, completion, cached, reasoning_tokens):
         return frame
-    log.warning("usage implausible", node=ticket.node_name, request=ticket.request, said=said)
-    return replace(frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought)
+    log.warning("usage implausible", node=request.node_name, request=request.request, said=reported)
+    return replace(
+        frame,
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        cached_tokens=cached,
+        reasoning_tokens=reasoning_tokens,
+    )
 
 
-def _took(ticket: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
+def _took(request: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
     """Return the prompt tokens, the cached tokens among them, and the generated tokens."""
     if isinstance(outcome, Finished):
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
-    return (*ticket.read, ticket.wrote)
+    return (*request.read, request.wrote)
 
 
-def _story(ticket: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
-    job = ticket.job
-    steps = tuple(ticket.steps)
+def _record(request: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
+    job = request.job
+    steps = tuple(request.steps)
     if isinstance(outcome, Finished):
         return RequestRecord(
             job.request_id,
             job.key,
             job.demand.model,
             job.stream,
-            ticket.arrived,
+            request.arrived,
             seconds,
             "ok",
             "",
@@ -122,14 +128,14 @@ def _story(ticket: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRe
         job.key,
         job.demand.model,
         job.stream,
-        ticket.arrived,
+        request.arrived,
         seconds,
         _label(outcome),
         _worth_keeping(outcome),
         steps,
-        ticket.demand.prompt_tokens,
-        ticket.read[1],
-        ticket.wrote,
+        request.demand.prompt_tokens,
+        request.read[1],
+        request.wrote,
         ignored=job.ignored,
     )
 

@@ -24,30 +24,30 @@ COUNT_TIMEOUT_SECONDS = 30.0
 _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
-async def count(dispatcher: Dispatcher, asked: CountTokens, key: str) -> int | Problem:
+async def count(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
-    asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
-    demand = replace(demand_of(asked.model, asked.messages, GenerationParams(), asked.tools), choices=0)
+    request = replace(request, model=dispatcher.canonical_name(request.model, limits))
+    demand = replace(demand_of(request.model, request.messages, GenerationParams(), request.tools), choices=0)
     charged = quotas.admit(key, demand, dispatcher.now())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        return await _counted(dispatcher, replace(asked, owner=WeightedKey(key, limits.weight)), limits)
+        return await _counted(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), limits)
     finally:
         quotas.record_end(key, demand, charged, 0, dispatcher.now())
 
 
-async def _counted(dispatcher: Dispatcher, asked: CountTokens, limits: KeyLimits) -> int | Problem:
+async def _counted(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits) -> int | Problem:
     """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
-    for node in _able(dispatcher, asked.model, limits):
+    for node in _able(dispatcher, request.model, limits):
         away = dispatcher.unavailable_reason(node)
         if away is not None:
             why = why or away
             continue
-        ended = await _ask(dispatcher, node, asked)
+        ended = await _count_on(dispatcher, node, request)
         if isinstance(ended, Finished):
             return ended.prompt_tokens
         if not isinstance(ended, Refused):
@@ -55,13 +55,13 @@ async def _counted(dispatcher: Dispatcher, asked: CountTokens, limits: KeyLimits
         if ended.code in FINAL - _ELSEWHERE or ended.code is RefusalCode.OVER_SHARE:
             return from_refused(ended)
         why = ended
-    return from_refused(why or _nowhere(dispatcher, asked.model, limits))
+    return from_refused(why or _nowhere(dispatcher, request.model, limits))
 
 
-async def _ask(dispatcher: Dispatcher, node: NodeView, asked: CountTokens) -> Ended:
+async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens) -> Ended:
     try:
         async with asyncio.timeout(COUNT_TIMEOUT_SECONDS):
-            return await dispatcher.orders.count(node.id, node.name, asked)
+            return await dispatcher.orders.count(node.id, node.name, request)
     except TimeoutError:
         return Refused(
             RefusalCode.NOT_READY,

@@ -78,7 +78,7 @@ class DecisionLog:
     """Bounded history: `stories` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
 
     def __init__(self) -> None:
-        self.stories: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
+        self.records: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
         self.refusals: deque[RequestRecord] = deque(maxlen=MAX_INVALID_KEPT)
         self.decisions: deque[PlacementDecision] = deque(maxlen=MAX_DECISIONS_KEPT)
 
@@ -107,13 +107,13 @@ class DecisionLog:
 
     def newest(self, count: int) -> list[RequestRecord]:
         """Return the `count` newest ended requests, invalid requests included, oldest first."""
-        ended = list(self.stories)[-count:] + list(self.refusals)[-count:]
+        ended = list(self.records)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
     def requests_by_id(self, request_id: str) -> list[RequestRecord]:
         """Return the stored requests with a request id, because a client may use an id twice. Invalid requests are
         first."""
-        return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
+        return [record for record in (*self.refusals, *self.records) if record.request_id == request_id]
 
     def decisions_about(self, request_id: str) -> list[PlacementDecision]:
         """Return the stored decisions about one request, oldest first."""

@@ -46,7 +46,7 @@ from router.admission.queue import AdmissionQueue, QueuedRequest
 from router.admission.rate_limits import KeyLimits, RateLimits, probable_tokens
 from router.admission.usage import UsageCounter
 from router.dispatch import work_stealing
-from router.dispatch.accounting import Accounting, credible, most_prompt
+from router.dispatch.accounting import Accounting, bounded_usage, most_prompt
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
@@ -159,12 +159,12 @@ class Dispatcher:
         self.history = DecisionLog()
         self._endings = Accounting(self.counters, self.usage, self.history)
         self.orders = NodeCommands(send, lambda: numbers()[0])
-        self.on_trouble: Callable[[ActiveRequest, str], None] = _nobody_told
+        self.on_failure: Callable[[ActiveRequest, str], None] = _ignore_failure
         """Callback for a request that failed on its node, with the failure code."""
         self._corrections: dict[NodeId, HeadroomCorrection] = {}
         self._live: dict[int, ActiveRequest] = {}
         self._open: dict[int, ActiveRequest] = {}
-        self._asked = LoadShare()
+        self._estimated_load = LoadShare()
         self._swaps = SwapPlanner(settings.swap_timeout_seconds)
         self._closing = False
         self._quiet = asyncio.Event()
@@ -198,7 +198,7 @@ class Dispatcher:
             self.affinity.apply_report(node.id, node.life, cache.evictions, cache.evicted)
             self._read_in(node)
             correction = self._corrections.get(node.id)
-            if correction is not None and correction.heard_at != node.heard_at:
+            if correction is not None and correction.reported_at != node.reported_at:
                 del self._corrections[node.id]
             self._returned(old.get(node.id), node)
             self._wake_soon(node.id)
@@ -210,8 +210,8 @@ class Dispatcher:
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
         """Allow a node that is ready again to serve the requests that were lost with it."""
         if node.state == NodeState.READY and before is not None and before.state not in SERVING:
-            for ticket in self._open.values():
-                ticket.lost.discard(node.id)
+            for request in self._open.values():
+                request.lost.discard(node.id)
 
     def _follow(self, view: ClusterView) -> None:
         """Update the arrays of a large cluster. They are imported here: a household does not need numpy."""
@@ -226,9 +226,9 @@ class Dispatcher:
         """Release the reserved weights of a load, now that the node's report counts them."""
         reading = {model.name for model in node.models.values() if node.is_loading(model)}
         if reading:
-            for ticket in self._live.values():
-                if ticket.node == node.id and ticket.demand.model in reading:
-                    self.ledger.read_in(ticket.request)
+            for request in self._live.values():
+                if request.node == node.id and request.demand.model in reading:
+                    self.ledger.read_in(request.request)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Apply a frame from a node about a request or command; a frame about neither is ignored."""
@@ -237,52 +237,52 @@ class Dispatcher:
             return
         if not isinstance(frame, ABOUT_ONE):
             return
-        ticket = self._live.get(frame.request)
-        if ticket is None or ticket.node != node:
+        request = self._live.get(frame.request)
+        if request is None or request.node != node:
             self.orders.receive(node, frame)
         elif isinstance(frame, Admitted):
-            self._admitted(ticket, frame)
+            self._admitted(request, frame)
         elif isinstance(frame, Finished):
-            self._finished(ticket, frame)
+            self._finished(request, frame)
         elif isinstance(frame, Refusal):
-            self._refused(ticket, node, frame)
+            self._refused(request, node, frame)
         else:
-            self._failed(ticket, node, frame)
+            self._failed(request, node, frame)
 
-    def _failed(self, ticket: ActiveRequest, node: NodeId, frame: Failed) -> None:
+    def _failed(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Handle a request that broke on its node, alone or because the engine died."""
         if is_fault(frame.code):
             self.breakers.record_fault(node, frame.request, self._clock(), frame.message)
-        self.on_trouble(ticket, frame.code)
+        self.on_failure(request, frame.code)
         fall = loss_kind(frame.code)
         if fall is None:
-            self._end(ticket, RequestFailure(frame.code, frame.message))
+            self._end(request, RequestFailure(frame.code, frame.message))
             return
         if fall is LossKind.NODE:
             if frame.code == FailureCode.NODE_STOPPING:
-                ticket.lost.add(node)
+                request.lost.add(node)
             self._fell(
-                ticket,
+                request,
                 fall,
-                RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} gave the request up: {frame.message}"),
+                RequestFailure(FailureCode.NODE_LOST, f"{request.node_name} gave the request up: {frame.message}"),
             )
             return
-        ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room
+        request.refused[node] = self._reported_at(node)  # its last report still shows a ready engine, or the room
         code = frame.code if fall is LossKind.MEMORY else FailureCode.ENGINE_CRASHED
-        self._fell(ticket, fall, RequestFailure(code, frame.message))
+        self._fell(request, fall, RequestFailure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume."""
         self.orders.node_gone(node, reason)
         self._corrections.pop(node, None)
         self._silent.pop(node, None)
-        for ticket in self._on(node):
+        for request in self._on(node):
             self.counters.nodes_lost += 1
-            name = ticket.node_name
-            self.on_trouble(ticket, FailureCode.NODE_LOST)
-            ticket.lost.add(node)
+            name = request.node_name
+            self.on_failure(request, FailureCode.NODE_LOST)
+            request.lost.add(node)
             why = RequestFailure(FailureCode.NODE_LOST, f"node {name} was lost during the answer ({reason}): retry")
-            self._fell(ticket, LossKind.NODE, why)
+            self._fell(request, LossKind.NODE, why)
 
     def forget(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member. A new map by node must be cleared here as well."""
@@ -294,10 +294,10 @@ class Dispatcher:
         self._changed.discard(node)
         for kept in (self._corrections, self._silent):
             kept.pop(node, None)
-        for ticket in self._open.values():
-            ticket.lost.discard(node)
-            ticket.warm = {other: share for other, share in ticket.warm.items() if other != node}
-            for tried in (ticket.refused, ticket.never):
+        for request in self._open.values():
+            request.lost.discard(node)
+            request.warm = {other: share for other, share in request.warm.items() if other != node}
+            for tried in (request.refused, request.never):
                 tried.pop(node, None)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
@@ -322,7 +322,7 @@ class Dispatcher:
         return self.ledger.in_flight(node)
 
     @property
-    def tickets(self) -> tuple[ActiveRequest, ...]:
+    def unclosed_requests(self) -> tuple[ActiveRequest, ...]:
         """Requests that are not closed, including ended ones."""
         return tuple(self._open.values())
 
@@ -336,89 +336,89 @@ class Dispatcher:
         Return the number of requests that stay, because no other node has room for them now. They continue on the node
         and may be moved later.
         """
-        return sum(not self._moved(ticket) for ticket in self._on(node))
+        return sum(not self._moved(request) for request in self._on(node))
 
     def _on(self, node: NodeId) -> list[ActiveRequest]:
         """List the requests on a node, the oldest first."""
         return sorted((one for one in self._live.values() if one.node == node), key=lambda one: one.number)
 
-    def _fell(self, ticket: ActiveRequest, fall: LossKind, why: RequestFailure) -> None:
+    def _fell(self, request: ActiveRequest, fall: LossKind, why: RequestFailure) -> None:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
-        ticket.add_step(self._clock(), f"lost: {why.message}", ticket.node_name)
-        self._leave_node(ticket)
+        request.add_step(self._clock(), f"lost: {why.message}", request.node_name)
+        self._leave_node(request)
         if fall in (LossKind.NODE, LossKind.MEMORY):
-            ticket.losses += 1
+            request.losses += 1
         else:
-            ticket.crashes += 1
-        if not may_recover(fall, ticket.losses, ticket.crashes):
-            self._end(ticket, why)
+            request.crashes += 1
+        if not may_recover(fall, request.losses, request.crashes):
+            self._end(request, why)
             return
-        if not self._continues(ticket):
-            self._end(ticket, self._named(ticket, why))
+        if not self._continues(request):
+            self._end(request, self._named(request, why))
             return
-        ticket.fallen, ticket.in_a_row = why, 0
-        self._place(ticket)
+        request.fallen, request.in_a_row = why, 0
+        self._place(request)
 
-    def _continues(self, ticket: ActiveRequest) -> bool:
+    def _continues(self, request: ActiveRequest) -> bool:
         """Return whether any node could continue a request, now or later.
 
         A request of which the client has received nothing restarts where no other node has the model that began it.
         """
-        others = self._others(ticket)
-        if ticket.resumable and any(one.fingerprint == ticket.fingerprint for one in others):
-            ticket.demand = replace(ticket.demand, written=ticket.written)
+        others = self._others(request)
+        if request.resumable and any(one.fingerprint == request.fingerprint for one in others):
+            request.demand = replace(request.demand, written=request.written)
             return True
-        if ticket.begun or not others:
+        if request.begun or not others:
             return False
-        ticket.discard()
-        ticket.demand = replace(ticket.demand, written=0)
+        request.discard()
+        request.demand = replace(request.demand, written=0)
         return True
 
-    def _named(self, ticket: ActiveRequest, why: RequestFailure) -> RequestFailure:
+    def _named(self, request: ActiveRequest, why: RequestFailure) -> RequestFailure:
         """Add to a failure that other nodes hold a different model under the same name."""
-        if not ticket.fingerprint or all(one.fingerprint == ticket.fingerprint for one in self._others(ticket)):
+        if not request.fingerprint or all(one.fingerprint == request.fingerprint for one in self._others(request)):
             return why
-        text = f"the other nodes have a different model with the name {ticket.demand.model} (`cluster models`)"
+        text = f"the other nodes have a different model with the name {request.demand.model} (`cluster models`)"
         return replace(why, message=f"{why.message}; {text}, which cannot resume the answer")
 
-    def _others(self, ticket: ActiveRequest) -> list[Model]:
+    def _others(self, request: ActiveRequest) -> list[Model]:
         """List the models of a request's name on the members with which it was not lost."""
-        name = ticket.demand.model
-        nodes = (node for node in self.view.nodes if node.state != NodeState.LEFT and node.id not in ticket.lost)
+        name = request.demand.model
+        nodes = (node for node in self.view.nodes if node.state != NodeState.LEFT and node.id not in request.lost)
         return [node.models[name] for node in nodes if name in node.models]
 
-    def _moved(self, ticket: ActiveRequest, silent: float | None = None) -> bool:
+    def _moved(self, request: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it, and only then cancel it on its node; return whether it
         moved.
 
         Where the node has been `silent` for some seconds, the move must also pay.
         """
-        nothing = ticket.heard and not ticket.written and not ticket.begun
-        if not (nothing or ticket.resumable) or not may_recover(LossKind.NODE, ticket.losses + 1, 0):
+        nothing = request.generated_ids and not request.written and not request.begun
+        if not (nothing or request.resumable) or not may_recover(LossKind.NODE, request.losses + 1, 0):
             return False
-        others = ClusterView(tuple(one for one in self.view.nodes if one.id != ticket.node))
+        others = ClusterView(tuple(one for one in self.view.nodes if one.id != request.node))
         if not self._moved_to(
-            others, ticket, lambda there: silent is None or silent >= resume_after_seconds(there.expected_ttft)
+            others, request, lambda there: silent is None or silent >= resume_after_seconds(there.expected_ttft)
         ):
             return False
-        ticket.losses += 1
+        request.losses += 1
         return True
 
-    def _moved_to(self, others: ClusterView, ticket: ActiveRequest, worth: Callable[[Candidate], bool]) -> bool:
+    def _moved_to(self, others: ClusterView, request: ActiveRequest, worth: Callable[[Candidate], bool]) -> bool:
         """Send a request to the best of `others` if `worth` allows it, then cancel it on its node; return whether it
         moved."""
-        where = ticket.request, ticket.node, ticket.node_name
-        node, asked = where[1], replace(ticket.demand, written=ticket.written)
-        result = self._judged(ticket, others, asked)
+        where = request.request, request.node, request.node_name
+        node, demand = where[1], replace(request.demand, written=request.written)
+        result = self._judged(request, others, demand)
         if node is None or not isinstance(result, Placement) or not worth(result.chosen):
             return False
-        ticket.in_a_row = 0
-        if not self._start(ticket, result.chosen, result.chosen.need):
-            ticket.request, ticket.node, ticket.node_name = where
+        request.in_a_row = 0
+        if not self._start(request, result.chosen, result.chosen.need):
+            request.request, request.node, request.node_name = where
             return False
-        ticket.demand = asked
-        self._kept(ticket, result)
-        ticket.add_step(self._clock(), "migrated", where[2])
+        request.demand = demand
+        self._kept(request, result)
+        request.add_step(self._clock(), "migrated", where[2])
         self.counters.moves += 1
         self._free(node, where[0])
         self._send(node, Cancel(where[0]))
@@ -436,29 +436,29 @@ class Dispatcher:
         if name != job.demand.model:
             job = replace(job, demand=replace(job.demand, model=name))
         owner = WeightedKey(job.key, limits.weight)
-        ticket = kind(job, owner, self._count, self._clock())
+        request = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # without a seed no other node could resume the answer with the same draws
-            ticket.params = replace(job.params, seed=random.getrandbits(53))
+            request.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= MIN_AFFINITY_BYTES or job.session):
-            ticket.chain = chain = self._chain(job)
-            ticket.warm = self.affinity.shares(chain)
+            request.chain = chain = self._chain(job)
+            request.warm = self.affinity.shares(chain)
         if self._closing:
-            self._end(ticket, RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING))
-        elif isinstance(charged := self.quotas.admit(job.key, job.demand, ticket.arrived), Refused):
-            ticket.rates = self.quotas.rates(job.key, ticket.arrived)
-            self._end(ticket, charged)
+            self._end(request, RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING))
+        elif isinstance(charged := self.quotas.admit(job.key, job.demand, request.arrived), Refused):
+            request.rates = self.quotas.rates(job.key, request.arrived)
+            self._end(request, charged)
         else:
-            ticket.charged = charged
-            ticket.rates = self.quotas.rates(job.key, ticket.arrived)
+            request.charged = charged
+            request.rates = self.quotas.rates(job.key, request.arrived)
             if limits.labels:
-                ticket.demand = replace(ticket.demand, labels=frozenset(limits.labels))
-            self._place(ticket)
-        self._open[ticket.number] = ticket
-        ticket.asked = asked = probable_tokens(job.demand)
-        self._asked.add(owner, asked)
+                request.demand = replace(request.demand, labels=frozenset(limits.labels))
+            self._place(request)
+        self._open[request.number] = request
+        request.estimated_tokens = estimate = probable_tokens(job.demand)
+        self._estimated_load.add(owner, estimate)
         self._quiet.clear()
         self._arm()
-        return ticket
+        return request
 
     def canonical_name(self, model: str, limits: KeyLimits) -> str:
         """Return the model that a client means (`ClusterView.canonical_name`), among those that its key may use."""
@@ -473,14 +473,14 @@ class Dispatcher:
         shared = self._scopes.shares(messages)
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
-    def close(self, ticket: ActiveRequest) -> None:
+    def close(self, request: ActiveRequest) -> None:
         """Close a request. If the request has not ended, its client is gone: end it as cancelled and send its node a
         cancel."""
-        if ticket.outcome is None:
-            self._cancel(ticket)
-            self._end(ticket, CANCELLED)
-        if self._open.pop(ticket.number, None) is not None:
-            self._asked.drop(ticket.owner, ticket.asked)
+        if request.outcome is None:
+            self._cancel(request)
+            self._end(request, CANCELLED)
+        if self._open.pop(request.number, None) is not None:
+            self._estimated_load.drop(request.owner, request.estimated_tokens)
         if not self._open:
             self._quiet.set()
 
@@ -572,44 +572,46 @@ class Dispatcher:
     def shutdown(self, message: str = STOPPING) -> None:
         """End all requests and commands with a failure, whose text is `message`. Nodes get a cancel of each request."""
         self.orders.shutdown(message)
-        for ticket in list(self._open.values()):
-            if ticket.outcome is None:
-                self._cancel(ticket)
-                self._end(ticket, RequestFailure(FailureCode.SHUTTING_DOWN, message))
+        for request in list(self._open.values()):
+            if request.outcome is None:
+                self._cancel(request)
+                self._end(request, RequestFailure(FailureCode.SHUTTING_DOWN, message))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # placement and sending
 
-    def _place(self, ticket: ActiveRequest) -> None:
+    def _place(self, request: ActiveRequest) -> None:
         """Ask nodes in turn until one link takes the request; else queue or end it."""
-        result = self._decide(ticket, self.view)
-        while isinstance(result, Placement) and ticket.in_a_row < MAX_NODES_IN_A_ROW:
-            if self._crowded(ticket, result.chosen):
-                self._wait(ticket, result)
+        result = self._decide(request, self.view)
+        while isinstance(result, Placement) and request.in_a_row < MAX_NODES_IN_A_ROW:
+            if self._crowded(request, result.chosen):
+                self._wait(request, result)
                 return
-            if self._start(ticket, result.chosen, result.chosen.need):
+            if self._start(request, result.chosen, result.chosen.need):
                 self.queue.count_overtake()
                 return
-            result = self._decide(ticket, self.view)
+            result = self._decide(request, self.view)
         if isinstance(result, NoPlacement) and result.refused.final:
-            self._deny(ticket, result.refused)
+            self._deny(request, result.refused)
             return
-        if isinstance(result, NoPlacement) and (self._ask(ticket, result.ask) or self._ask_for_share(ticket, result)):
+        if isinstance(result, NoPlacement) and (
+            self._send_to_decider(request, result.candidate) or self._send_for_share(request, result)
+        ):
             return
-        self._wait(ticket, result)
+        self._wait(request, result)
 
-    def _ask(self, ticket: ActiveRequest, ask: Candidate | None) -> bool:
+    def _send_to_decider(self, request: ActiveRequest, candidate: Candidate | None) -> bool:
         """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
-        return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
+        return candidate is not None and candidate.node not in self.ledger.turns and self._start(request, candidate, 0)
 
-    def _ask_for_share(self, ticket: ActiveRequest, result: NoPlacement) -> bool:
+    def _send_for_share(self, request: ActiveRequest, result: NoPlacement) -> bool:
         """Send a request to a node that is full of another key's requests; return whether it was sent.
 
         Its engine preempts one of those requests where that key holds more than its share.
         """
-        if ticket.in_a_row >= MAX_NODES_IN_A_ROW:
+        if request.in_a_row >= MAX_NODES_IN_A_ROW:
             return False
         full = [
             one
@@ -618,7 +620,7 @@ class Dispatcher:
             and one.model is not None
             and one.model.loaded
             and one.node not in self.ledger.turns
-            and ticket.refused.get(one.node) != self._heard_at(one.node)
+            and request.refused.get(one.node) != self._reported_at(one.node)
         ]
         rows = (
             Counter((one.node, one.owner) for one in self._live.values())
@@ -626,17 +628,17 @@ class Dispatcher:
             else Counter[tuple[NodeId, WeightedKey]]()
         )
         for one in sorted(full, key=lambda one: one.expected_ttft):
-            mine = ticket.owner.load(rows[one.node, ticket.owner] + 1)
+            mine = request.owner.load(rows[one.node, request.owner] + 1)
             others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
-            if any(held >= mine for held in others) and self._start(ticket, one, 0):
+            if any(load >= mine for load in others) and self._start(request, one, 0):
                 return True
         return False
 
-    def _decide(self, ticket: ActiveRequest, view: ClusterView) -> Placement | NoPlacement:
-        return self._kept(ticket, self._judged(ticket, view, ticket.demand))
+    def _decide(self, request: ActiveRequest, view: ClusterView) -> Placement | NoPlacement:
+        return self._kept(request, self._judged(request, view, request.demand))
 
-    def _judged(self, ticket: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
-        now, trials = self._clock(), self._one_model(ticket.trials(), demand.model)
+    def _judged(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
+        now, trials = self._clock(), self._one_model(request.trials(), demand.model)
         seen = self._seen(view, now)
         if self._columns is not None:
             result = self._columns.place(
@@ -647,7 +649,7 @@ class Dispatcher:
                 policy=self._policy,
                 corrections=self._corrections,
                 trials=trials,
-                warm=ticket.warm,
+                warm=request.warm,
             )
         else:
             result = place(
@@ -659,7 +661,7 @@ class Dispatcher:
                 policy=self._policy,
                 corrections=self._corrections,
                 trials=trials,
-                warm=ticket.warm,
+                warm=request.warm,
             )
         self.counters.placement.observe(self._clock() - now)
         return result
@@ -677,11 +679,11 @@ class Dispatcher:
         identity = view.identity(name)
         return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
 
-    def _kept(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
+    def _kept(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Record a decision for later explanation."""
-        job = ticket.job
+        job = request.job
         self.history.record_decision(
-            self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes)
+            self._clock(), job.request_id, job.key, request.demand, result, len(self.view.nodes)
         )
         return result
 
@@ -692,27 +694,27 @@ class Dispatcher:
             return view
         return ClusterView(tuple(with_state(node, FAILING) if node.id in barred else node for node in view.nodes))
 
-    def _start(self, ticket: ActiveRequest, chosen: Candidate, need: int) -> bool:
+    def _start(self, entry: ActiveRequest, chosen: Candidate, need: int) -> bool:
         """Reserve `need` bytes and send the request; return False without a link, as the next view will show."""
-        job = ticket.job
+        job = entry.job
         request, seq = self._numbers()
-        ticket.attempts += 1
-        ticket.in_a_row += 1
+        entry.attempts += 1
+        entry.in_a_row += 1
         self.counters.attempts += 1
-        self.counters.retries += ticket.attempts > 1
+        self.counters.retries += entry.attempts > 1
         self.counters.placed(chosen.node)
-        known = ticket.token_ids() if ticket.attempts > 1 else ()
+        known = entry.token_ids() if entry.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
         elif chosen.model is not None:
-            ticket.fingerprint = chosen.model.fingerprint
+            entry.fingerprint = chosen.model.fingerprint
         frame = Generate(
             request,
             seq,
             job.request_id,
             job.demand.model,
             job.messages,
-            ticket.params,
+            entry.params,
             job.created,
             chosen.output_tokens,
             job.stream,
@@ -721,8 +723,8 @@ class Dispatcher:
             known,
             job.text,
             job.ids,
-            ticket.owner,
-            ticket.fingerprint if known else "",
+            entry.owner,
+            entry.fingerprint if known else "",
             self._scopes.scope,
             self._scopes.shares(job.messages),
         )
@@ -732,26 +734,26 @@ class Dispatcher:
         )
         if known:
             self.ledger.read(request)
-        ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
-        self._live[request] = ticket
+        entry.request, entry.node, entry.node_name = request, chosen.node, chosen.name
+        self._live[request] = entry
         now = self._clock()
         self.breakers.record_attempt(chosen.node, request, now)
-        ticket.add_step(now, "resumed" if known else "sent", chosen.name)
+        entry.add_step(now, "resumed" if known else "sent", chosen.name)
         sent = False
         try:
             sent = self._send(chosen.node, frame)
         finally:
             if not sent:
-                self._leave_node(ticket)
-                ticket.refused[chosen.node] = self._heard_at(chosen.node)
-                ticket.add_step(now, "no link", chosen.name)
+                self._leave_node(entry)
+                entry.refused[chosen.node] = self._reported_at(chosen.node)
+                entry.add_step(now, "no link", chosen.name)
         return sent
 
-    def _leave_node(self, ticket: ActiveRequest) -> None:
+    def _leave_node(self, request: ActiveRequest) -> None:
         """Remove the request from its node."""
-        if ticket.node is not None:
-            self._free(ticket.node, ticket.request)
-            ticket.node = None
+        if request.node is not None:
+            self._free(request.node, request.request)
+            request.node = None
 
     def _free(self, node: NodeId, request: int) -> None:
         """End an attempt: the only place where a reservation is released."""
@@ -763,38 +765,38 @@ class Dispatcher:
                 waits.set()
         self._wake_soon(node)
 
-    def _heard_at(self, node: NodeId) -> float:
+    def _reported_at(self, node: NodeId) -> float:
         seen = self.view.node(node)
-        return -1.0 if seen is None else seen.heard_at
+        return -1.0 if seen is None else seen.reported_at
 
     # queue
 
-    def _wait(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> None:
+    def _wait(self, request: ActiveRequest, result: Placement | NoPlacement) -> None:
         """Queue a request, or end it."""
         now = self._clock()
-        ticket.in_a_row = 0
-        if ticket.deadline is None:
-            ticket.deadline = now + self._settings.queue_timeout_seconds
+        request.in_a_row = 0
+        if request.deadline is None:
+            request.deadline = now + self._settings.queue_timeout_seconds
         entry = self.queue.offer(
-            ticket,
-            ticket.job.key,
-            probable_tokens(ticket.demand),
+            request,
+            request.job.key,
+            probable_tokens(request.demand),
             now,
-            ticket.deadline,
+            request.deadline,
             len(self.view.nodes),
-            weight=ticket.owner.weight,
-            share=self.quotas.limits(ticket.job.key).waiting,
-            begun=ticket.fallen is not None,
+            weight=request.owner.weight,
+            share=self.quotas.limits(request.job.key).waiting,
+            begun=request.fallen is not None,
         )
         if isinstance(entry, Refused):
             numbers = result.refused.numbers if isinstance(result, NoPlacement) else None
-            self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
+            self._end(request, Refused(entry.code, entry.message, numbers, entry.retry_after))
             return
-        ticket.entry, ticket.queued_at = entry, now
-        ticket.add_step(now, "queued")
+        request.entry, request.queued_at = entry, now
+        request.add_step(now, "queued")
         self.counters.queue_entries += 1
-        if ticket.fallen is not None and isinstance(result, NoPlacement):
-            self._keep(ticket, result)
+        if request.fallen is not None and isinstance(result, NoPlacement):
+            self._keep(request, result)
 
     def _wake_soon(self, node: NodeId) -> None:
         """Schedule a retry of the queued requests on this node before any new frame; several changes make one retry."""
@@ -813,39 +815,41 @@ class Dispatcher:
         self._changed.clear()
         self.queue.place_waiting(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
 
-    def _attempt(self, ticket: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
+    def _attempt(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
         """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
-        result = self._judged(ticket, changed, ticket.demand)
+        result = self._judged(request, changed, request.demand)
         if isinstance(result, Placement):
-            return self._go(ticket)
-        if self._settled_by_all(ticket, result):
+            return self._go(request)
+        if self._settled_by_all(request, result):
             return True
-        if keep or ticket.fallen is not None:
-            self._keep(ticket, result)
+        if keep or request.fallen is not None:
+            self._keep(request, result)
         return False
 
-    def _go(self, ticket: ActiveRequest) -> bool:
+    def _go(self, request: ActiveRequest) -> bool:
         """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
         sent."""
-        result = self._judged(ticket, self.view, ticket.demand)
-        if not isinstance(result, Placement) or self._crowded(ticket, result.chosen):
+        result = self._judged(request, self.view, request.demand)
+        if not isinstance(result, Placement) or self._crowded(request, result.chosen):
             return False
-        if not self._start(ticket, result.chosen, result.chosen.need):
+        if not self._start(request, result.chosen, result.chosen.need):
             return False
-        self._kept(ticket, result)
-        self._left_line(ticket)
+        self._kept(request, result)
+        self._left_line(request)
         return True
 
-    def _crowded(self, ticket: ActiveRequest, chosen: Candidate) -> bool:
+    def _crowded(self, request: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
 
         This applies where many prompt tokens are ahead of it and its key asks for far more than its share. A resumed
         answer never waits for that.
         """
         model = chosen.model
-        if ticket.fallen is not None or model is None or not model.loaded:
+        if request.fallen is not None or model is None or not model.loaded:
             return False
-        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._asked.exceeds_share(ticket.job.key)
+        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._estimated_load.exceeds_share(
+            request.job.key
+        )
 
     def _scarce(self, chosen: Candidate) -> bool:
         """Return whether a request would use the last half of its node's memory for prompts and answers."""
@@ -853,31 +857,33 @@ class Dispatcher:
         loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
         return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most - loaded)
 
-    def _settled_by_all(self, ticket: ActiveRequest, part: NoPlacement) -> bool:
+    def _settled_by_all(self, request: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
         It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """
-        if part.ask is None and part.refused.code is not RefusalCode.LOAD_FAILED:
+        if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
-        whole = self._decide(ticket, self.view)
-        if isinstance(whole, Placement):
+        result = self._decide(request, self.view)
+        if isinstance(result, Placement):
             return False
-        if whole.refused.code is RefusalCode.LOAD_FAILED:
-            self._deny(ticket, whole.refused)
+        if result.refused.code is RefusalCode.LOAD_FAILED:
+            self._deny(request, result.refused)
             return True
-        if not self._ask(ticket, whole.ask):
+        if not self._send_to_decider(request, result.candidate):
             return False
-        self._left_line(ticket)
+        self._left_line(request)
         return True
 
-    def _keep(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> None:
+    def _keep(self, request: ActiveRequest, result: Placement | NoPlacement) -> None:
         """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
 
         Where a model is in the way, nothing can be held before the slice of that model has ended.
         """
-        held = self.ledger.held_on(ticket.number)
-        if held is not None and any(node.id == held and node.state == NodeState.READY for node in self.view.nodes):
+        held_node = self.ledger.node_of_hold(request.number)
+        if held_node is not None and any(
+            node.id == held_node and node.state == NodeState.READY for node in self.view.nodes
+        ):
             return
         nodes = {node.id: node for node in self.view.nodes}
         short = [
@@ -890,28 +896,28 @@ class Dispatcher:
         ]
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
-            self.ledger.hold(ticket.number, best.node, best.need)
+            self.ledger.hold(request.number, best.node, best.need)
 
-    def _left_line(self, ticket: ActiveRequest) -> None:
-        self.counters.count_queue_exit(self._clock() - ticket.queued_at)
-        self.ledger.drop_hold(ticket.number)
-        ticket.entry, ticket.swap = None, ""
+    def _left_line(self, request: ActiveRequest) -> None:
+        self.counters.count_queue_exit(self._clock() - request.queued_at)
+        self.ledger.drop_hold(request.number)
+        request.entry, request.swap = None, ""
 
     def _expire(self, now: float) -> None:
-        for ticket in self.queue.expire(now):
-            self._left_line(ticket)
-            result = self._decide(ticket, self.view)
-            waited = f" (waited {now - ticket.arrived:.0f} s in the queue)"
+        for request in self.queue.expire(now):
+            self._left_line(request)
+            result = self._decide(request, self.view)
+            waited = f" (waited {now - request.arrived:.0f} s in the queue)"
             if isinstance(result, Placement):
                 chosen = result.chosen
-                kept = self._crowded(ticket, chosen) and self._scarce(chosen)
-                if kept or not self._start(ticket, chosen, chosen.need):
+                kept = self._crowded(request, chosen) and self._scarce(chosen)
+                if kept or not self._start(request, chosen, chosen.need):
                     text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
-                    self._deny(ticket, Refused(RefusalCode.DEADLINE, text, None, 1.0))
+                    self._deny(request, Refused(RefusalCode.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused
             self._deny(
-                ticket,
+                request,
                 Refused(refused.code, refused.message + waited, refused.numbers, refused.retry_after, refused.node),
             )
 
@@ -923,18 +929,18 @@ class Dispatcher:
             return
         entries = sorted(self.queue.entries(), key=lambda entry: entry.item.arrived)
         queued = [entry.item for entry in entries]
-        picture = swap_input(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
-        plan = self._swaps.step(picture, now)
+        snapshot = swap_input(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
+        plan = self._swaps.step(snapshot, now)
         for action in plan.actions:
             turn = action.turn
             if isinstance(action, EndTurn):
                 self._end_turn(action)
             elif isinstance(action, BeginTurn):
                 self.ledger.turns[turn.node] = turn
-                held = self.ledger.holder(turn.node)
-                if held is not None:
-                    self.ledger.drop_hold(held)
-                self.ledger.hold(turn.ticket, turn.node, action.hold)
+                holder = self.ledger.holder(turn.node)
+                if holder is not None:
+                    self.ledger.drop_hold(holder)
+                self.ledger.hold(turn.request, turn.node, action.hold)
             else:
                 self._take_turn(action)
         for entry in entries:
@@ -943,44 +949,44 @@ class Dispatcher:
     def _end_turn(self, ended: EndTurn) -> None:
         turn = self.ledger.turns.pop(ended.turn.node)
         self.counters.swapped(done=not ended.why)
-        self.ledger.drop_hold(turn.ticket)
+        self.ledger.drop_hold(turn.request)
         self._wake_soon(turn.node)
 
-    def _take_turn(self, ask: SendRequest) -> None:
+    def _take_turn(self, action: SendRequest) -> None:
         """Send the request for which a node has unloaded models."""
-        ticket = self._open[ask.turn.ticket]
-        entry = ticket.entry
-        if entry is not None and self._start(ticket, ask.candidate, ask.candidate.need):
-            self.ledger.turns[ask.turn.node] = ask.turn
+        request = self._open[action.turn.request]
+        entry = request.entry
+        if entry is not None and self._start(request, action.candidate, action.candidate.need):
+            self.ledger.turns[action.turn.node] = action.turn
             self.queue.remove(entry)
-            self._left_line(ticket)
+            self._left_line(request)
 
     def _wait_for_swap(
         self, entry: QueuedRequest[ActiveRequest], waits: Mapping[str, SwapTurn | None], now: float
     ) -> None:
         """Extend the deadline of a request while it waits for a swap, and record the swap."""
-        ticket, model = entry.item, entry.item.demand.model
-        if ticket.entry is not entry:
+        request, model = entry.item, entry.item.demand.model
+        if request.entry is not entry:
             return
         if model not in waits:
-            ticket.swap = ""
+            request.swap = ""
             return
         turn = waits[model]
         swap = f"{SWAP}: no node can unload a model for it yet"
         if turn is not None:
             swap = f"{SWAP} on {turn.name} ({turn.models})"
-        if swap != ticket.swap:
-            ticket.swap = swap
+        if swap != request.swap:
+            request.swap = swap
             if turn is None:
-                ticket.add_step(now, swap)
+                request.add_step(now, swap)
             else:
-                ticket.add_step(now, f"{SWAP}: {turn.models}", turn.name)
-        later = min(ticket.arrived + self._settings.swap_timeout_seconds, now + self._settings.queue_timeout_seconds)
-        entry.deadline = ticket.deadline = max(entry.deadline, later)
+                request.add_step(now, f"{SWAP}: {turn.models}", turn.name)
+        later = min(request.arrived + self._settings.swap_timeout_seconds, now + self._settings.queue_timeout_seconds)
+        entry.deadline = request.deadline = max(entry.deadline, later)
 
-    def _judge_at(self, ticket: ActiveRequest, node: NodeView) -> Candidate:
-        trials = self._one_model(ticket.trials(), ticket.demand.model)
-        return consider(node, ticket.demand, self.ledger, self._clock(), self._corrections, trials, ticket.warm)
+    def _judge_at(self, request: ActiveRequest, node: NodeView) -> Candidate:
+        trials = self._one_model(request.trials(), request.demand.model)
+        return consider(node, request.demand, self.ledger, self._clock(), self._corrections, trials, request.warm)
 
     # frames about requests
 
@@ -989,133 +995,133 @@ class Dispatcher:
         touched: list[ActiveRequest] = []
         tokens = 0
         for delta in frame.deltas:
-            ticket = live.get(delta.request)
-            if ticket is None or ticket.node != node:
+            request = live.get(delta.request)
+            if request is None or request.node != node:
                 continue
-            if ticket.first_at is None:
-                self._first(ticket, node)
+            if request.first_at is None:
+                self._first(request, node)
             tokens += len(delta.ids)
-            if ticket.add(delta):
-                touched.append(ticket)
-            if ticket.held > self._slow_bytes:
-                self._too_much(ticket)
+            if request.add(delta):
+                touched.append(request)
+            if request.buffered > self._slow_bytes:
+                self._too_much(request)
         if tokens:
             self.counters.node(node).generated_tokens += tokens
         if touched:
             first = touched[0]
             self.counters.stepped(node, first.demand.model, first.number, len(touched), self._clock())
-        for ticket in touched:
-            ticket.flush()
+        for request in touched:
+            request.flush()
 
-    def _first(self, ticket: ActiveRequest, node: NodeId) -> None:
+    def _first(self, request: ActiveRequest, node: NodeId) -> None:
         now = self._clock()
-        ticket.first_at = now
-        ticket.add_step(now, "first token", ticket.node_name)
-        self.ledger.admitted(ticket.request)
-        self.ledger.read(ticket.request)
-        self.counters.first(node, ticket.demand.model, ticket.read[0], now - ticket.arrived)
+        request.first_at = now
+        request.add_step(now, "first token", request.node_name)
+        self.ledger.admitted(request.request)
+        self.ledger.read(request.request)
+        self.counters.first(node, request.demand.model, request.read[0], now - request.arrived)
 
-    def _admitted(self, ticket: ActiveRequest, frame: Admitted) -> None:
+    def _admitted(self, request: ActiveRequest, frame: Admitted) -> None:
         self.ledger.admitted(frame.request)
-        ticket.deadline = None
-        prompt = min(frame.prompt_tokens, most_prompt(ticket))
+        request.deadline = None
+        prompt = min(frame.prompt_tokens, most_prompt(request))
         cached = min(frame.cached_tokens, prompt)
-        ticket.demand = _counted(ticket.demand, prompt)
-        ticket.read = prompt, cached
-        if ticket.chain is not None and ticket.node is not None:
-            self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, prompt, cached)
+        request.demand = _counted(request.demand, prompt)
+        request.read = prompt, cached
+        if request.chain is not None and request.node is not None:
+            self.affinity.read(request.chain, request.node, frame.prompt_hash, prompt, cached)
 
-    def _finished(self, ticket: ActiveRequest, frame: Finished) -> None:
-        if ticket.node is not None:
-            self.breakers.record_success(ticket.node, frame.request)
-        frame = credible(ticket, frame)
+    def _finished(self, request: ActiveRequest, frame: Finished) -> None:
+        if request.node is not None:
+            self.breakers.record_success(request.node, frame.request)
+        frame = bounded_usage(request, frame)
         counters = self.counters
         counters.prompt_tokens += frame.prompt_tokens
         counters.cached_tokens += frame.cached_tokens
         counters.completion_tokens += frame.completion_tokens
-        self._end(ticket, frame)
+        self._end(request, frame)
 
-    def _refused(self, ticket: ActiveRequest, node: NodeId, frame: Refusal) -> None:
+    def _refused(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
         refused = frame.refused
         self.counters.refused(refused.code.value)
-        ticket.add_step(self._clock(), f"refused: {refused.code}", ticket.node_name)
-        self._leave_node(ticket)
+        request.add_step(self._clock(), f"refused: {refused.code}", request.node_name)
+        self._leave_node(request)
         if refused.code in FINAL and refused.code not in ELSEWHERE:
-            self._deny(ticket, refused)
+            self._deny(request, refused)
             return
         if frame.prompt_tokens is not None:
-            ticket.demand = _counted(ticket.demand, min(frame.prompt_tokens, most_prompt(ticket)))
+            request.demand = _counted(request.demand, min(frame.prompt_tokens, most_prompt(request)))
         if refused.final:
-            ticket.never[node] = refused
-        heard_at = self._heard_at(node)
-        ticket.refused[node] = heard_at
+            request.never[node] = refused
+        reported_at = self._reported_at(node)
+        request.refused[node] = reported_at
         if refused.code is RefusalCode.NO_ROOM and refused.numbers is not None and refused.numbers.headroom is not None:
-            self._corrections[node] = HeadroomCorrection(heard_at, refused.numbers.headroom)
-        self._place(ticket)
+            self._corrections[node] = HeadroomCorrection(reported_at, refused.numbers.headroom)
+        self._place(request)
 
     # ends
 
-    def _cancel(self, ticket: ActiveRequest) -> None:
-        if ticket.node is not None:
-            self._send(ticket.node, Cancel(ticket.request))
+    def _cancel(self, request: ActiveRequest) -> None:
+        if request.node is not None:
+            self._send(request.node, Cancel(request.request))
 
-    def _deny(self, ticket: ActiveRequest, refused: Refused) -> None:
+    def _deny(self, request: ActiveRequest, refused: Refused) -> None:
         """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
-        fallen = ticket.fallen
-        if refused.code is RefusalCode.NO_MODEL and self.quotas.limits(ticket.job.key).models:
+        fallen = request.fallen
+        if refused.code is RefusalCode.NO_MODEL and self.quotas.limits(request.job.key).models:
             # the message names similar models, which the key may not use
-            refused = replace(refused, message=f"no node serves the model {ticket.demand.model[:256]!r}")
-        if fallen is None or not ticket.begun:
-            self._end(ticket, refused)
+            refused = replace(refused, message=f"no node serves the model {request.demand.model[:256]!r}")
+        if fallen is None or not request.begun:
+            self._end(request, refused)
         else:
             self._end(
-                ticket,
+                request,
                 RequestFailure(
                     fallen.code, f"{fallen.message}; no other node can resume the answer: {refused.message}"
                 ),
             )
 
-    def _end(self, ticket: ActiveRequest, outcome: Outcome) -> None:
+    def _end(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Remove a request from its place and notify its reader: the only way to end."""
-        if ticket.outcome is not None:
+        if request.outcome is not None:
             return
-        if ticket.entry is not None:
-            self.queue.remove(ticket.entry)
-            self._left_line(ticket)
+        if request.entry is not None:
+            self.queue.remove(request.entry)
+            self._left_line(request)
             for node in self.ledger.turns:
                 self._wake_soon(node)
-        self._leave_node(ticket)
-        self._endings.ended(ticket, outcome, self._model_of(ticket), self.quotas, self._clock())
-        ticket.end(outcome)
+        self._leave_node(request)
+        self._endings.ended(request, outcome, self._model_of(request), self.quotas, self._clock())
+        request.end(outcome)
 
-    def _model_of(self, ticket: ActiveRequest) -> str:
+    def _model_of(self, request: ActiveRequest) -> str:
         """Return the model name for a request's counters; empty for a name that no member has.
 
         An invented name must not add a row to the database.
         """
-        model = ticket.job.demand.model
-        known = ticket.attempts or any(model in node.models for node in self.view.nodes)
+        model = request.job.demand.model
+        known = request.attempts or any(model in node.models for node in self.view.nodes)
         return model if known else ""
 
-    def _too_much(self, ticket: ActiveRequest) -> None:
-        if isinstance(ticket, StreamingRequest):
-            self._stuck(ticket)
-        elif ticket.held > MAX_ANSWER_CHARS:
-            self._cancel(ticket)
+    def _too_much(self, request: ActiveRequest) -> None:
+        if isinstance(request, StreamingRequest):
+            self._stuck(request)
+        elif request.buffered > MAX_ANSWER_CHARS:
+            self._cancel(request)
             self._end(
-                ticket,
+                request,
                 RequestFailure(
                     FailureCode.ANSWER_TOO_LONG,
                     f"the answer is longer than {MAX_ANSWER_CHARS} characters: use stream or lower max_tokens",
                 ),
             )
 
-    def _stuck(self, ticket: StreamingRequest) -> None:
+    def _stuck(self, request: StreamingRequest) -> None:
         """End a stream whose reader does not read."""
         self.counters.slow_clients += 1
-        self._cancel(ticket)
-        ticket.drop()
-        self._end(ticket, SLOW)
+        self._cancel(request)
+        request.drop()
+        self._end(request, SLOW)
 
     # time
 
@@ -1134,10 +1140,10 @@ class Dispatcher:
         self._expire(now)
         self._leave_silent(now)
         self._relieve(now)
-        for ticket in list(self._open.values()):
-            ticket.discard_excess()
-            if isinstance(ticket, StreamingRequest):
-                self._look_after(ticket)
+        for request in list(self._open.values()):
+            request.discard_excess()
+            if isinstance(request, StreamingRequest):
+                self._look_after(request)
         self._arm()
 
     def _leave_silent(self, now: float) -> None:
@@ -1146,11 +1152,11 @@ class Dispatcher:
         A migration starts at the second check only. After a stall of this event loop, the waiting socket data is
         processed first.
         """
-        silent = {node.id: node.heard_at for node in self.view.nodes if node.state == NodeState.SUSPECT}
-        for node, heard_at in silent.items():
+        silent = {node.id: node.reported_at for node in self.view.nodes if node.state == NodeState.SUSPECT}
+        for node, reported_at in silent.items():
             if self._silent.setdefault(node, now) < now:
-                for ticket in self._on(node):
-                    self._moved(ticket, now - heard_at)
+                for request in self._on(node):
+                    self._moved(request, now - reported_at)
         for node in self._silent.keys() - silent:
             del self._silent[node]
 
@@ -1161,33 +1167,33 @@ class Dispatcher:
             return
         view, judged = self._seen(self.view, now), 0
         nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.idle_nodes(view, self.ledger)
-        for ticket in waiting:
-            node = None if ticket.node is None else nodes.get(ticket.node)
-            others = helpers.get(ticket.demand.model)
+        for request in waiting:
+            node = None if request.node is None else nodes.get(request.node)
+            others = helpers.get(request.demand.model)
             if node is None or others is None or others.node(node.id) is not None:
                 continue
-            here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
+            here = consider(node, request.demand, self.ledger, now, self._corrections, FIRST, request.warm)
             if work_stealing.queue_wait(here) > work_stealing.MIN_GAIN_SECONDS and judged < work_stealing.MAX_JUDGED:
-                self._moved_to(others, ticket, lambda there, here=here: work_stealing.is_worth_moving(here, there))
+                self._moved_to(others, request, lambda there, here=here: work_stealing.is_worth_moving(here, there))
                 judged += 1
 
-    def _look_after(self, ticket: StreamingRequest) -> None:
-        if ticket.takes != ticket.seen_takes:
-            ticket.seen_takes, ticket.still = ticket.takes, 0.0
+    def _look_after(self, request: StreamingRequest) -> None:
+        if request.takes != request.seen_takes:
+            request.seen_takes, request.still = request.takes, 0.0
             return
-        if ticket.node is None and ticket.outcome is None and not ticket.opened and not ticket.swap:
-            ticket.still = 0.0  # queued, and a clean 503 is still possible
+        if request.node is None and request.outcome is None and not request.opened and not request.swap:
+            request.still = 0.0  # queued, and a clean 503 is still possible
             return
-        ticket.still += self._interval
-        if ticket.blocked and ticket.opened:
-            if ticket.still >= self._settings.slow_client_seconds:
-                self._stuck(ticket)
-        elif ticket.still >= self._settings.keepalive_seconds:
-            ticket.nudged = True
-            ticket.flush()
+        request.still += self._interval
+        if request.blocked and request.opened:
+            if request.still >= self._settings.slow_client_seconds:
+                self._stuck(request)
+        elif request.still >= self._settings.keepalive_seconds:
+            request.keepalive_due = True
+            request.flush()
 
 
-def _nobody_told(_: ActiveRequest, __: str) -> None:
+def _ignore_failure(_: ActiveRequest, __: str) -> None:
     return
 
 

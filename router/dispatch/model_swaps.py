@@ -63,7 +63,7 @@ MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
     """Request that uses a model on a node. `ticket` is the number of the request."""
 
-    ticket: int
+    request: int
     owner: WeightedKey
     seconds: float
     """Expected remaining seconds."""
@@ -72,7 +72,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
     """Queued request with the arithmetic of the nodes that serve its model. `ticket` is the number of the request."""
 
-    ticket: int
+    request: int
     owner: WeightedKey
     model: str
     since: float
@@ -150,12 +150,12 @@ class SwapPlanner:
                 else:
                     self._came.pop((node.id, model.name), None)
 
-    def step(self, picture: SwapInput, now: float) -> SwapPlan:
+    def step(self, snapshot: SwapInput, now: float) -> SwapPlan:
         """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap."""
         actions: list[Action] = []
-        turns = dict(picture.turns)
-        for turn in picture.turns.values():
-            followed = self._follow(turn, picture, now)
+        turns = dict(snapshot.turns)
+        for turn in snapshot.turns.values():
+            followed = self._follow(turn, snapshot, now)
             if isinstance(followed, EndTurn):
                 del turns[turn.node]
             else:
@@ -163,80 +163,80 @@ class SwapPlanner:
             if isinstance(followed, EndTurn) or followed.turn != turn:
                 actions.append(followed)
         waits: dict[str, SwapTurn | None] = {turn.model: turn for turn in turns.values()}
-        for one in picture.waiting:
+        for one in snapshot.waiting:
             if waits.get(one.model) is not None:
                 continue
-            options = _options(one, picture, turns)
+            options = _options(one, snapshot, turns)
             if options is None:
                 continue
             waits[one.model] = None
-            begun = self._begin(one, options, picture, now)
+            begun = self._begin(one, options, snapshot, now)
             if begun is not None:
                 turns[begun.turn.node] = waits[one.model] = begun.turn
                 actions.append(begun)
         for turn in turns.values():
-            candidate = _ready(turn, picture)
+            candidate = _ready(turn, snapshot)
             if candidate is not None:
-                actions.append(SendRequest(msgspec.structs.replace(turn, asked_at=now), candidate))
+                actions.append(SendRequest(msgspec.structs.replace(turn, sent_at=now), candidate))
         return SwapPlan(tuple(actions), waits)
 
-    def _follow(self, turn: SwapTurn, picture: SwapInput, now: float) -> BeginTurn | EndTurn:
+    def _follow(self, turn: SwapTurn, snapshot: SwapInput, now: float) -> BeginTurn | EndTurn:
         """Return the turn with its current request, or its end."""
-        node = picture.nodes.get(turn.node)
+        node = snapshot.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
         if node is None or model is None or unavailable_reason(node, now)[0]:
             return EndTurn(turn, "the node is unavailable")
         if now - turn.began > self._longest:
             self._came.update({(turn.node, name): now for name in turn.leaving})
             return EndTurn(turn, f"the models were in use for {self._longest:.0f} s")
-        if turn.asked_at is not None:
-            if (model.loaded or model.loading) and node.heard_at > turn.asked_at:
+        if turn.sent_at is not None:
+            if (model.loaded or model.loading) and node.reported_at > turn.sent_at:
                 return EndTurn(turn)
-            if any(use.ticket == turn.ticket for use in picture.running.get(node.id, {}).get(turn.model, ())):
+            if any(use.request == turn.request for use in snapshot.running.get(node.id, {}).get(turn.model, ())):
                 return BeginTurn(turn, 0)
-        for one in picture.waiting:
+        for one in snapshot.waiting:
             candidate = _at(one, node.id)
-            if one.model != turn.model or candidate is None or _needs_none(one, picture, picture.turns):
+            if one.model != turn.model or candidate is None or _needs_none(one, snapshot, snapshot.turns):
                 continue
             if _spare(node, candidate, turn.leaving) >= candidate.need:
-                changed = msgspec.structs.replace(turn, ticket=one.ticket, asked_at=None)
+                changed = msgspec.structs.replace(turn, request=one.request, sent_at=None)
                 return BeginTurn(changed, _hold(node, candidate, turn.leaving))
         return EndTurn(turn, "no request needs it any more")
 
     def _begin(
-        self, one: SwapCandidate, options: Sequence["_Option"], picture: SwapInput, now: float
+        self, one: SwapCandidate, options: Sequence["_Option"], snapshot: SwapInput, now: float
     ) -> BeginTurn | None:
         """Return the turn that a request gets now, if one is allowed."""
-        allowed = [option for option in options if self._allowed(one, option, picture, now)]
+        allowed = [option for option in options if self._allowed(one, option, snapshot, now)]
         if not allowed:
             return None
         best = min(allowed, key=lambda option: option.cost)
-        turn = SwapTurn(best.node.id, best.node.name, one.model, best.leaving, one.ticket, now)
+        turn = SwapTurn(best.node.id, best.node.name, one.model, best.leaving, one.request, now)
         return BeginTurn(turn, _hold(best.node, best.candidate, best.leaving))
 
-    def _allowed(self, one: SwapCandidate, option: "_Option", picture: SwapInput, now: float) -> bool:
+    def _allowed(self, one: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
         """Return whether the models in use may be unloaded from a node for a request now."""
         if not option.busy:
             return True
         if now - one.since < SWAP_AFTER_SECONDS or not all(
-            self._served(name, one, option, picture, now) for name in option.busy
+            self._served(name, one, option, snapshot, now) for name in option.busy
         ):
             return False
-        older = (other for other in picture.waiting if other.since < one.since and other.model in option.busy)
+        older = (other for other in snapshot.waiting if other.since < one.since and other.model in option.busy)
         return not any(_at(other, option.node.id) for other in older)
 
-    def _served(self, name: str, one: SwapCandidate, option: "_Option", picture: SwapInput, now: float) -> bool:
+    def _served(self, name: str, one: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
         """Return whether the slice of a model on a node has ended."""
         came = self._came.get((option.node.id, name))
-        return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, picture)
+        return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, snapshot)
 
-    def slice_seconds(self, name: str, coming: str, node: NodeView, picture: SwapInput) -> float:
+    def slice_seconds(self, name: str, coming: str, node: NodeView, snapshot: SwapInput) -> float:
         """Return the minimum seconds that the model `name` stays on a node while requests for the model `coming`
         wait."""
         load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
-        mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
-        mine |= picture.keys.get(name, {})
-        ratio = sum(mine.values()) / max(1, sum(picture.keys.get(coming, {}).values()))
+        mine = {use.owner.name: use.owner.weight for use in snapshot.running.get(node.id, {}).get(name, ())}
+        mine |= snapshot.keys.get(name, {})
+        ratio = sum(mine.values()) / max(1, sum(snapshot.keys.get(coming, {}).values()))
         return min(
             self._longest / WAIT_SLICES,
             (MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * load) * min(MAX_SLICE_KEYS, max(1.0, ratio)),
@@ -259,41 +259,41 @@ def fits_beside(node: NodeView, candidate: Candidate) -> bool:
     return _spare(node, candidate, frozenset()) >= candidate.need
 
 
-def _needs_none(one: SwapCandidate, picture: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
+def _needs_none(one: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
     """Return whether a request needs no swap.
 
     It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
     """
     for candidate in one.candidates:
-        node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
+        node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
         if not candidate.why:
             return True
         if candidate.code is RefusalCode.NO_ROOM and (turn is None or turn.model == one.model):
-            coming = candidate.weights and picture.running.get(node.id, {}).get(one.model)
+            coming = candidate.weights and snapshot.running.get(node.id, {}).get(one.model)
             if coming or fits_beside(node, candidate):
                 return True
     return False
 
 
-def _options(one: SwapCandidate, picture: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> "list[_Option] | None":
+def _options(one: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> "list[_Option] | None":
     """Return the nodes that could swap for a request; None if it waits for no swap."""
-    if _needs_none(one, picture, turns):
+    if _needs_none(one, snapshot, turns):
         return None
     options: list[_Option] = []
     turned = False
     for candidate in one.candidates:
-        node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
+        node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
         if candidate.code is not RefusalCode.NO_ROOM:
             continue
         if turn is not None:
             turned = True
             continue
-        running = picture.running.get(node.id, {})
+        running = snapshot.running.get(node.id, {})
         leaving = _in_the_way(node, candidate, running)
         if leaving is not None:
             busy = frozenset(name for name in leaving if running.get(name) or node.models[name].loading)
             seconds = max((use.seconds for name in busy for use in running.get(name, ())), default=0.0)
-            cost = _sole(node, busy, picture), seconds + node.models[one.model].load_seconds
+            cost = _sole(node, busy, snapshot), seconds + node.models[one.model].load_seconds
             options.append(_Option(node, candidate, leaving, busy, cost))
     return options if options or turned else None
 
@@ -339,15 +339,15 @@ def _in_the_way(
     return frozenset(taken)
 
 
-def _sole(node: NodeView, busy: frozenset[str], picture: SwapInput) -> int:
+def _sole(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
     """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(
-            other.models[name].loaded for other in picture.nodes.values() if other is not node and name in other.models
+            other.models[name].loaded for other in snapshot.nodes.values() if other is not node and name in other.models
         ):
-            keys |= {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
-            keys |= picture.keys.get(name, {})
+            keys |= {use.owner.name: use.owner.weight for use in snapshot.running.get(node.id, {}).get(name, ())}
+            keys |= snapshot.keys.get(name, {})
     return sum(keys.values())
 
 
@@ -362,12 +362,12 @@ def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
     return max(0, candidate.need - gives)
 
 
-def _ready(turn: SwapTurn, picture: SwapInput) -> Candidate | None:
+def _ready(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
     """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
-    one = next((one for one in picture.waiting if one.ticket == turn.ticket), None)
-    if turn.asked_at is not None or one is None:
+    one = next((one for one in snapshot.waiting if one.request == turn.request), None)
+    if turn.sent_at is not None or one is None:
         return None
-    node, running = picture.nodes[turn.node], picture.running.get(turn.node, {})
+    node, running = snapshot.nodes[turn.node], snapshot.running.get(turn.node, {})
     candidate = _at(one, turn.node)
     if candidate is None or turn.node in one.refused:
         return None
@@ -376,8 +376,8 @@ def _ready(turn: SwapTurn, picture: SwapInput) -> Candidate | None:
         for model in node.models.values()
         if model.loaded and not model.pinned and model.name != turn.model and not running.get(model.name)
     )
-    room = candidate.headroom
-    return candidate if room is not None and room + idle >= candidate.need else None
+    headroom = candidate.headroom
+    return candidate if headroom is not None and headroom + idle >= candidate.need else None
 
 
 def swap_input(
@@ -397,23 +397,23 @@ def swap_input(
     keys: dict[str, dict[str, int]] = {}
     looks: dict[str, int] = {}
     waiting: list[SwapCandidate] = []
-    for ticket in queued:
-        model, owner = ticket.demand.model, ticket.owner
+    for request in queued:
+        model, owner = request.demand.model, request.owner
         keys.setdefault(model, {})[owner.name] = owner.weight
         looks[model] = looks.get(model, 0) + 1
         if looks[model] <= MAX_REQUESTS_EXAMINED:
             if model not in served:
                 serving = [node for node in view.nodes if model in node.models]
                 served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
-            candidates = tuple(judge(ticket, node) for node in served[model])
-            refused = frozenset(node.id for node in served[model] if ticket.refused.get(node.id) == node.heard_at)
-            waiting.append(SwapCandidate(ticket.number, owner, model, ticket.arrived, candidates, refused))
+            candidates = tuple(judge(request, node) for node in served[model])
+            refused = frozenset(node.id for node in served[model] if request.refused.get(node.id) == node.reported_at)
+            waiting.append(SwapCandidate(request.number, owner, model, request.arrived, candidates, refused))
     running: dict[NodeId, dict[str, list[ModelUse]]] = {}
-    for ticket in live:
-        node = None if ticket.node is None else nodes.get(ticket.node)
+    for request in live:
+        node = None if request.node is None else nodes.get(request.node)
         if node is not None:
-            use = ModelUse(ticket.number, ticket.owner, _seconds_left(ticket, node, ledger))
-            running.setdefault(node.id, {}).setdefault(ticket.demand.model, []).append(use)
+            use = ModelUse(request.number, request.owner, _seconds_left(request, node, ledger))
+            running.setdefault(node.id, {}).setdefault(request.demand.model, []).append(use)
     return SwapInput(nodes, waiting, keys, running, ledger.turns)
 
 
@@ -423,12 +423,12 @@ def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, 
     return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
 
 
-def _seconds_left(ticket: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
+def _seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
     """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
-    model, account = node.models.get(ticket.demand.model), ledger.account(node.id)
+    model, account = node.models.get(request.demand.model), ledger.account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0
-    expected = ticket.demand.output_on(model, ticket.demand.tokens_on(model))
-    answer = max(expected - ticket.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
-    unread = account.unread.get(ticket.request)
+    expected = request.demand.output_on(model, request.demand.tokens_on(model))
+    answer = max(expected - request.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
+    unread = account.unread.get(request.request)
     return answer + (0.0 if unread is None else unread.seconds)

@@ -29,51 +29,51 @@ K = TypeVar("K", bound=ActiveRequest)
 class MergedAnswer(Generic[K]):
     """Base of the streamed and the whole answer of several requests, one for each prompt."""
 
-    def __init__(self, tickets: Sequence[K]) -> None:
-        first = tickets[0]
-        self._tickets = tickets
+    def __init__(self, requests: Sequence[K]) -> None:
+        first = requests[0]
+        self._requests = requests
         self._waiter: asyncio.Future[None] | None = None
         self._choices = first.job.params.n
         self.sink: Callable[[], None] | None = None
-        params = replace(first.job.params, n=len(tickets) * self._choices)
+        params = replace(first.job.params, n=len(requests) * self._choices)
         self.job: RequestSpec = replace(first.job, params=params)
-        for ticket in tickets:
-            ticket.sink = self._flow
+        for request in requests:
+            request.sink = self._flow
 
     @property
     def demand(self) -> ResourceDemand:
         """Demand of the first request, for the parts that all requests share."""
-        return self._tickets[0].demand
+        return self._requests[0].demand
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the first request's model."""
-        return self._tickets[0].fingerprint
+        return self._requests[0].fingerprint
 
     @property
     def rates(self) -> tuple[RateState, ...]:
         """Rate state of the key after the last request."""
-        return self._tickets[-1].rates
+        return self._requests[-1].rates
 
     @property
     def node_name(self) -> str:
         """Names of the nodes in order, without duplicates."""
-        return ",".join(dict.fromkeys(ticket.node_name for ticket in self._tickets if ticket.node_name))
+        return ",".join(dict.fromkeys(request.node_name for request in self._requests if request.node_name))
 
     @property
     def waits_for(self) -> str:
         """Reason of a wait, for the client; empty when there is none."""
-        return next((ticket.waits_for for ticket in self._tickets if ticket.waits_for), "")
+        return next((request.waits_for for request in self._requests if request.waits_for), "")
 
     @property
     def attempts(self) -> int:
         """Number of attempts of all requests."""
-        return sum(ticket.attempts for ticket in self._tickets)
+        return sum(request.attempts for request in self._requests)
 
     @property
     def outcome(self) -> Outcome | None:
         """Combined outcome of all requests, or the outcome of the first failed request; None while neither exists."""
-        ends = [ticket.outcome for ticket in self._tickets]
+        ends = [request.outcome for request in self._requests]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
             return failed
@@ -98,37 +98,37 @@ class MergedStream(MergedAnswer[StreamingRequest]):
     @property
     def opened(self) -> bool:
         """Whether the stream to the client has begun. A refusal can then no longer be a plain answer."""
-        return self._tickets[0].opened
+        return self._requests[0].opened
 
     @opened.setter
     def opened(self, opened: bool) -> None:
-        for ticket in self._tickets:
-            ticket.opened = opened
+        for request in self._requests:
+            request.opened = opened
 
     @property
     def blocked(self) -> bool:
         """Whether the transport to the client is full."""
-        return self._tickets[0].blocked
+        return self._requests[0].blocked
 
     @blocked.setter
     def blocked(self, blocked: bool) -> None:
-        for ticket in self._tickets:
-            ticket.blocked = blocked
+        for request in self._requests:
+            request.blocked = blocked
 
     @property
-    def nudged(self) -> bool:
+    def keepalive_due(self) -> bool:
         """Whether a keep-alive is due."""
-        return any(ticket.nudged for ticket in self._tickets)
+        return any(request.keepalive_due for request in self._requests)
 
     @property
     def pending(self) -> bool:
         """Whether any request holds deltas."""
-        return any(ticket.pending for ticket in self._tickets)
+        return any(request.pending for request in self._requests)
 
     @property
     def ready(self) -> bool:
         """Whether a request has deltas, its end or a keep-alive to send."""
-        return any(ticket.ready and (ticket.pending or ticket.nudged) for ticket in self._tickets) or (
+        return any(request.ready and (request.pending or request.keepalive_due) for request in self._requests) or (
             self.outcome is not None
         )
 
@@ -136,11 +136,11 @@ class MergedStream(MergedAnswer[StreamingRequest]):
         """Return pending deltas of all requests with consecutive choice numbers. Deltas of an unknown choice are left
         out."""
         taken: list[Delta] = []
-        for at, ticket in enumerate(self._tickets):
+        for at, request in enumerate(self._requests):
             base = at * self._choices
             taken += (
                 replace(delta, choice=base + delta.choice)
-                for delta in ticket.take()
+                for delta in request.take()
                 if 0 <= delta.choice < self._choices
             )
         return taken
@@ -157,7 +157,7 @@ class MergedResponse(MergedAnswer[BufferedRequest]):
 
     def answer(self) -> CompleteAnswer:
         """Return the whole answer with consecutive choice numbers."""
-        answers = [ticket.answer() for ticket in self._tickets]
+        answers = [request.answer() for request in self._requests]
         texts = {
             (at * self._choices + choice, channel): text
             for at, answer in enumerate(answers)
@@ -184,5 +184,5 @@ def _sum(ends: Sequence[Finished], choices: int) -> Finished:
         sum(end.cached_tokens for end in ends),
         ends[0].timings,
         stops=tuple(stop for end in ends for stop in each(end.stops, "")),
-        thought=sum(end.thought for end in ends),
+        reasoning_tokens=sum(end.reasoning_tokens for end in ends),
     )

@@ -89,17 +89,17 @@ class NodeCommands:
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
-    async def count(self, node: NodeId, name: str, asked: CountTokens) -> Ended:
+    async def count(self, node: NodeId, name: str, request: CountTokens) -> Ended:
         """Send a prompt to a node for counting and wait for the result. The request number of `asked` is replaced.
 
         Without a link, or with too many open counts of the key or of all keys, the result is a refusal.
         """
-        number, key = self._number(), asked.owner.name
+        number, key = self._number(), request.owner.name
         mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
         if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} token counts of this API key are open, which is the limit: wait for one to end"
             return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
-        return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
+        return await self._carried(replace(request, request=number), number, node, name, request.model, key)
 
     async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
         if self._closed:

@@ -94,21 +94,21 @@ class ActiveRequest:
 
     __slots__ = (
         "arrived",
-        "asked",
         "attempts",
         "begun",
+        "buffered",
         "chain",
         "charged",
         "crashes",
         "deadline",
         "demand",
         "entry",
+        "estimated_tokens",
         "fallen",
         "fingerprint",
         "first_at",
         "forgotten",
-        "heard",
-        "held",
+        "generated_ids",
         "in_a_row",
         "job",
         "losses",
@@ -164,7 +164,7 @@ class ActiveRequest:
         self.first_at: float | None = None
         # token ids of each choice and their model, for a resume on another node
         self.params = job.params
-        self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
+        self.generated_ids: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
         self.fingerprint = ""
         # usage for any outcome: prompt tokens, cached tokens among them, and the number of discarded ids
         self.read: tuple[int, int] = (0, 0)
@@ -172,9 +172,9 @@ class ActiveRequest:
         # reader
         self.opened = False
         self.begun = False
-        self.held = 0
+        self.buffered = 0
         self.charged: int | None = None
-        self.asked = 0
+        self.estimated_tokens = 0
         self.steps: list[tuple[float, str, str]] = []
         self.rates: tuple[RateState, ...] = ()
 
@@ -201,12 +201,12 @@ class ActiveRequest:
     @property
     def written(self) -> int:
         """Number of received tokens of the longest choice; 0 after the stored token ids were discarded."""
-        return max(map(len, self.heard), default=0)
+        return max(map(len, self.generated_ids), default=0)
 
     @property
     def wrote(self) -> int:
         """Number of generated tokens received, of all choices together."""
-        return self.forgotten + sum(map(len, self.heard))
+        return self.forgotten + sum(map(len, self.generated_ids))
 
     @property
     def resumable(self) -> bool:
@@ -215,20 +215,20 @@ class ActiveRequest:
 
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
         """Return the received token ids of each choice; empty before the first token, or if they were discarded."""
-        return tuple(map(tuple, self.heard)) if self.written else ()
+        return tuple(map(tuple, self.generated_ids)) if self.written else ()
 
     def record_ids(self, delta: Delta) -> None:
         """Store the token ids of a delta. An unknown choice discards all ids, and the answer can no longer be
         resumed."""
         try:
-            self.heard[delta.choice] += delta.ids
+            self.generated_ids[delta.choice] += delta.ids
         except IndexError:
             self.forget_ids(delta)
 
     def forget_ids(self, delta: Delta | None = None) -> None:
         """Discard the stored token ids and keep only their number."""
         self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
-        self.heard = []
+        self.generated_ids = []
 
     def discard_excess(self) -> None:
         """Discard the token ids if the node sent more tokens than requested, because such a node is not credible."""
@@ -242,7 +242,7 @@ class ActiveRequest:
     def discard(self) -> None:
         """Discard the answer, of which the client has received nothing, before a restart."""
         self.forgotten = 0
-        self.heard = [[] for _ in range(max(1, self.params.n))]
+        self.generated_ids = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
         """Notify the reader: call the sink, or wake a waiting reader."""
@@ -271,13 +271,13 @@ class StreamingRequest(ActiveRequest):
     """Request with a streamed answer. `held` is the cost in bytes of the deltas that arrived while the reader was
     `blocked`."""
 
-    __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
+    __slots__ = ("blocked", "keepalive_due", "pending", "seen_takes", "still", "takes")
 
     def __init__(self, job: RequestSpec, owner: WeightedKey, number: int, now: float) -> None:
         super().__init__(job, owner, number, now)
         self.pending: list[Delta] = []
         self.blocked = True
-        self.nudged = False
+        self.keepalive_due = False
         self.takes = 0
         self.seen_takes = 0
         self.still = 0.0
@@ -285,24 +285,24 @@ class StreamingRequest(ActiveRequest):
     @property
     def ready(self) -> bool:
         """Whether there are deltas, an outcome or a keep-alive to send."""
-        return bool(self.pending) or self.outcome is not None or self.nudged
+        return bool(self.pending) or self.outcome is not None or self.keepalive_due
 
     def add(self, delta: Delta) -> bool:
         """Append one delta to the pending deltas of the reader. Return True if no other delta was pending."""
         try:  # as in `record_ids`, without the call: this runs for every token of a stream
-            self.heard[delta.choice] += delta.ids
+            self.generated_ids[delta.choice] += delta.ids
         except IndexError:
             self.forget_ids(delta)
         pending = self.pending
         pending.append(delta)
         if self.blocked:
-            self.held += _cost(delta)
+            self.buffered += _cost(delta)
         return len(pending) == 1
 
     def take(self) -> list[Delta]:
         """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and clear a keep-alive."""
         self.takes += 1
-        self.nudged = False
+        self.keepalive_due = False
         taken = self.pending
         if not taken:
             return taken
@@ -311,8 +311,8 @@ class StreamingRequest(ActiveRequest):
         if len(taken) > MAX_DELTAS_TAKEN:
             self.pending = taken[MAX_DELTAS_TAKEN:]
             del taken[MAX_DELTAS_TAKEN:]
-        if self.held:
-            self.held = sum(_cost(delta) for delta in self.pending)
+        if self.buffered:
+            self.buffered = sum(_cost(delta) for delta in self.pending)
         return taken
 
     def discard(self) -> None:
@@ -323,7 +323,7 @@ class StreamingRequest(ActiveRequest):
     def drop(self) -> None:
         """Discard the pending deltas, because the reader does not read. Their tokens still count as generated."""
         self.pending = []
-        self.held = 0
+        self.buffered = 0
 
 
 class BufferedRequest(ActiveRequest):
@@ -344,16 +344,16 @@ class BufferedRequest(ActiveRequest):
         self.record_ids(delta)
         for channel, text in delta.pieces:
             if channel in _TEXTS:
-                self.held += len(text)
+                self.buffered += len(text)
                 written = self._texts.get((choice, channel))
                 if written is None:
                     written = self._texts[choice, channel] = io.StringIO()
                 written.write(text)
             elif channel == Channel.TOOL_CALL:
-                self.held += len(text) + DELTA_BYTES
+                self.buffered += len(text) + DELTA_BYTES
                 self._calls.setdefault(choice, []).append(text)
         if delta.logprobs and self.job.params.logprobs:
-            self.held += _logprobs_cost(delta.logprobs)
+            self.buffered += _logprobs_cost(delta.logprobs)
             self._logprobs.setdefault(choice, []).extend(delta.logprobs)
         return False
 
@@ -375,7 +375,7 @@ class BufferedRequest(ActiveRequest):
         self._texts: dict[tuple[int, int], io.StringIO] = {}
         self._calls: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[Logprob]] = {}
-        self.held = 0
+        self.buffered = 0
 
     async def outcome_of(self) -> Outcome:
         """Wait for the outcome and return it."""

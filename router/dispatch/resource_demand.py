@@ -46,5 +46,5 @@ def features_of(params: GenerationParams, tools: str = "") -> frozenset[str]:
     )
     if not (sampling or params.logprobs or params.grammar or tools):
         return _PLAIN
-    asked = {GRAMMAR: params.grammar, TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}
-    return frozenset(name for name, wanted in asked.items() if wanted)
+    requested = {GRAMMAR: params.grammar, TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}
+    return frozenset(name for name, wanted in requested.items() if wanted)

@@ -49,14 +49,14 @@ def _free(node: NodeView, ledger: ReservationLedger) -> bool:
     return not engine.rows or account.rows < engine.rows
 
 
-def waiting(tickets: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
+def waiting(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
     """Return the requests that could be moved, the oldest first: on a node without a first token, and in their first
     attempt.
 
     They are older than `MIN_GAIN_SECONDS` at `now` (monotonic seconds). At most `MAX_EXAMINED` are returned.
     """
     found = [
-        one for one in tickets if one.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
+        one for one in requests if one.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
     ]
     return sorted(found, key=lambda one: one.number)[:MAX_EXAMINED]
 

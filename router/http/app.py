@@ -137,41 +137,41 @@ class RouterApp:
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        asked = await self._asked(exchange, key, partial(dialect.parse, key=key.id))
-        if asked is None:
+        parsed = await self._read_parsed(exchange, key, partial(dialect.parse, key=key.id))
+        if parsed is None:
             return
-        if isinstance(asked, Problem):
-            await self._refuse(exchange, key, asked)
+        if isinstance(parsed, Problem):
+            await self._refuse(exchange, key, parsed)
             return
-        jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
+        jobs = parsed.jobs(key.id, exchange.request_id, int(self._clock()))
         session = session_of(exchange.header(SESSION_HEADER))
         if session:
             jobs = tuple(replace(job, session=session) for job in jobs)
-        await respond.generate(exchange, self._dispatcher, asked, jobs)
+        await respond.generate(exchange, self._dispatcher, parsed, jobs)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
         """Refuse an invalid request and record it for `cluster explain`."""
         self._dispatcher.history.refused(self._dispatcher.now(), exchange.request_id, key.id, problem)
         await exchange.refuse(problem)
 
-    async def _asked(
+    async def _read_parsed(
         self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
     ) -> P | Problem | None:
         """Read and parse a body, within its key's room when it is long; return None when the client left."""
         taken = 0
 
-        async def room(size: int) -> Problem | None:
+        async def reserve(size: int) -> Problem | None:
             nonlocal taken
             try:
                 async with asyncio.timeout(self._settings.body_timeout_seconds):
                     await self._intake.take(key.id, size)
             except TimeoutError:
-                return self._no_room(size)
+                return self._too_many_bytes(size)
             taken = size
             return None
 
         try:
-            body = await exchange.body(self._settings, room)
+            body = await exchange.body(self._settings, reserve)
             if not isinstance(body, bytes):
                 return body
             return parse(body) if len(body) <= MAX_INLINE_BYTES else await run_in_worker(partial(parse, body))
@@ -179,7 +179,7 @@ class RouterApp:
             if taken:
                 self._intake.release(key.id, taken)
 
-    def _no_room(self, size: int) -> Problem:
+    def _too_many_bytes(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
         text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
         return Problem(429, "rate_limited", f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0)
@@ -191,17 +191,19 @@ class RouterApp:
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        asked = await self._asked(exchange, key, partial(api.count, created=int(self._clock()), strict=self._strict))
-        if asked is None:
+        parsed = await self._read_parsed(
+            exchange, key, partial(api.count, created=int(self._clock()), strict=self._strict)
+        )
+        if parsed is None:
             return
-        if isinstance(asked, Problem):
-            await self._refuse(exchange, key, asked)
+        if isinstance(parsed, Problem):
+            await self._refuse(exchange, key, parsed)
             return
-        tokens = await count_tokens.count(self._dispatcher, asked.asked, key.id)
+        tokens = await count_tokens.count(self._dispatcher, parsed.tokens, key.id)
         if isinstance(tokens, Problem):
             await self._refuse(exchange, key, tokens)
             return
-        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.named(asked.ignored))
+        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.named(parsed.ignored))
 
     async def _kept(self, exchange: Exchange) -> None:
         key = self._allowed(exchange, (*_READ, "DELETE"), "infer")

@@ -50,7 +50,7 @@ class CoroutineDriver:
         This also drops the reference to `ended`. Otherwise each request would leave a reference cycle for the garbage
         collector.
         """
-        self._ended = _nobody
+        self._ended = _ignore
         coroutine, self._coroutine = self._coroutine, None
         if self._future is not None:
             self._future.remove_done_callback(self._step)
@@ -76,5 +76,5 @@ class CoroutineDriver:
             self.wait_for(coroutine, future)
 
 
-def _nobody(_value: object) -> None:
+def _ignore(_value: object) -> None:
     return

@@ -15,7 +15,7 @@ from wire.identity import valid_request_id
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
-Room = Callable[[int], Awaitable[Problem | None]]
+ReserveBody = Callable[[int], Awaitable[Problem | None]]
 """Function that waits until a body of the given bytes may be received. It returns the problem if that is refused."""
 
 _JSON = (b"content-type", b"application/json")
@@ -68,7 +68,7 @@ class Exchange:
         """Send a JSON body with status 200, or a problem."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
-    async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
+    async def body(self, settings: RouterSettings, reserve: ReserveBody | None = None) -> bytes | Problem | None:
         """Receive the body, within the limits of size and time in `settings`.
 
         Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
@@ -85,9 +85,9 @@ class Exchange:
             async with asyncio.timeout(settings.body_timeout_seconds) as clock:
                 ended = await _received(self.receive, body, limit, MAX_INLINE_BYTES)
                 if ended is False:
-                    if room is not None:
+                    if reserve is not None:
                         clock.reschedule(None)  # the time for a body to arrive does not count its wait for room
-                        refused = await room(size)
+                        refused = await reserve(size)
                         if refused is not None:
                             return refused
                         clock.reschedule(asyncio.get_running_loop().time() + settings.body_timeout_seconds)

@@ -25,85 +25,85 @@ Collected = BufferedRequest | multi_prompt.MergedResponse
 
 
 async def generate(
-    exchange: Exchange, dispatcher: Dispatcher, asked: ParsedRequest, jobs: Sequence[RequestSpec]
+    exchange: Exchange, dispatcher: Dispatcher, parsed: ParsedRequest, jobs: Sequence[RequestSpec]
 ) -> None:
     """Answer a request with a valid body: submit one job per prompt, and send the combined answer.
 
     `asked` encodes the answer in the client's dialect. A job that is refused or fails is answered with the problem.
     """
-    tickets: list[ActiveRequest] = []
+    requests: list[ActiveRequest] = []
 
     def let_go() -> None:
-        for ticket in tickets:
-            dispatcher.close(ticket)
+        for request in requests:
+            dispatcher.close(request)
 
     watch = DisconnectWatch(exchange.receive, let_go)
     try:
-        tickets += (dispatcher.submit(job) for job in jobs)
+        requests += (dispatcher.submit(job) for job in jobs)
         if jobs[0].stream:
-            await _stream(exchange, asked, _streamed(cast("list[StreamingRequest]", tickets)))
+            await _send_stream(exchange, parsed, _streamed(cast("list[StreamingRequest]", requests)))
         else:
-            await _whole(exchange, asked, _collected(cast("list[BufferedRequest]", tickets)))
+            await _send_complete(exchange, parsed, _collected(cast("list[BufferedRequest]", requests)))
     finally:
         watch.close()
         let_go()
 
 
-def _streamed(tickets: list[StreamingRequest]) -> Streamed:
-    return tickets[0] if len(tickets) == 1 else multi_prompt.MergedStream(tickets)
+def _streamed(requests: list[StreamingRequest]) -> Streamed:
+    return requests[0] if len(requests) == 1 else multi_prompt.MergedStream(requests)
 
 
-def _collected(tickets: list[BufferedRequest]) -> Collected:
-    return tickets[0] if len(tickets) == 1 else multi_prompt.MergedResponse(tickets)
+def _collected(requests: list[BufferedRequest]) -> Collected:
+    return requests[0] if len(requests) == 1 else multi_prompt.MergedResponse(requests)
 
 
-async def _whole(exchange: Exchange, asked: ParsedRequest, ticket: Collected) -> None:
-    outcome = await ticket.outcome_of()
+async def _send_complete(exchange: Exchange, parsed: ParsedRequest, request: Collected) -> None:
+    outcome = await request.outcome_of()
     if isinstance(outcome, Finished):
-        write = partial(asked.whole, ticket.job, ticket.answer(), outcome)
-        body = await run_in_worker(write) if ticket.job.params.logprobs else write()
-        await exchange.answer(body, 200, _about(ticket))
+        write = partial(parsed.render_complete, request.job, request.answer(), outcome)
+        body = await run_in_worker(write) if request.job.params.logprobs else write()
+        await exchange.answer(body, 200, _about(request))
     else:
-        await _decline(exchange, ticket, outcome)
+        await _decline(exchange, request, outcome)
 
 
-async def _stream(exchange: Exchange, asked: ParsedRequest, ticket: Streamed) -> None:
+async def _send_stream(exchange: Exchange, parsed: ParsedRequest, request: Streamed) -> None:
     """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
-    while not ticket.ready:
-        await ticket.wait()
-    outcome = ticket.outcome
+    while not request.ready:
+        await request.wait()
+    outcome = request.outcome
     if outcome is not None and not isinstance(outcome, Finished):
-        await _decline(exchange, ticket, outcome)
+        await _decline(exchange, request, outcome)
         return
     stream = EventStream(exchange.send)
     exchange.status = 200
-    ticket.opened = True
-    await stream.open([*exchange.named(), *_about(ticket)], exchange.style.stream)
-    StreamPump(cast("EventSource", ticket), asked.chunks(ticket), stream)
+    request.opened = True
+    await stream.open([*exchange.named(), *_about(request)], exchange.style.stream)
+    StreamPump(cast("EventSource", request), parsed.chunks(request), stream)
     await stream.done
 
 
-async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Outcome) -> None:
+async def _decline(exchange: Exchange, request: Streamed | Collected, outcome: Outcome) -> None:
     problem = problem_of(outcome)
     if problem is not None:
-        await exchange.refuse(problem, _about(ticket))
+        await exchange.refuse(problem, _about(request))
 
 
-def _about(ticket: Streamed | Collected) -> list[Header]:
-    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *optional_headers(ticket)]
-    if ticket.node_name:
-        about.insert(0, (b"x-macpool-node", ticket.node_name.encode("ascii", "replace")))
+def _about(request: Streamed | Collected) -> list[Header]:
+    about = [(b"x-macpool-attempts", str(request.attempts).encode()), *optional_headers(request)]
+    if request.node_name:
+        about.insert(0, (b"x-macpool-node", request.node_name.encode("ascii", "replace")))
     return about
 
 
-def optional_headers(ticket: ActiveRequest | Streamed | Collected) -> list[Header]:
+def optional_headers(request: ActiveRequest | Streamed | Collected) -> list[Header]:
     """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
     rates."""
-    if not ticket.rates:
-        return named(ticket.job.ignored)
-    return named(ticket.job.ignored) + [
+    if not request.rates:
+        return named(request.job.ignored)
+    return named(request.job.ignored) + [
         (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
-        for rate in ticket.rates
+        for rate in request.rates
         for name, value in (
             ("limit", str(rate.limit)),
             ("remaining", str(rate.remaining)),

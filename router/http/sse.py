@@ -57,7 +57,7 @@ class EventSource(Protocol):
         ...
 
     @property
-    def nudged(self) -> bool:
+    def keepalive_due(self) -> bool:
         """Whether a keep-alive is due."""
         ...
 
@@ -148,47 +148,47 @@ class StreamPump:
     """Pump from a request to its stream: takes deltas, encodes them with `chunks`, and pushes the events to
     `stream`."""
 
-    __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
+    __slots__ = ("_chunks", "_opening", "_opening_sent", "_source", "_stream")
 
-    def __init__(self, ticket: EventSource, chunks: Chunks, stream: EventSink) -> None:
-        self._ticket = ticket
+    def __init__(self, source: EventSource, chunks: Chunks, stream: EventSink) -> None:
+        self._source = source
         self._chunks = chunks
         self._stream = stream
-        self._greeted = False
-        self._greeting = b""
+        self._opening_sent = False
+        self._opening = b""
         stream.when_ready(self.pump)
-        ticket.sink = self.pump
-        ticket.blocked = False
+        source.sink = self.pump
+        source.blocked = False
         self.pump()
 
     def pump(self) -> None:
         """Send the pending deltas, the end, or a keep-alive. Called for every token of a stream."""
         if not self._stream.busy:
             self._send()
-            while self._ticket.pending and not self._stream.busy:
+            while self._source.pending and not self._stream.busy:
                 self._send()
-        elif self._ticket.outcome is SLOW:
+        elif self._source.outcome is SLOW:
             self._stream.abandon()
 
     def _send(self) -> None:
-        ticket, stream = self._ticket, self._stream
-        nudged = ticket.nudged
-        taken = ticket.take()
-        if not self._greeted and (taken or ticket.outcome is not None):
-            self._greeted = True
-            self._greeting = self._chunks.opening()
+        source, stream = self._source, self._stream
+        keepalive_due = source.keepalive_due
+        taken = source.take()
+        if not self._opening_sent and (taken or source.outcome is not None):
+            self._opening_sent = True
+            self._opening = self._chunks.opening()
         events = self._chunks.deltas(taken)
-        if ticket.outcome is not None and not ticket.pending:
-            stream.push(self._greeting + events + self._ending(ticket.outcome), last=True)
-            ticket.sink = None
+        if source.outcome is not None and not source.pending:
+            stream.push(self._opening + events + self._ending(source.outcome), last=True)
+            source.sink = None
             return
-        if events and self._greeting:
-            events = self._greeting + events
-            self._greeting = b""
-        if not events and nudged:
-            events = self._chunks.keepalive(ticket.waits_for)
+        if events and self._opening:
+            events = self._opening + events
+            self._opening = b""
+        if not events and keepalive_due:
+            events = self._chunks.keepalive(source.waits_for)
         if events:
-            ticket.blocked = not stream.push(events)
+            source.blocked = not stream.push(events)
 
     def _ending(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):

@@ -83,7 +83,7 @@ class NodeView:
     name: str
     state: str
     cordoned: bool = False
-    heard_at: float = 0.0
+    reported_at: float = 0.0
     """Time at which the newest report arrived, in monotonic seconds."""
     epoch: int = 0
     """Number of the node's link; each new link has another number."""
@@ -102,7 +102,7 @@ class NodeView:
     sharing: Sharing = field(default_factory=Sharing)
 
     @cached_property
-    def room(self) -> int | None:
+    def headroom(self) -> int | None:
         """Headroom of the node in bytes according to its report; None if its memory cannot be read."""
         memory = self.memory
         return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
@@ -234,7 +234,7 @@ def view_of(
     node: NodeId,
     name: str,
     state: str,
-    heard_at: float,
+    reported_at: float,
     cordoned: bool = False,
     epoch: int = 0,
     labels: frozenset[str] = frozenset(),
@@ -249,7 +249,7 @@ def view_of(
         name=name if valid_name(name) else str(node),
         state=state,
         cordoned=cordoned,
-        heard_at=heard_at,
+        reported_at=reported_at,
         epoch=epoch,
         memory=sanitize_memory(report.memory),
         engine=_honest_engine(report.engine),

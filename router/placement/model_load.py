@@ -75,13 +75,13 @@ def choose(
     fresh = placed(tuple(node for node in view.nodes if not _here(node, model)))
     if isinstance(fresh, Placement):
         return LoadPlacement(fresh.chosen.node, fresh.chosen.name)
-    whole = placed(view.nodes)
-    able = [candidate for candidate in whole.candidates if candidate.node not in tried]
+    result = placed(view.nodes)
+    able = [candidate for candidate in result.candidates if candidate.node not in tried]
     best = max(able, key=_rank, default=None)
     if best is not None and _rank(best) > (0,):
         return LoadPlacement(best.node, best.name, best.model is not None and best.model.loaded)
-    assert isinstance(whole, NoPlacement)  # noqa: S101  a candidate that may be picked has a rank
-    return _explained(whole, model)
+    assert isinstance(result, NoPlacement)  # noqa: S101  a candidate that may be picked has a rank
+    return _explained(result, model)
 
 
 def _here(node: NodeView, name: str) -> bool:
@@ -105,10 +105,10 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
     return (1, candidate.headroom or 0) if code is RefusalCode.LOAD_FAILED else (0,)
 
 
-def _explained(whole: NoPlacement, model: str) -> Refused:
+def _explained(result: NoPlacement, model: str) -> Refused:
     """Rewrite a placement refusal for a load, which has no prompt to shorten."""
-    refused = whole.refused
-    offers = [candidate for candidate in whole.candidates if candidate.model is not None]
+    refused = result.refused
+    offers = [candidate for candidate in result.candidates if candidate.model is not None]
     if refused.code not in _MEMORY or not offers:
         return refused
     best = max(offers, key=lambda one: most_weights(one.memory))

@@ -133,8 +133,8 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
             usual = max(usual, self.written + KV_GROWTH_TOKENS)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
-        room = model.context - tokens
-        return usual if usual <= room or not model.context else max(1, room)
+        context_left = model.context - tokens
+        return usual if usual <= context_left or not model.context else max(1, context_left)
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -221,7 +221,7 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
 
     refused: Refused
     candidates: tuple[Candidate, ...]
-    ask: Candidate | None = None
+    candidate: Candidate | None = None
     """Node that gets the request all the same, without a reservation, because only that node can know; None if there is
     none.
 
@@ -257,7 +257,7 @@ class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
     `heard_at` is the arrival of the report to which the correction applies; the next report ends it.
     """
 
-    heard_at: float
+    reported_at: float
     headroom: int
 
 
@@ -277,11 +277,11 @@ class Balanced:
 
         Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
         """
-        room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
+        headroom, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = HEADROOM_SATURATION
-        if candidate.warm < PREFIX_HIT_SHARE and room < HEADROOM_SATURATION * need and not candidate.idle:
-            marks = room // need
-        fraction = room / max(1, memory.ceiling - memory.margin)
+        if candidate.warm < PREFIX_HIT_SHARE and headroom < HEADROOM_SATURATION * need and not candidate.idle:
+            marks = headroom // need
+        fraction = headroom / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
         speed = candidate.model.decode_speed if candidate.model else 1.0
         busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
@@ -313,9 +313,9 @@ def place(
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
 
-    `now` is in monotonic seconds of the clock of `heard_at`. `draw` returns numbers in [0, 1) for ties. `corrections`
-    limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in their prefix
-    cache.
+    `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties.
+    `corrections` limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in
+    their prefix cache.
     """
     seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
     feasible = [candidate for candidate in seen if not candidate.why]
@@ -341,8 +341,8 @@ def consider(
     Arguments are those of `place`.
     """
     if not request.labels <= node.labels:
-        lacking = ", ".join(sorted(request.labels - node.labels))
-        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", RefusalCode.NOT_ALLOWED)
+        missing_labels = ", ".join(sorted(request.labels - node.labels))
+        return Candidate(node.id, node.name, node.state, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
         return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", RefusalCode.NO_MODEL)
@@ -357,15 +357,15 @@ def consider(
     if node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
     why, code = _unfit(node, model, request, now, trials)
-    memory, room = node.memory, node.room  # as in `judge`: the reading is constant until the next report
-    if room is not None and memory.guard and need <= room - withheld:
-        room -= withheld
+    memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
+    if headroom is not None and memory.guard and need <= headroom - withheld:
+        headroom -= withheld
     else:
         verdict = judge(memory, need, unacknowledged=withheld, node=node.name)
         if isinstance(verdict, Fits):
-            room = need  # the node's guard is off
+            headroom = need  # the node's guard is off
         else:
-            room = verdict.numbers.headroom if verdict.numbers is not None else None
+            headroom = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
     turn = None if why else ledger.turns.get(node.id)
@@ -396,7 +396,7 @@ def consider(
         why,
         code,
         need,
-        room,
+        headroom,
         withheld,
         memory,
         tokens,
@@ -438,12 +438,12 @@ def prefill_wait(account: NodeReservations, ahead: int, reading: int, speed: flo
 
 def _withheld(node: NodeView, ledger: ReservationLedger, correction: HeadroomCorrection) -> int:
     """Return the bytes by which the view still overstates a node that has just refused."""
-    if correction.heard_at != node.heard_at:
+    if correction.reported_at != node.reported_at:
         return 0
     memory = node.memory
     now = occupied(memory)
-    room = headroom(memory.ceiling, memory.margin, now, memory.reserved + ledger.unacknowledged(node.id))
-    return 0 if room is None else max(0, room - correction.headroom)
+    free_bytes = headroom(memory.ceiling, memory.margin, now, memory.reserved + ledger.unacknowledged(node.id))
+    return 0 if free_bytes is None else max(0, free_bytes - correction.headroom)
 
 
 _FIT: tuple[str, RefusalCode | None] = ("", None)
@@ -481,8 +481,8 @@ def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | N
         return "is cordoned", RefusalCode.NOT_READY
     if node.draining:
         return "is draining", RefusalCode.DRAINING
-    if now - node.heard_at > MAX_REPORT_AGE_SECONDS:
-        return f"sent its last report {now - node.heard_at:.1f} s ago", RefusalCode.NOT_READY
+    if now - node.reported_at > MAX_REPORT_AGE_SECONDS:
+        return f"sent its last report {now - node.reported_at:.1f} s ago", RefusalCode.NOT_READY
     engine = node.engine
     if engine.state != "ready":
         return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), RefusalCode.NOT_READY
@@ -498,7 +498,7 @@ def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, R
         return "was lost with this request", RefusalCode.NOT_READY
     if node.id in trials.never:
         return f"refused this request permanently: {trials.never[node.id].message}", trials.never[node.id].code
-    if trials.refused.get(node.id) == node.heard_at:
+    if trials.refused.get(node.id) == node.reported_at:
         return "refused this request and has not reported since", RefusalCode.NO_ROOM
     return _FIT
 
@@ -536,22 +536,22 @@ def _refuse(
         final = _never(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, seen)
-    ask = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
-    return NoPlacement(_not_now(request, offers), seen, ask)
+    decider = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
+    return NoPlacement(_not_now(request, offers), seen, decider)
 
 
 def _broken(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> str:
     """Return why a node cannot load the model, by its report or its answer to this request; empty if it can."""
-    told = trials.never.get(node.id)
-    if told is not None and told.code is RefusalCode.LOAD_FAILED:
-        return told.message.removeprefix(f"{request.model} cannot be loaded: ")
+    failure = trials.never.get(node.id)
+    if failure is not None and failure.code is RefusalCode.LOAD_FAILED:
+        return failure.message.removeprefix(f"{request.model} cannot be loaded: ")
     return node.models[request.model].cause
 
 
 def _load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
-    told = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
+    details = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
     more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
-    text = f"no node can load {request.model}: {told}{more}"
+    text = f"no node can load {request.model}: {details}{more}"
     return Refused(RefusalCode.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
 
 
@@ -560,8 +560,8 @@ def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
         return ""
-    lacking = request.features.difference(*offered) or request.features
-    return " and ".join(_MEANT.get(feature, feature) for feature in sorted(lacking))
+    missing = request.features.difference(*offered) or request.features
+    return " and ".join(_MEANT.get(feature, feature) for feature in sorted(missing))
 
 
 def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
@@ -591,16 +591,16 @@ def _never(
     if any(_ever(node, request, trials) for node in serving):
         return None
     longest = max(node.models[request.model].context for node in serving)
-    told = [trials.never[node.id] for node in serving if node.id in trials.never]
-    told = [refused for refused in told if refused.code is not RefusalCode.TOO_LARGE]
+    failures = [trials.never[node.id] for node in serving if node.id in trials.never]
+    failures = [refused for refused in failures if refused.code is not RefusalCode.TOO_LARGE]
     if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
         return Refused(
             RefusalCode.CONTEXT,
             f"the prompt has {request.prompt_tokens} tokens, the longest context of "
             f"{request.model} in this cluster is {longest}: shorten the prompt",
         )
-    if len(told) == len(serving):
-        return told[0]
+    if len(failures) == len(serving):
+        return failures[0]
     best = max(offers, key=lambda one: one.most)
     return Refused(
         RefusalCode.TOO_LARGE,
@@ -671,7 +671,7 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
 def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     short = [candidate for candidate in offers if candidate.code in _MEMORY]
     if not short:
-        return _nobody(request, offers)
+        return _none_serves(request, offers)
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
@@ -684,7 +684,7 @@ def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     return Refused(RefusalCode.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
 
 
-def _nobody(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+def _none_serves(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     draining = all(candidate.code is RefusalCode.DRAINING for candidate in offers)
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(

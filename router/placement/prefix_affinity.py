@@ -122,8 +122,8 @@ class PrefixAffinity:
                     found[node] = size / chain.size
         session = self._sessions.get(chain.session)
         if session is not None and session.trust > MIN_TRUST and self._engines.get(session.node) == session.engine:
-            told = session.trust * min(1.0, session.size / chain.size)
-            found[session.node] = max(told, found.get(session.node, 0.0))
+            share = session.trust * min(1.0, session.size / chain.size)
+            found[session.node] = max(share, found.get(session.node, 0.0))
         return found or NOWHERE
 
     def read(

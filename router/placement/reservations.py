@@ -94,11 +94,11 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     """Model to load."""
     leaving: frozenset[str]
     """Models to unload."""
-    ticket: int
+    request: int
     """Number of the queued request for which the node swaps."""
     began: float
     """Start of the swap, in monotonic seconds."""
-    asked_at: float | None = None
+    sent_at: float | None = None
     """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
     def bars(self, model: str, loaded: bool) -> bool:
@@ -245,9 +245,9 @@ class ReservationLedger:
 
     def holder(self, node: NodeId) -> int | None:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
-        return next((who for who, (where, _) in self._holds.items() if where == node), None)
+        return next((number for number, (where, _) in self._holds.items() if where == node), None)
 
-    def held_on(self, waiting: int) -> NodeId | None:
+    def node_of_hold(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
         kept = self._holds.get(waiting)
         return None if kept is None else kept[0]
@@ -260,7 +260,7 @@ class ReservationLedger:
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
-        return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
+        return need + sum(kept for number, (where, kept) in self._holds.items() if where == node and number != waiting)
 
     def account(self, node: NodeId) -> NodeReservations:
         """Return the account of a node, read-only; an empty one for a node without requests."""

@@ -68,7 +68,7 @@ class RankInputs:
 
     need: Column
     """Bytes needed; 1 for a node that gets full marks."""
-    room: Column
+    headroom: Column
     """Bytes of headroom."""
     time: Column
     """Expected time of the request in seconds, with the weights of `place.Balanced`."""
@@ -80,7 +80,7 @@ class RankInputs:
 
 def rank_balanced(rows: RankInputs) -> Column:
     """Return the rank of each node in the order of `place.Balanced`. The smallest rank leads."""
-    marks = rows.room / rows.need
+    marks = rows.headroom / rows.need
     np.floor(np.minimum(marks, HEADROOM_SATURATION, out=marks), out=marks)
     marks *= _MARK
     rank = rows.time * (1 / TTFT_STEP_SECONDS)
@@ -94,7 +94,7 @@ def rank_balanced(rows: RankInputs) -> Column:
 
 def rank_most_headroom(rows: RankInputs) -> Column:
     """Return the rank of each node in the order of `place.MostHeadroom`. The smallest rank leads."""
-    return rows.noise - rows.room
+    return rows.noise - rows.headroom
 
 
 RANKS: Mapping[Policy, Callable[[RankInputs], Column]] = MappingProxyType(
@@ -107,7 +107,7 @@ class _Table:
     """Columns of one model, one row per node."""
 
     def __init__(self, count: int) -> None:
-        self.room: Column = np.zeros(count)
+        self.headroom: Column = np.zeros(count)
         """Bytes of headroom."""
         self.fixed: Column = np.ones(count)
         """Constant part of the bytes needed."""
@@ -132,9 +132,9 @@ class _Table:
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Apply a report to a row."""
         memory = node.memory
-        room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
+        free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
         self.resting[row] = model.loaded and not node.engine.queued_tokens
-        if room is None or model.cause or unavailable_reason(node, node.heard_at)[0]:
+        if free_bytes is None or model.cause or unavailable_reason(node, node.reported_at)[0]:
             self.read[row] = _NOTHING
             return
         short = request_need(model, _SHORT, _ANSWER)
@@ -151,19 +151,24 @@ class _Table:
         if not model.loaded:
             read = model.progress or 0.5
             wait += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - read) if model.loading else 1.0)
-        self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
+        self.read[row] = (
+            free_bytes if memory.guard else math.inf,
+            wait,
+            max(1, memory.ceiling - memory.margin),
+            answer,
+        )
 
     def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
         """Subtract the reservations since the report: `need` in bytes, `tokens` of prompt, and `taken` decode rows."""
-        room, wait, ceiling, answer = self.read[row]
+        headroom, wait, ceiling, answer = self.read[row]
         self.answer[row] = answer * (1.0 + ROW_COST * taken)
-        self.room[row] = room = max(0.0, room - need)
+        self.headroom[row] = headroom = max(0.0, headroom - need)
         self.idle[row] = self.resting[row] and not taken and not tokens
         most, each = self.full[row]
         if taken >= most > 0:
             wait += (taken + 1 - most) * each * (1.0 + ROW_COST * taken)
         self.wait[row] = wait + tokens * float(self.token[row])
-        self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
+        self.fraction[row] = _FRACTION * min(1.0, headroom / ceiling)
 
 
 class VectorIndex:
@@ -231,14 +236,14 @@ class VectorIndex:
         time = table.token * tokens
         time += table.wait
         time += table.answer * output
-        need[table.idle & (table.room >= need)] = 1.0
+        need[table.idle & (table.headroom >= need)] = 1.0
         known = {self._index[node]: share for node, share in warm.items() if node in self._index}
         for row, share in known.items():
             time[row] -= share * tokens * table.token[row]
-            if share >= PREFIX_HIT_SHARE and table.room[row] >= need[row]:
+            if share >= PREFIX_HIT_SHARE and table.headroom[row] >= need[row]:
                 need[row] = 1.0
         start = int(draw() * len(nodes))
-        rank = ranks(RankInputs(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
+        rank = ranks(RankInputs(need, table.headroom, time, table.fraction, self._noise[start : start + len(nodes)]))
         for row, share in known.items():
             rank[row] -= share * _KNOWN
         seen: list[Candidate] = []

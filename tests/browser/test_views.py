@@ -52,7 +52,7 @@ def node(name: str = "studio", state: NodeState = NodeState.READY, **changes: An
     engine = EngineState("mlx", "ready", running=12, waiting=13, counts=EngineCounters(checks=1234, refusals=56))
     models = (a_model("qwen"), a_model("llama", loaded=False))
     report = Report(1, memory, engine, models, sharing=Sharing("always"))
-    seen = view_of(report, node=NodeId(name), name=name, state=state, heard_at=0.0)
+    seen = view_of(report, node=NodeId(name), name=name, state=state, reported_at=0.0)
     row = MemberRow(NodeId(name), name, "m", Hardware("M4 Max", 128 * GIB), "ab", 1.0)
     found = node_row(seen, Member(NodeId(name), state, 0.0), row, NodeFacts(True, "1.2.3", 5, 11, 0.0))
     return found | {"breaker": CLOSED} | changes

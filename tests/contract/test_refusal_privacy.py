@@ -99,4 +99,4 @@ def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
         assert [row["outcome"] for row in rows] == ["ok", *["invalid_request"] * 3]
     for number in range(MAX_INVALID_KEPT + 1):
         history.refused(float(number), f"r{number}", "k", invalid("no", "x"))
-    assert (len(history.refusals), len(history.stories)) == (MAX_INVALID_KEPT, 0)
+    assert (len(history.refusals), len(history.records)) == (MAX_INVALID_KEPT, 0)

@@ -86,7 +86,9 @@ async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: P
         await one.port.until(lambda: one.conductor.view.nodes[1].memory.headroom == 20 * GIB)
         video = await asked(one)
         await one.until(video, "in_progress")
-        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 0], "where it fits without making room"
+        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 0], (
+            "the lease is requested where the video fits without an unload"
+        )
 
 
 async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
@@ -119,7 +121,7 @@ async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Pa
         late = next(iter(holder.leases))
         await holder.link()
         await one.port.until(lambda: any(one.lease == late for one in holder.of(LeaseRelease)))
-        assert holder.of(LeaseRelease)[0].cause == "superseded", "what is not known any more is given back"
+        assert holder.of(LeaseRelease)[0].cause == "superseded", "a lease of an unknown job is released"
 
 
 async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path):
@@ -162,7 +164,7 @@ async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_g
         second.finish(next(iter(second.leases)))
         await one.until(video, "completed")
         await one.port.until(lambda: "allow-video" in one.conductor.board.jobs[waiting].phase)
-        assert first.of(AllowVideo) == [], "it knew"
+        assert first.of(AllowVideo) == [], "the node had been allowed before"
         assert [frame.allowed for frame in second.of(AllowVideo)] == [True, False]
         await second.cut()
         registry.allow_video(second.who.node, on=True)

@@ -252,7 +252,7 @@ async def test_cancel_and_delete_while_it_waits_and_while_it_is_made(tmp_path: P
         assert [said.cause for said in one.peer.of(LeaseRelease)][:2] == ["cancelled", "acknowledged"]
 
 
-async def test_deleting_while_it_is_read_hurts_nobody(tmp_path: Path):
+async def test_deleting_while_it_is_read_does_no_harm(tmp_path: Path):
     async with pool(tmp_path) as one, one.sdk() as client, one.http() as http:
         video = await made(one, client)
         reading = [asyncio.create_task(http.get(f"/v1/videos/{video.id}/content")) for _ in range(5)]
@@ -541,7 +541,7 @@ async def test_what_is_not_offered_is_refused_by_name(shared: Pool, path: str, w
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_chat_on_a_video_model_is_told_where_to_ask_and_evicts_nobody(
+async def test_a_chat_on_a_video_model_names_the_route_and_evicts_nothing(
     shared: Pool, path: str, body: dict[str, Any]
 ):
     async with shared.http() as http:

@@ -88,7 +88,7 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
         until(lambda: got, 10, "the webhook was told")
         assert (got[0]["name"], got[0]["node"], got[0]["event"]) == ("GateInert", "broken", "began")
         told = {one["key"]: one["value"] for one in made.get("/api/v1/settings")["settings"]}
-        assert told["alerts.webhook_url"] == "http://127.0.0.1/…", "what stands behind the host may be a secret"
+        assert told["alerts.webhook_url"] == "http://127.0.0.1/…", "the path of a webhook URL may be a secret"
         text = made.run("status", "--state", str(made.state)).stdout
         assert "GateInert: broken runs forward passes without a check by its gate" in text
         made.join("open", "memory.guard=off")

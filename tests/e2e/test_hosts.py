@@ -185,7 +185,7 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     assert time.monotonic() - cut < WINDOW + WORK
     answers = [chat.result() for chat in chats]
     for chat, tokens in zip(answers, lengths, strict=True):
-        assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "those of the dead Mac went on on the other"
+        assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "requests of the lost Mac were resumed on the other"
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
         # Streams of the lost node have moved by then. A moved stream may wait for a row, and then decodes from the
@@ -296,7 +296,7 @@ def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(la
     lab.move(4)
     assert lab.newest is not None
     assert lab.newest.stop() == 0
-    assert old.popen.wait(40) == 6, "a node that looked for its coordinator has met the old one"
+    assert old.popen.wait(40) == 6, "a node that searched for its coordinator reached the old one"
     assert "this cluster has moved" in old.log.read_text()
     command = [*lab.hosts[1].enter(), *CLI, "up", "--state", str(lab.pool.folder / "coordinator"), "--no-local-node"]
     again = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=40)

@@ -212,7 +212,7 @@ def test_engine_killed_under_load(cluster_pool: Pool) -> None:
     (engine,) = node.children()
     engine.kill()
     words += [part.choices[0].delta.content or "" for part in parts if part.choices]
-    assert len("".join(words).split()) == 400, "it went on once the engine was there again"
+    assert len("".join(words).split()) == 400, "the answer was resumed after the engine's restart"
     until(lambda: cluster_pool.node("studio")["engine"]["restarts"] == 1, what="a restart")
     until(lambda: cluster_pool.serves("studio"), what="the engine again")
     assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
@@ -383,7 +383,7 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) ->
     assert "a node of another cluster" in away.stderr
     cluster_pool.cli("node", "remove", "--yes", "one")
     left = cluster_pool.run("leave", "--yes", "--state", str(state))
-    assert left.returncode == 0, "whoever was removed may leave"
+    assert left.returncode == 0, "a removed node may leave"
     assert not (state / "node" / "identity" / "identity.json").exists()
 
 
@@ -431,7 +431,7 @@ def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
 IMPATIENT = "import sys; from node import run; run.LEAVE_TIMEOUT_SECONDS = 0.5; sys.exit(run.main(sys.argv[1:]))"
 
 
-def test_leave_gives_up_where_nobody_can_be_told_and_says_what_can_be_done(cluster_pool: Pool) -> None:
+def test_leave_fails_without_a_coordinator_and_names_the_next_step(cluster_pool: Pool) -> None:
     cluster_pool.up()
     node, coordinator = cluster_pool.join("one"), cluster_pool.coordinator
     assert coordinator is not None
@@ -466,7 +466,7 @@ def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
     assert own.stop() == 0
     folder = cluster_pool.folder / "two"
     assert cluster_pool.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0, (
-        "nobody has to be told"
+        "a forced leave sends no message"
     )
     assert not (folder / "node" / "identity" / "identity.json").exists()
 
@@ -777,7 +777,7 @@ def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool)
     assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5
 
 
-def test_a_node_is_drained_under_a_stream_and_nobody_notices(cluster_pool: Pool) -> None:
+def test_a_node_is_drained_under_a_stream_and_no_client_notices(cluster_pool: Pool) -> None:
     cluster_pool.up()
     for name in ("one", "two"):
         cluster_pool.join(name, "engine.scripted.step_ms=20")

@@ -216,7 +216,7 @@ def test_an_engine_dies_under_twelve_streams_and_all_are_told_to_the_end(pair: P
     until(lambda: "llama" in loaded(pair, after.victim), 60, "loaded again")
 
 
-def test_a_mac_is_taken_away_under_twelve_streams_and_nobody_notices(pair: Pool, undisturbed: list[Heard]) -> None:
+def test_a_mac_is_removed_under_twelve_streams_and_no_client_notices(pair: Pool, undisturbed: list[Heard]) -> None:
     again = rewriting(pair, STREAMS)
     left: list[Process] = []
 

@@ -89,7 +89,7 @@ async def test_a_new_node_serves_under_a_coordinator_of_the_version_before(tmp_p
             await _served(before)
         finally:
             node.close()
-        assert before.unknown == [], "nothing is said that was not understood then"
+        assert before.unknown == [], "no frame is sent that the older version does not know"
 
 
 async def _served(before: OldCoordinator) -> None:

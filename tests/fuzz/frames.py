@@ -207,7 +207,7 @@ def _linked(data: bytes, made: Application) -> None:
     connection.connection_made(Pipe())
     connection._conversation = None
     hello = Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE)
-    links._strangers.discard(connection)
+    links._unlinked.discard(connection)
     links._links[NODE] = connection
     connection.budgets = NodeBudgets()
     connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello))

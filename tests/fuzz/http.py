@@ -223,7 +223,7 @@ class Ours:
             proxy_headers=False,
         )
         self._config.load()
-        Recorded.door = RecordingDoor(cast("Any", None), KeyRing(b"p"), RouterSettings(), OriginCheck(self._app))
+        Recorded.fast_path = RecordingDoor(cast("Any", None), KeyRing(b"p"), RouterSettings(), OriginCheck(self._app))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""

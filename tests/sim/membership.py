@@ -26,9 +26,9 @@ from coordinator.cluster.membership import (
     MemberCordoned,
     MemberDisconnected,
     MemberEnrolled,
+    MemberGoodbye,
     MemberRemoved,
     MemberReported,
-    MemberSaidGoodbye,
     Membership,
     MemberUncordoned,
     NodeGone,
@@ -113,7 +113,7 @@ class _Story:
             case "end":
                 return MemberDisconnected(link)
             case "goodbye":
-                return MemberSaidGoodbye(link, rest[0])
+                return MemberGoodbye(link, rest[0])
             case _:
                 return {
                     "enrol": MemberEnrolled(),

@@ -15,7 +15,7 @@ from wire.refusals import MemoryNumbers
 
 CREATED = 1_700_000_000
 CALL = '{"index":0,"id":"call_1","name":"weather","arguments":"{\\"city\\":\\"Ulm\\"}"}'
-FINISHED = Finished(7, ("stop",), 20, 9, 12, Timings(0.5, 1.25, 2.0), thought=4)
+FINISHED = Finished(7, ("stop",), 20, 9, 12, Timings(0.5, 1.25, 2.0), reasoning_tokens=4)
 """20 prompt tokens, 12 of them cached, 9 generated, 4 of these reasoning; 0.5 s queued, 1.25 s prefill, 2 s decode."""
 CUT = msgspec.structs.replace(FINISHED, reasons=("length",))
 SAID = ((Channel.REASONING, "let me"), (Channel.CONTENT, "I look."), (Channel.TOOL_CALL, CALL))
@@ -46,7 +46,7 @@ def whole(
 ) -> dict[str, Any]:
     """Return the JSON of an answer that is not streamed."""
     request, job = asked(dialect, **body)
-    return json.loads(request.whole(job, answer, finished))
+    return json.loads(request.render_complete(job, answer, finished))
 
 
 def streamed(

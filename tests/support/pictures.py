@@ -115,7 +115,7 @@ def view(name: str = "a", models: int = 1, report: Report | None = None, **chang
         system=SystemMemory(8 * GIB, "normal", "meminfo", 0.5),
         enforcement=Enforcement(MemoryLevel.OK, 4 * GIB, 5 * GIB, 5 * GIB),
     )
-    facts: dict[str, Any] = {"state": "ready", "heard_at": NOW - 1} | changes
+    facts: dict[str, Any] = {"state": "ready", "reported_at": NOW - 1} | changes
     return view_of(report or honest, node=NodeId(name), name=name, **facts)
 
 

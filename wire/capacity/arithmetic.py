@@ -107,10 +107,12 @@ def level(memory: Memory) -> MemoryLevel:
     UNKNOWN if the footprint could not be read. Below the hard line also UNKNOWN if the ceiling could not be read: no
     memory is freed because of an unknown number.
     """
-    room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
-    if room is None:
+    free_bytes = headroom(
+        memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved
+    )
+    if free_bytes is None:
         return MemoryLevel.UNKNOWN
-    if room >= 0:
+    if free_bytes >= 0:
         return MemoryLevel.OK
     if excess(memory) > 0:
         return MemoryLevel.OVER_HARD
@@ -148,12 +150,12 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     now = occupied(memory)
     if not memory.guard:
         return Fits((now or 0) + reserved + estimate, 0)
-    room = headroom(memory.ceiling, memory.margin, now, reserved)
+    free_bytes = headroom(memory.ceiling, memory.margin, now, reserved)
     predicted = None if now is None else now + reserved + estimate + memory.margin
-    if predicted is not None and room is not None and predicted <= memory.ceiling:
-        return Fits(predicted, room - estimate)
+    if predicted is not None and free_bytes is not None and predicted <= memory.ceiling:
+        return Fits(predicted, free_bytes - estimate)
     numbers = MemoryNumbers(
-        predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, room, memory.bound_by
+        predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, free_bytes, memory.bound_by
     )
     if predicted is None or memory.bound_by == UNREADABLE:
         what = "the footprint of the engine" if predicted is None else "the available memory of its system"
@@ -161,8 +163,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
             RefusalCode.UNREADABLE, f"{what} cannot be read; the node starts no requests until then", numbers, 2.0, node
         )
     text = (
-        f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
-        f"are in use, {show_size(reserved)} reserved, {show_size(memory.margin)} kept as margin)"
+        f"needs {show_size(estimate)}, headroom is {show_size(free_bytes)} (of {show_size(memory.ceiling)}, "
+        f"{show_size(now)} are in use, {show_size(reserved)} reserved, {show_size(memory.margin)} kept as margin)"
     )
     return Refused(RefusalCode.NO_ROOM, text, numbers, None, node)
 
@@ -185,7 +187,7 @@ def exceeds_headroom(memory: Memory, estimate: int) -> bool:
 def shed(memory: Memory, over: int) -> Refused:
     """Return the refusal for a running request that ends because its node is `over` bytes above its cap."""
     now = current(memory.active, memory.phys, memory.recent)
-    room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
+    free_bytes = headroom(memory.ceiling, memory.margin, now, memory.reserved)
     numbers = MemoryNumbers(
         None if now is None else now + memory.reserved + memory.margin,
         memory.ceiling,
@@ -194,7 +196,7 @@ def shed(memory: Memory, over: int) -> Refused:
         0,
         memory.margin,
         memory.cap,
-        room,
+        free_bytes,
         memory.bound_by,
     )
     message = f"the node was {show_size(over)} over its cap minus leases and ended this request: retry"
@@ -209,9 +211,9 @@ def row_bytes(kv: KvParameters, tokens: int) -> int:
     """
     if tokens <= 0:
         return 0
-    held = tokens + kv.step - 1
-    row = kv.fixed + kv.per_token * held
-    return row + kv.window_per_token * min(held, kv.window) if kv.window_per_token else row
+    rows = tokens + kv.step - 1
+    row = kv.fixed + kv.per_token * rows
+    return row + kv.window_per_token * min(rows, kv.window) if kv.window_per_token else row
 
 
 def waste_bytes(cap: int) -> int:
@@ -226,9 +228,9 @@ def padded(group: BatchGroup, kv: KvParameters) -> int:
 
 def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
     """Return whether a row of `length` tokens may join a batch: padding stays within 25 % or `kv.waste` bytes."""
-    whole = max(group.longest, length) * (group.rows + 1)
-    waste = whole - group.tokens - length
-    return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * whole
+    total = max(group.longest, length) * (group.rows + 1)
+    waste = total - group.tokens - length
+    return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * total
 
 
 def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:

@@ -79,30 +79,30 @@ class RunningRequest(NamedTuple):
     size: int
 
 
-def preemption_order(asking: WeightedKey, need: int, lacking: int, holding: Sequence[RunningRequest]) -> list[int]:
+def preemption_order(key: WeightedKey, need: int, missing: int, holding: Sequence[RunningRequest]) -> list[int]:
     """Return the indices of the requests to preempt for a request of the key `asking`.
 
     The request needs `need` rows or bytes, of which `lacking` are not free. `holding` is in order of arrival. The list
     is empty if fair shares do not allow enough preemptions.
     """
-    held, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
+    used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
     for place, one in enumerate(holding):
-        held[one.owner.name] += one.size
+        used[one.owner.name] += one.size
         weights[one.owner.name] = one.owner
         lanes.setdefault(one.owner.name, []).append(place)
-    wanted, found = asking.load(held[asking.name] + need), list[int]()
-    lanes.pop(asking.name, None)
-    while lacking > 0 and lanes:
-        name = max(lanes, key=lambda name: weights[name].load(held[name]))
+    wanted, found = key.load(used[key.name] + need), list[int]()
+    lanes.pop(key.name, None)
+    while missing > 0 and lanes:
+        name = max(lanes, key=lambda name: weights[name].load(used[name]))
         place = lanes[name].pop()
-        if weights[name].load(held[name] - holding[place].size) < wanted:
+        if weights[name].load(used[name] - holding[place].size) < wanted:
             return []
         found.append(place)
-        held[name] -= holding[place].size
-        lacking -= holding[place].size
+        used[name] -= holding[place].size
+        missing -= holding[place].size
         if not lanes[name]:
             del lanes[name]
-    return found if lacking <= 0 else []
+    return found if missing <= 0 else []
 
 
 class PrefillFairness:

@@ -101,7 +101,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     acked_seq: Number = 0
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
-    held: Number = 0
+    limits_number: Number = 0
     """Number of the Limits in force."""
     enforced: Number = 0
     """Number of the last Enforce that was applied."""
@@ -109,7 +109,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Bytes that stayed allocated after the last model was unloaded."""
     measures: GateMeasures = GateMeasures()
     """Answer to `FetchRequest('metrics')`."""
-    roomed: Number = 0
+    freed_order: Number = 0
     """Number of the last `ReclaimMemory` that was applied."""
     metal_limit: Size = 0
     """Memory that the Metal device recommends at most; 0 if unknown."""

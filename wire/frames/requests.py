@@ -269,7 +269,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     """Model after a `ProfileModel`."""
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
-    thought: Tokens = 0
+    reasoning_tokens: Tokens = 0
     """Completion tokens of reasoning."""
 
 

@@ -152,7 +152,7 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
     """
 
-    ask: Number
+    number: Number
     what: Text
     """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
@@ -164,7 +164,7 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
 class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: part of an answer."""
 
-    ask: Number
+    number: Number
     payload: Blob
     last: bool = False
     error: ErrorText = ""

@@ -1,4 +1,4 @@
-"""Routes of joining: the tokens that let machines in, and those that wait for a person."""
+"""Routes of joining: join tokens, and machines that wait for approval by a person."""
 
 import asyncio
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from router.errors import Problem
 
 
 class NewToken(Body):
-    """A join token to make."""
+    """Body of a request for a new join token: lifetime in seconds, number of uses, and a name."""
 
     ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
     uses: Annotated[int, Field(ge=1, le=1000)] = 1
@@ -24,7 +24,7 @@ class NewToken(Body):
 
 
 class JoinRoutes:
-    """Routes of `cluster token` and `approve`. `url` is the address for nodes."""
+    """Routes of `cluster token` and `cluster approve`. `url` is the coordinator's address for nodes."""
 
     def __init__(self, admin: AccessAdmin, approvals: Approvals, url: str) -> None:
         self._admin = admin
@@ -32,7 +32,7 @@ class JoinRoutes:
         self._url = url
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of joining."""
         return (
             Route("GET", "/api/v1/tokens", "admin", self.list_tokens),
             Route("POST", "/api/v1/tokens", "admin", self.create_token),
@@ -65,18 +65,18 @@ class JoinRoutes:
         return {"schema": 1, "joins": self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe the waiting machines, oldest first."""
+        """Return the machines that wait for approval as rows, oldest first."""
         waiting = self._approvals.list(asyncio.get_running_loop().time())
         return [
             {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
         ]
 
     async def approve(self, code: str) -> dict[str, Any]:
-        """Approve the machine with this code."""
+        """Approve the waiting machine with this code. Too many wrong codes block decisions for a while."""
         return _decided(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
-        """Reject the machine with this code."""
+        """Reject the waiting machine with this code. Too many wrong codes block decisions for a while."""
         return _decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
 
 

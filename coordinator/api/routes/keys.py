@@ -19,14 +19,14 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, invalid
 
 MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
-"""Longest life of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
+"""Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 """A day, or empty for all stored days."""
 Life = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
 
 
 class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied
-    """An API key to make."""
+    """Body of a request for a new API key."""
 
     name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
     scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]  # noqa: RUF012
@@ -35,19 +35,19 @@ class NewKey(Body):  # ruff does not see that it is a model, whose defaults are 
 
 
 class KeyLimitsBody(Body):
-    """A key's new limits, in place of all that it had."""
+    """Body with the new limits of a key. They replace all earlier limits."""
 
     limits: dict[str, Any]
 
 
 class NewName(Body):
-    """A key's new name."""
+    """Body with the new name of a key."""
 
     name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
 
 
 class Expiry(Body):
-    """Seconds from now until a key expires; null: never."""
+    """Body with the new expiry of a key, in seconds from now; null: never."""
 
     ttl_seconds: Life | None
 
@@ -61,7 +61,7 @@ class KeyRoutes:
         self._traffic = traffic
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of API keys."""
         return (
             Route("GET", "/api/v1/keys", "admin", self.list_keys),
             Route("POST", "/api/v1/keys", "admin", self.create_key),
@@ -123,12 +123,13 @@ class KeyRoutes:
         return {"schema": 1, "id": key}
 
     async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> dict[str, Any]:
-        """Sum up the requests and tokens of every key by model, since a day (UTC, `2026-01-31`) or since the first;
-        with `daily` each day apart."""
+        """Return the requests and tokens of each key by model; with `daily`, per day.
+
+        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included."""
         return self._used(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
-        """Sum up requests and tokens of the calling key; with `daily`, per day."""
+        """Return the requests and tokens of the calling key by model; with `daily`, per day."""
         return self._used(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:

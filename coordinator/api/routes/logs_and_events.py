@@ -25,7 +25,7 @@ class LogRoutes:
         self._admin = admin
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of logs, events and the audit log."""
         return (
             Route("GET", "/api/v1/logs", "admin", self.own_logs, (503,), TEXT),
             Route("GET", "/api/v1/events", "admin", self.events, (503,), EVENT_STREAM),
@@ -48,8 +48,8 @@ class LogRoutes:
             )
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
-        told = self._events.read(number, last, follow=follow)
-        return StreamingResponse(told, media_type=EVENTS, headers={"cache-control": "no-cache"})
+        lines = self._events.read(number, last, follow=follow)
+        return StreamingResponse(lines, media_type=EVENTS, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
         """List the newest joins, key changes and administrative actions, oldest first; times in Unix seconds."""

@@ -1,4 +1,4 @@
-"""Routes of models: where they are, and orders to load, unload and measure them."""
+"""Routes of models: their state on each node, and commands to load, unload and measure a model."""
 
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ _ORDERED = (404, 409, 429, 500, 502, 503, 504)
 
 
 class OneModel(Body):
-    """A model to load, unload or measure, and where; without a node the pool decides."""
+    """Body of a command for a model: the model, and optionally the node (name or id)."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
@@ -42,7 +42,7 @@ class ModelRoutes:
         self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of models."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
             Route("POST", "/api/v1/models/load", "admin", self.load, _ORDERED),
@@ -51,8 +51,11 @@ class ModelRoutes:
         )
 
     def rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
-        """Describe every model that a key with these limits may use, by name. `fingerprint` is the one that new
-        requests go to; `conflict`: nodes hold different models under the name."""
+        """Return a row for each model that a key with these limits may use, sorted by name.
+
+        `fingerprint` identifies the version that new requests use. `conflict`: nodes have different models of this
+        name.
+        """
         found: dict[str, dict[str, Any]] = {}
         view = visible(self._registry.view(), limits)
         served = view.models()
@@ -80,7 +83,7 @@ class ModelRoutes:
         return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
 
     async def load(self, body: OneModel) -> dict[str, Any]:
-        """Load a model on a node, or on the best node. Returns when the model is loaded, which can take minutes."""
+        """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
         answer = await self._loads.load(_model(body), self._node(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_problem(answer))
@@ -88,11 +91,11 @@ class ModelRoutes:
 
     async def unload(self, body: OneModel) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded."""
-        return _told(body, *await self._loads.unload(_model(body), self._node(body)))
+        return _command_result(body, *await self._loads.unload(_model(body), self._node(body)))
 
     async def profile(self, body: OneModel) -> dict[str, Any]:
-        """Measure the memory of a model again, on a node or wherever it is loaded. Returns when measured."""
-        return _told(body, *await self._loads.profile(_model(body), self._node(body)))
+        """Measure the memory of a model again: on a node, all nodes that have it loaded, or the best node."""
+        return _command_result(body, *await self._loads.profile(_model(body), self._node(body)))
 
     def _node(self, body: OneModel) -> NodeView | None:
         return None if body.node is None else self._registry.view().node(find_node(self._registry, body.node))
@@ -104,7 +107,9 @@ def _model(body: OneModel) -> str:
     return body.model
 
 
-def _told(body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None) -> dict[str, Any]:
+def _command_result(
+    body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None
+) -> dict[str, Any]:
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_problem(wrong))

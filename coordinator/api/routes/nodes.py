@@ -19,29 +19,29 @@ from wire.identity import NodeId
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
 MAX_PAUSE_SECONDS = 365 * 86400.0
-"""Seconds that a node is paused at most; one without an end is until it is resumed."""
+"""Maximum seconds of a pause with an end. A pause without an end lasts until the node is resumed."""
 
 
 class LabelsBody(Body):
-    """A node's new labels, in place of all that it had."""
+    """Body with the new labels of a node. They replace all earlier labels."""
 
     labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
 
 
 class DrainBody(Body):
-    """How long to wait until a node has no requests."""
+    """Body of a drain: maximum seconds to wait until the node has no requests."""
 
     wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
 
 
 class PauseBody(Body):
-    """Duration of a pause; without it the pause lasts until the node is resumed."""
+    """Body of a pause: its duration in seconds. Without a duration the pause lasts until the node is resumed."""
 
     seconds: Annotated[float | None, Field(gt=0, le=MAX_PAUSE_SECONDS)] = None
 
 
 def find_node(registry: Registry, node: str) -> NodeId:
-    """Return the id of a node by its id or name, or raise a 404."""
+    """Return the id of the node with this id or name. Raise `ProblemError` (404) if there is none."""
     found = registry.find(node)
     if found is None:
         raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
@@ -49,7 +49,7 @@ def find_node(registry: Registry, node: str) -> NodeId:
 
 
 class NodeRoutes:
-    """Routes of `cluster nodes`, `pause` and `resume`."""
+    """Routes of `cluster nodes`, `cluster node`, `cluster pause` and `cluster resume`."""
 
     def __init__(self, registry: Registry, traffic: DispatcherApi, store: Database) -> None:
         self._registry = registry
@@ -57,7 +57,7 @@ class NodeRoutes:
         self._store = store
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of nodes."""
         return (
             Route("GET", "/api/v1/nodes", "metrics", self.nodes),
             Route("GET", "/api/v1/nodes/{node}", "metrics", self.node),
@@ -74,7 +74,7 @@ class NodeRoutes:
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe every member."""
+        """Return a row for each member."""
         return [self._row(node) for node in self._registry.pool.members]
 
     def _row(self, node: NodeId) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class NodeRoutes:
         return {"schema": 1, "node": found, "cordoned": on}
 
     async def allow_video(self, node: str) -> dict[str, Any]:
-        """Allow a node to make videos."""
+        """Allow the placement of video jobs on a node."""
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class NodeRoutes:
         return {"schema": 1, "node": found, "video_allowed": on}
 
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
-        """Cordon a node and migrate its requests. Returns when it is empty, or the number of requests left.
+        """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
-        The node stays cordoned until it is uncordoned."""
+        The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
         found = self._find(node)
         self._registry.cordon(found, on=True)
         await self._store.flush()
@@ -151,7 +151,7 @@ class NodeRoutes:
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
 
-        The node enforces the pause, also without the coordinator. Without `seconds` it lasts until a resume."""
+        The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume."""
         return await self._pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:

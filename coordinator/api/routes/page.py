@@ -20,30 +20,33 @@ from router.errors import Problem
 
 
 class LoginCode(Body):
-    """The code of a link that `cluster open` gave."""
+    """Body with the code of a sign-in link from `cluster open`."""
 
     code: Annotated[str, Field(min_length=1, max_length=100)]
 
 
 class PageRoutes:
-    """Routes of `cluster open` and of the page. `base_url` is the endpoint for clients, with its `/v1`."""
+    """Routes of `cluster open` and of the web page.
+
+    `base_url` is the endpoint for clients, with its `/v1`. `sections` returns the current content of the page.
+    """
 
     def __init__(
         self,
         base_url: str,
-        visitors: BrowserSessions,
+        sessions: BrowserSessions,
         ring: KeyRing,
         store: Database,
         sections: Callable[[], Mapping[str, object]],
     ) -> None:
         self._url = base_url.removesuffix("/v1")
-        self._visitors = visitors
+        self._sessions = sessions
         self._ring = ring
         self._store = store
         self._live = LiveStream(sections)
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of the web page."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
             Route("POST", "/api/v1/page/visits", OPEN, self.enter, (401,)),
@@ -53,26 +56,26 @@ class PageRoutes:
 
     async def invite(self) -> dict[str, Any]:
         """Create a link that signs in to the page as an administrator, once, within 2 minutes."""
-        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.create_code()}", "seconds": CODE_SECONDS}
+        return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCode) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key."""
-        entered = self._visitors.enter(body.code)
+        entered = self._sessions.enter(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
         self._store.note(time.time(), PAGE, "entered", "")
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:
-        """End the session of this key."""
-        if not self._visitors.end_session(KEY.get()):
+        """End the page's session that uses the calling key."""
+        if not self._sessions.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
 
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        Sends at most twice per second and ends when the key expires."""
+        The stream sends at most twice per second, and ends when the key expires."""
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
         presented = credential(request.scope["headers"]) or b""

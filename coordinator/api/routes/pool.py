@@ -22,7 +22,7 @@ CERTIFICATE = "application/x-pem-file"
 
 
 class PoolRoutes:
-    """Routes of `cluster status`."""
+    """Routes of the pool as a whole, such as the one of `cluster status`."""
 
     def __init__(
         self, facts: ServerInfo, registry: Registry, traffic: DispatcherApi, conditions: Conditions, load: LoadHistory
@@ -34,7 +34,7 @@ class PoolRoutes:
         self._load = load
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of the pool."""
         return (
             Route("GET", "/api/v1/status", "metrics", self.status),
             Route("GET", "/api/v1/version", "infer", self.version),
@@ -49,7 +49,7 @@ class PoolRoutes:
         return self.row()
 
     def row(self) -> dict[str, Any]:
-        """Return the current status of the pool."""
+        """Return the current status of the pool as a row of the API."""
         facts = self._facts
         return {
             "schema": 1,
@@ -71,7 +71,7 @@ class PoolRoutes:
         }
 
     def active(self) -> list[dict[str, Any]]:
-        """List the conditions that hold now."""
+        """Return the active conditions as rows of the API."""
         return [one.row() for one in self._conditions.active()]
 
     async def version(self) -> dict[str, Any]:
@@ -83,11 +83,11 @@ class PoolRoutes:
         return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
-        """Return the load of the last hour, of the pool and of each Mac: a point every 10 seconds, null for a gap."""
+        """Return the load of the last hour, of the pool and of each node: a point every 10 seconds, null for a gap."""
         return Response(msgspec.json.encode({"schema": 1, **self.load(points)}), media_type="application/json")
 
     def load(self, points: int) -> dict[str, Any]:
-        """Return the newest points of the load."""
+        """Return the newest `points` points of the load history, one per 10 seconds."""
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routes for Prometheus, which scrapes nodes through the coordinator, because nodes have no open port for it."""
+"""Routes for Prometheus, which scrapes nodes through the coordinator, because nodes have no open port for scrapes."""
 
 import msgspec
 from fastapi import Request
@@ -20,7 +20,7 @@ class PrometheusRoutes:
         self._registry = registry
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes for Prometheus."""
         return (
             Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),
             Route("GET", "/prometheus/sd", "metrics", self.targets, content=LIST),

@@ -24,11 +24,11 @@ LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
 """Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
-"""Difference between the wall clock and the clock of requests from which their offset is taken again."""
+"""Change of the offset between monotonic and Unix time, in seconds, above which `WallClock` updates its offset."""
 
 
 class DryRun(Body):
-    """A request for a dry run of placement."""
+    """Body of a dry run of placement: a hypothetical request by its model and token counts."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
@@ -36,7 +36,7 @@ class DryRun(Body):
 
 
 class RequestRoutes:
-    """Routes of `cluster place`, `explain` and `replay`."""
+    """Routes of `cluster place`, `cluster explain` and `cluster replay`."""
 
     def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
@@ -44,7 +44,7 @@ class RequestRoutes:
         self._clock = WallClock(traffic.now)
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of requests."""
         return (
             Route("POST", "/api/v1/place", "metrics", self.place),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
@@ -53,7 +53,7 @@ class RequestRoutes:
         )
 
     async def place(self, body: DryRun) -> dict[str, Any]:
-        """Return the node a request would be placed on, and the memory arithmetic of every node. Sends nothing."""
+        """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
         result = self._traffic.preview(demand)
         answer: dict[str, Any] = {
@@ -72,20 +72,21 @@ class RequestRoutes:
         """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
         return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
 
-    def _rows(self, stories: Iterable[RequestRecord]) -> list[dict[str, Any]]:
+    def _rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
         names = self._ring.names()
         return [
-            {**story_row(story, self._clock), "key_name": names.get(story.key, f"{story.key} (ended)")}
-            for story in stories
+            {**record_row(record, self._clock), "key_name": names.get(record.key, f"{record.key} (ended)")}
+            for record in records
         ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
-        """Return the record of a request: phase while running, steps, end, and each placement decision with the
-        memory arithmetic of every node."""
+        """Return the record of a request: phase or end, steps, and placement decisions.
+
+        Each decision has the memory arithmetic of every node."""
         history = self._traffic.history
-        stories, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
-        tickets = [ticket for ticket in self._traffic.open_requests() if ticket.job.request_id == request_id]
-        if not stories and not decisions and not tickets:
+        records, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
+        open_requests = [one for one in self._traffic.open_requests() if one.job.request_id == request_id]
+        if not records and not decisions and not open_requests:
             raise ProblemError(
                 Problem(
                     404,
@@ -95,8 +96,8 @@ class RequestRoutes:
             )
         return {
             "schema": 1,
-            "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],
-            "requests": self._rows(stories),
+            "under_way": [_under_way(one, self._traffic.now()) for one in open_requests],
+            "requests": self._rows(records),
             "decisions": [
                 {
                     "seconds_ago": round(self._traffic.now() - one.at, 3),
@@ -116,67 +117,67 @@ class RequestRoutes:
 
 
 class WallClock:
-    """Turns the monotonic seconds of requests into Unix seconds that stay the same from one call to the next."""
+    """Converter of the dispatcher's times to Unix seconds. Repeated calls with one time return the same value."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._offset = 0.0
 
     def unix(self, at: float) -> float:
-        """Return Unix seconds of a monotonic moment."""
+        """Convert a time on the clock of requests to Unix seconds, rounded to milliseconds."""
         offset = time.time() - self._now()
         if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
             self._offset = offset
         return round(at + self._offset, 3)
 
 
-def story_row(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
-    """Return a request that has ended, with its steps by name."""
-    row: dict[str, Any] = msgspec.to_builtins(story)
+def record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
+    """Return an ended request as a row of the API, with its steps."""
+    row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,
-        **summary(story, clock),
-        "steps": _steps(story.steps),
-        "timings": None if story.timings is None else msgspec.structs.asdict(story.timings),
+        **summary(record, clock),
+        "steps": _steps(record.steps),
+        "timings": None if record.timings is None else msgspec.structs.asdict(record.timings),
     }
 
 
-def summary(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
+def summary(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
 
     Absent values are None.
     """
-    first = next((at for at, what, _ in story.steps if what == "first token"), None)
-    nodes = [node for _, _, node in story.steps if node]
-    decoding = 0.0 if first is None else story.seconds - first
-    if story.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
-        decoding = max(decoding, story.timings.decode)
-    tokens = story.completion_tokens - 1
+    first = next((at for at, what, _ in record.steps if what == "first token"), None)
+    nodes = [node for _, _, node in record.steps if node]
+    decoding = 0.0 if first is None else record.seconds - first
+    if record.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
+        decoding = max(decoding, record.timings.decode)
+    tokens = record.completion_tokens - 1
     rate = round(tokens / decoding, 1) if tokens > 0 and decoding >= MIN_DECODE_SECONDS else None
     return {
-        "at": clock.unix(story.arrived),
+        "at": clock.unix(record.arrived),
         "node": nodes[-1] if nodes else "",
         "ttft_seconds": None if first is None else round(first, 3),
         "tokens_per_second": rate,
     }
 
 
-def phase_of(ticket: ActiveRequest) -> str:
+def phase_of(request: ActiveRequest) -> str:
     """Return the phase of an open request: queue, model swap, prefill or decode."""
-    if ticket.node is None:
-        return ticket.swap or "queued"
-    return "prefill" if ticket.first_at is None else "decode"
+    if request.node is None:
+        return request.swap or "queued"
+    return "prefill" if request.first_at is None else "decode"
 
 
-def _under_way(ticket: ActiveRequest, now: float) -> dict[str, Any]:
-    """Describe a request that has not ended, `now` in monotonic seconds."""
+def _under_way(request: ActiveRequest, now: float) -> dict[str, Any]:
+    """Return an open request as a row. `now` is on the clock of requests."""
     return {
-        "request_id": ticket.job.request_id,
-        "key": ticket.job.key,
-        "model": ticket.job.demand.model,
-        "phase": phase_of(ticket),
-        "seconds": now - ticket.arrived,
-        "steps": _steps(ticket.steps),
+        "request_id": request.job.request_id,
+        "key": request.job.key,
+        "model": request.job.demand.model,
+        "phase": phase_of(request),
+        "seconds": now - request.arrived,
+        "steps": _steps(request.steps),
     }
 
 

@@ -1,4 +1,4 @@
-"""Routes of videos that are no job's: the models that make them, and the memory that nodes lend to them."""
+"""Routes of video models and of memory leases for video jobs. `coordinator.video.api` has the routes of jobs."""
 
 from typing import Any
 
@@ -13,33 +13,33 @@ from router.admission.rate_limits import NO_LIMITS
 
 
 class VideoRoutes:
-    """Routes of `cluster video leases` and `video calibrate`."""
+    """Routes of `cluster video leases` and `cluster video calibrate`."""
 
-    def __init__(self, registry: Registry, conductor: VideoController, ring: KeyRing) -> None:
+    def __init__(self, registry: Registry, controller: VideoController, ring: KeyRing) -> None:
         self._registry = registry
-        self._conductor = conductor
+        self._controller = controller
         self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
-        """Return the routes."""
+        """Return the routes of video models and leases."""
         return (
             Route("GET", "/api/v1/videos/models", "infer", self.video_models),
             Route("GET", "/api/v1/leases", "metrics", self.leases),
         )
 
     async def video_models(self) -> dict[str, Any]:
-        """List the video models that the key may use, with their nodes and memory."""
-        conductor, limits = self._conductor, self._ring.limits(KEY.get()) or NO_LIMITS
-        models = package_rows(visible(self._registry.view(), limits), conductor.profiles)
-        profiles = {key: profile for key, profile in conductor.profiles.items() if limits.allows(key.package)}
+        """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
+        controller, limits = self._controller, self._ring.limits(KEY.get()) or NO_LIMITS
+        models = package_rows(visible(self._registry.view(), limits), controller.profiles)
+        profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}
         return {
             "schema": 1,
-            "lease": conductor.settings.lease_bytes,
+            "lease": controller.settings.lease_bytes,
             "models": models,
             "profiles": profile_rows(profiles),
         }
 
     async def leases(self) -> dict[str, Any]:
         """List the memory leases for video jobs, oldest first; sizes in bytes."""
-        view, conductor = self._registry.view(), self._conductor
-        return {"schema": 1, "leases": [lease_row(hold, conductor.board, view) for hold in conductor.holds()]}
+        view, controller = self._registry.view(), self._controller
+        return {"schema": 1, "leases": [lease_row(hold, controller.board, view) for hold in controller.holds()]}

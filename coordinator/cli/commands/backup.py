@@ -47,7 +47,7 @@ def backup(
         made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
         raise CommandError(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
-    told = {
+    summary = {
         "schema": 1,
         "file": str(made.file),
         "bytes": made.size,
@@ -55,10 +55,11 @@ def backup(
         **_described(made.manifest),
     }
     if output == "json":
-        _print_json(told)
+        _print_json(summary)
         return
     click.echo(
-        f"{made.file}: cluster {told['name']} ({told['cluster']}), {told['files']} files, {show_size(made.size)}"
+        f"{made.file}: cluster {summary['name']} ({summary['cluster']}), {summary['files']} files, "
+        f"{show_size(made.size)}"
     )
     if not artifacts and (folder / "videos").exists():
         click.echo("finished videos are not included: use --artifacts to include them")
@@ -134,13 +135,13 @@ def _print_restored(folder: Path, done: "Restored") -> None:
     click.echo("      the nodes find it by their stored addresses and by Bonjour, and trust it as before")
 
 
-def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
+def _print_checked(file: Path, summary: dict[str, Any], output: str) -> None:
     if output == "json":
-        _print_json({"schema": 1, "file": str(file), "whole": True, **told})
+        _print_json({"schema": 1, "file": str(file), "whole": True, **summary})
         return
     click.echo(
-        f"{file} is valid: cluster {told['name']} ({told['cluster']}), made {format_minute(told['made'])} by macpool "
-        f"{told['macpool']}, {told['files']} files"
+        f"{file} is valid: cluster {summary['name']} ({summary['cluster']}), made {format_minute(summary['made'])} "
+        f"by macpool {summary['macpool']}, {summary['files']} files"
     )
 
 
@@ -156,15 +157,15 @@ def _described(manifest: Any) -> dict[str, Any]:
     }
 
 
-def _print_json(told: dict[str, Any]) -> None:
+def _print_json(summary: dict[str, Any]) -> None:
     import json
 
-    click.echo(json.dumps(told))
+    click.echo(json.dumps(summary))
 
 
 def _new_passphrase(file: Path | None) -> bytes:
     """Read the passphrase from its file, or ask for it twice."""
-    return _read(file) if file is not None else _asked(twice=True)
+    return _read(file) if file is not None else _read_passphrase(twice=True)
 
 
 def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
@@ -178,10 +179,10 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
         raise CommandError(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
     if not needed:
         return None
-    return _read(passphrase_file) if passphrase_file is not None else _asked(twice=False)
+    return _read(passphrase_file) if passphrase_file is not None else _read_passphrase(twice=False)
 
 
-def _asked(*, twice: bool) -> bytes:
+def _read_passphrase(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
         raise CommandError(2, "there is no terminal to ask for the passphrase: use --passphrase-file FILE")
     found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)

@@ -80,7 +80,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
 
 def _refuse(wrong: Sequence[Any]) -> None:
     if wrong:
-        raise CommandError(2, "\n".join(one.told() for one in wrong))
+        raise CommandError(2, "\n".join(one.summary() for one in wrong))
 
 
 def _value(value: object) -> str:
@@ -95,7 +95,7 @@ def _in_force(folder: Path) -> SettingsReport:
     found = settings_in_force(
         ApiSession(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ())
     )
-    if not found.who:
+    if not found.roles:
         raise CommandError(
             UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or omit --running"
         )

@@ -95,14 +95,14 @@ def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
     from coordinator.doctor.bundle import redact_settings, write
 
     settings: dict[str, Any] = {}
-    told = here.examined() or {}
+    inspection = here.examined() or {}
     try:
         settings = redact_settings(
-            inspect_settings(here.state, here.state / "config.toml", here.environ, (), told).rows
+            inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection).rows
         )
     except CommandError as error:
         settings = {"problem": error.message}
-    now = settings_in_force(here.session, told)
+    now = settings_in_force(here.session, inspection)
     contents = {
         "findings.json": [one.row() for one in found],
         "versions.json": {
@@ -110,12 +110,12 @@ def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
             "python": platform.python_version(),
             "system": platform.platform(),
             "machine": platform.machine(),
-            "hardware": told.get("hardware"),
+            "hardware": inspection.get("hardware"),
             "device": here.device(),
             "coordinator": here.version().value,
         },
         "settings.json": settings,
-        "running.json": {"who": now.who, "settings": redact_settings(now.rows)},
+        "running.json": {"who": now.roles, "settings": redact_settings(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
         "nodes.json": here.nodes().value if here.session.running else None,
     }

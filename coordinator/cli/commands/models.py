@@ -61,7 +61,7 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
             (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
             for m in answer["models"]
         ]
-        table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, whole=True)
+        table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, full_width=True)
     else:
         rows = [
             (m["name"], _loaded_on(m), str(_holders(m)), show_size(m["weights"]), str(m["context"]))
@@ -76,16 +76,18 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
             if not wide:
                 continue
-            told = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
-            told += [_measured(node["measured"])] if node.get("measured") else []
-            if told:
-                click.echo(f"{model['name']} on {node['name']}: {'; '.join(told)}")
+            speeds = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
+            speeds += [_measured(node["measured"])] if node.get("measured") else []
+            if speeds:
+                click.echo(f"{model['name']} on {node['name']}: {'; '.join(speeds)}")
 
 
 def _loaded_on(model: dict[str, Any]) -> str:
     """Return the nodes that have a model in memory, or load it now."""
-    held = [one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != NodeState.LEFT]
-    return ", ".join(_place(one) for one in held) or "-"
+    loading = [
+        one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != NodeState.LEFT
+    ]
+    return ", ".join(_place(one) for one in loading) or "-"
 
 
 def _holders(model: dict[str, Any]) -> int:

@@ -75,7 +75,7 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
     With `wide`, print every column.
     """
     if wide:
-        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, whole=True)
+        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
     else:
         columns, rows = NARROW, [narrow_row(one) for one in answer["nodes"]]
         if all(row[-1] == "-" for row in rows):

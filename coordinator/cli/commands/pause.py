@@ -61,8 +61,8 @@ def describe_sharing(sharing: dict[str, Any]) -> str:
     return f"paused{until}: {sharing['why']}"
 
 
-def _left(told: dict[str, Any]) -> str:
-    return f"; {told['in_flight']} requests still run, and move or end soon" if told["in_flight"] else ""
+def _left(answer: dict[str, Any]) -> str:
+    return f"; {answer['in_flight']} requests still run, and move or end soon" if answer["in_flight"] else ""
 
 
 def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:

@@ -66,7 +66,7 @@ def install(
         _preview(host, plan, output)
         return
     with _refusals(), spinner("installing and starting the service"):
-        done, standing = carry_out(host, plan)
+        done, service_state = carry_out(host, plan)
     answer = {
         "schema": 1,
         "done": done,
@@ -74,12 +74,12 @@ def install(
         "user": plan.user,
         "state": plan.state,
         "role": plan.role,
-        "pid": standing.pid,
+        "pid": service_state.pid,
     }
     if output == "json":
         click.echo(json.dumps(answer))
         return
-    for one in done or [f"nothing to do: the service runs, process {standing.pid}"]:
+    for one in done or [f"nothing to do: the service runs, process {service_state.pid}"]:
         click.echo(one)
     click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` shows its state")
 
@@ -148,8 +148,8 @@ def _safe(host: "ServiceHost", folder: Path, wired: int) -> None:
 
     if not host.mac:
         raise CommandError(2, "--wired-limit-mb is for macOS: other systems have no Metal")
-    told = HostProbe(ApiSession(folder, None, None, "json")).examined()
-    refused = clamp_wired_limit(wired, int(told["memory"]["safe"]) if told else 0)
+    inspection = HostProbe(ApiSession(folder, None, None, "json")).examined()
+    refused = clamp_wired_limit(wired, int(inspection["memory"]["safe"]) if inspection else 0)
     if refused is not None:
         raise CommandError(REFUSED, refused)
 
@@ -216,12 +216,12 @@ def status(ctx: click.Context, output: str) -> None:
         "unit": str(host.unit),
         "last_exit": now.last_exit,
     }
-    click.echo(json.dumps(answer) if output == "json" else _told(answer))
+    click.echo(json.dumps(answer) if output == "json" else _state_text(answer))
     if not now.running:
         sys.exit(INSTALLED_NOT_RUNNING if found.text or now.loaded else NOT_FOUND)
 
 
-def _told(answer: dict[str, Any]) -> str:
+def _state_text(answer: dict[str, Any]) -> str:
     if not answer["installed"]:
         rest = ", but its unit is missing: `cluster service install` repairs that" if answer["loaded"] else ""
         return f"not installed{rest}"
@@ -247,8 +247,8 @@ def restart(ctx: click.Context) -> None:
         if not existing(host, host.unit).text:
             raise CommandError(NOT_FOUND, "no service is installed: `sudo cluster service install`")
         host.restart()
-        standing = wait(host, 45.0)
-    click.echo(f"running, process {standing.pid}")
+        service_state = wait(host, 45.0)
+    click.echo(f"running, process {service_state.pid}")
 
 
 @service.command()

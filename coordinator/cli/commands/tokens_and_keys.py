@@ -246,10 +246,10 @@ def _print_key(row: dict[str, Any]) -> None:
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
     dates = (format_minute(key["created"]), format_minute(key["expires"]))
-    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _told(key["limits"]))
+    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _limits_text(key["limits"]))
 
 
-def _told(limits: dict[str, Any]) -> str:
+def _limits_text(limits: dict[str, Any]) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in limits.items()) or "none"
 
 
@@ -281,14 +281,18 @@ def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given:
     if both:
         raise click.UsageError(f"{both[0].replace('_', '-')} is both given and cleared: use one of the two")
     if not names and not changes:
-        raise click.UsageError(f"name a limit to change, or --clear one; {_title(row)} has: {_told(row['limits'])}")
+        raise click.UsageError(
+            f"name a limit to change, or --clear one; {_title(row)} has: {_limits_text(row['limits'])}"
+        )
     kept = {name: value for name, value in row["limits"].items() if name not in names}
     after = {name: value for name, value in {**kept, **changes}.items() if value not in (None, (), [])}
     call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
     answer = {"schema": 1, "id": row["id"], "name": row["name"], "before": row["limits"], "after": after}
     session.show(
         answer,
-        lambda made: click.echo(f"{_title(row)}\n  before  {_told(made['before'])}\n  after   {_told(made['after'])}"),
+        lambda made: click.echo(
+            f"{_title(row)}\n  before  {_limits_text(made['before'])}\n  after   {_limits_text(made['after'])}"
+        ),
     )
 
 

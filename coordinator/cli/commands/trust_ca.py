@@ -229,5 +229,5 @@ def _run(command: list[str]) -> None:
             "authorities by hand",
         ) from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise CommandError(1, f"{' '.join(command)} failed ({said}): run it again with sudo")
+        output = done.stderr.strip() or done.stdout.strip()
+        raise CommandError(1, f"{' '.join(command)} failed ({output}): run it again with sudo")

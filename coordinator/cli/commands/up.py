@@ -106,7 +106,7 @@ def up(
         if output == "json":
             print(json.dumps(facts), flush=True)
         else:
-            _welcome(facts, listen)
+            _print_welcome(facts, listen)
             if not with_node and local_node is None:
                 click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
             if facts["local_node_ready"] is False:
@@ -154,7 +154,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.wrong:
-        raise CommandError(2, "\n".join(one.told() for one in found.wrong))
+        raise CommandError(2, "\n".join(one.summary() for one in found.wrong))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():
@@ -217,7 +217,7 @@ def _tree(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file}: {error}") from None
 
 
-def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
+def _print_welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     click.echo(f"endpoint  {facts['base_url']}")
     if listen[0] in ALL_INTERFACES:
         import socket

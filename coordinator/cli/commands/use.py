@@ -91,7 +91,7 @@ def explain(session: ApiSession, request_id: str | None, last: int, export: Bina
     if request_id is None:
         session.show(session.call("GET", f"/api/v1/requests?last={last}"), _print_requests)
         return
-    session.show(session.call("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_story)
+    session.show(session.call("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_request)
 
 
 def _print_requests(answer: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ def _print_requests(answer: dict[str, Any]) -> None:
     )
 
 
-def _print_story(answer: dict[str, Any]) -> None:
+def _print_request(answer: dict[str, Any]) -> None:
     for one in answer.get("under_way", ()):
         click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
         _print_steps(one["steps"])
@@ -315,10 +315,10 @@ def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 
 
 @click.command()
-@click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
+@click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
-def version(session: ApiSession, whole: bool) -> None:
-    """Print version and protocol. With --cluster, also print those of every member, with the next step.
+def version(session: ApiSession, all_nodes: bool) -> None:
+    """Print versions. With --cluster, print version, protocol and next step of every member.
 
     Exit code 8 if the protocol of a member is not supported.
     """
@@ -332,12 +332,12 @@ def version(session: ApiSession, whole: bool) -> None:
         "protocol": identity.PROTOCOL,
         "oldest": identity.OLDEST_PROTOCOL,
     }
-    if whole:
-        asked, nodes = session.call("GET", "/api/v1/version"), session.call("GET", "/api/v1/nodes")["nodes"]
-        answer["coordinator"] = asked["version"]
-        answer["coordinator_protocol"] = asked["protocol"]
+    if all_nodes:
+        coordinator, nodes = session.call("GET", "/api/v1/version"), session.call("GET", "/api/v1/nodes")["nodes"]
+        answer["coordinator"] = coordinator["version"]
+        answer["coordinator_protocol"] = coordinator["protocol"]
         answer["nodes"] = {node["name"]: node["version"] for node in nodes}
-        answer["members"] = _members(asked["version"], nodes)
+        answer["members"] = _members(coordinator["version"], nodes)
     session.show(answer, _print_version)
     if not all(one["joinable"] for one in answer.get("members", [])):
         click.get_current_context().exit(PROTOCOL)

@@ -175,14 +175,14 @@ def _raise_if_failed(made: dict[str, Any]) -> None:
 
 
 def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
-    began, told, pause = time.monotonic(), "", threading.Event()
+    began, last_phase, pause = time.monotonic(), "", threading.Event()
     with _progress(session) as bar:
         while (made := _get(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise CommandError(
                     TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
                 )
-            told = bar.show_progress(made["progress"], harmless(made["phase"]), told)
+            last_phase = bar.show_progress(made["progress"], harmless(made["phase"]), last_phase)
             pause.wait(POLL_INTERVAL_SECONDS)
     return made
 
@@ -190,17 +190,17 @@ def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, A
 class ProgressOutput(Protocol):
     """Output for the progress of a video while a command waits for it."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
-        """Show progress (in per cent) and phase, and return the phase. `told` is the result of the previous call."""
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
+        """Show progress (in per cent) and phase. Return the phase. `last_phase` is the result of the previous call."""
         ...
 
 
 class ProgressLines:
     """Output of one line for each phase, if standard error is not a terminal."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
-        """Print a line with progress (in per cent) and phase if the phase is not `told`. Return the phase."""
-        if phase != told:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
+        """Print a line with progress (in per cent) and phase if the phase is not `last_phase`. Return the phase."""
+        if phase != last_phase:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
 
@@ -208,7 +208,7 @@ class ProgressLines:
 class NoProgress:
     """No output of progress, with `-o json`."""
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Print nothing. Return the phase."""
         return phase
 
@@ -220,7 +220,7 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
-    def show_progress(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
         """Update the bar with progress (in per cent) and phase. Return the phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase

@@ -1,1 +1,1 @@
-"""State machine of video jobs and their leases. Pure."""
+"""State machine of video jobs and their leases. Pure functions, without I/O."""

@@ -1,6 +1,6 @@
 """Admission of video requests: checks the body against models, limits, the pool's memory and the queue. Pure.
 
-Every reason for a refusal that is known before the job waits is returned at once, with the numbers.
+A reason for a refusal that is known before the job is queued is returned at once, with the numbers.
 """
 
 import difflib
@@ -40,7 +40,7 @@ def admit(
     settings: VideoSettings,
     limits: KeyLimits | None = None,
 ) -> RequestedClip | Problem:
-    """Return the job to run, or the problem."""
+    """Check a video request of an API key with these `limits`. Return the clip to generate, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
     limits, view = limits or NO_LIMITS, visible(view, limits)
@@ -49,12 +49,12 @@ def admit(
     package = _package(body, view)
     if isinstance(package, Problem):
         return package
-    clip = plan(_wish(body), settings.limits, package, settings.default_steps)
+    clip = plan(_clip_request(body), settings.limits, package, settings.default_steps)
     if isinstance(clip, Impossible):
         return invalid(clip.message, clip.param)
     return (
         _too_large(view, package, clip, profiles, settings)
-        or _nobody_ready(view, package.name)
+        or _no_node_ready(view, package.name)
         or _full(board, settings)
         or _wanted(body, package, clip, limits)
     )
@@ -82,7 +82,7 @@ def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
 
 
-def _wish(body: VideoBody) -> ClipRequest:
+def _clip_request(body: VideoBody) -> ClipRequest:
     size = None
     if body.size is not None:
         width, _, height = body.size.partition("x")
@@ -93,7 +93,7 @@ def _wish(body: VideoBody) -> ClipRequest:
 def _too_large(
     view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
 ) -> Problem | None:
-    """Return a 413 if no known node could ever hold the job. Sleeping and absent nodes count."""
+    """Return a 413 problem if the job fits on no known node, even without other load. Absent nodes count."""
     size = settings.lease_bytes
     found = fits_nowhere(view, package.name, clip.tokens, size, profiles)
     if found is None:
@@ -110,8 +110,8 @@ def _too_large(
     return Problem(413, "video_memory_exceeded", text, "size", numbers)
 
 
-def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
-    """Return a 503 if every node with the model is present and cannot use it. An absent node may return."""
+def _no_node_ready(view: ClusterView, model: str) -> Problem | None:
+    """Return a 503 problem if every node with the model is ready and cannot use it. An absent node may return."""
     nodes = [node for node, _ in packages_of(view, model)]
     here = [node for node in nodes if node.state == NodeState.READY]
     if len(here) < len(nodes):

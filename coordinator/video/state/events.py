@@ -1,4 +1,4 @@
-"""Events and actions of the video job table. Pure."""
+"""Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState
 
 ACKNOWLEDGED = "acknowledged"
-"""Cause for the return of a lease whose end was received."""
+"""Cause in `GiveBackLease` that acknowledges the end of a lease. The node then deletes the record and files."""
 
 # -- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:
-    """A client submitted a job."""
+    """Event: a client submitted a job."""
 
     job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlaced:
-    """The first queued job shall ask this node for memory."""
+    """Event: a node was chosen to be asked for a lease for the first queued job."""
 
     job: str
     node: str
@@ -30,7 +30,10 @@ class JobPlaced:
 
 @dataclass(frozen=True, slots=True)
 class JobWaits:
-    """The first queued job cannot be placed. `busy`: only because of running jobs, which is no reason to fail it."""
+    """Event: the first queued job cannot be placed, for the reason in `phase`.
+
+    `busy`: only because of running jobs, in which case the job is not failed by its deadline.
+    """
 
     job: str
     phase: str
@@ -39,7 +42,7 @@ class JobWaits:
 
 @dataclass(frozen=True, slots=True)
 class LeaseAnswered:
-    """A node answered about a lease."""
+    """Event: a node granted, refused or ended a lease."""
 
     node: str
     frame: LeaseGranted | LeaseRefused | LeaseEnded
@@ -47,7 +50,7 @@ class LeaseAnswered:
 
 @dataclass(frozen=True, slots=True)
 class LeasesReported:
-    """A node reported its leases."""
+    """Event: a node reported its leases."""
 
     node: str
     leases: tuple[LeaseState, ...]
@@ -55,21 +58,21 @@ class LeasesReported:
 
 @dataclass(frozen=True, slots=True)
 class NodeAway:
-    """A node's link ended."""
+    """Event: the link of a node ended."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeRemoved:
-    """A node is no member any more."""
+    """Event: a node was removed from the members."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class FilesFetched:
-    """The files of a job are here, whole."""
+    """Event: all files of a job were fetched and verified."""
 
     job: str
     generation: int
@@ -78,7 +81,7 @@ class FilesFetched:
 
 @dataclass(frozen=True, slots=True)
 class FilesLost:
-    """The files of a job will never be here."""
+    """Event: the files of a job cannot be fetched or stored, because of `fault`."""
 
     job: str
     generation: int
@@ -87,7 +90,7 @@ class FilesLost:
 
 @dataclass(frozen=True, slots=True)
 class JobCancelled:
-    """A client cancelled a job."""
+    """Event: a client cancelled a job."""
 
     job: str
     message: str = "it was cancelled"
@@ -95,19 +98,19 @@ class JobCancelled:
 
 @dataclass(frozen=True, slots=True)
 class JobDeleted:
-    """A client deleted a job and its data."""
+    """Event: a client deleted a job with its data."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRestarted:
-    """This process began; the jobs are those of the one before."""
+    """Event: the coordinator has restarted with the jobs of the previous process."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTick:
-    """Time has passed."""
+    """Event: a timer of the controller fired; deadlines are checked."""
 
 
 Event = (
@@ -132,14 +135,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class AskForLease:
-    """Ask the job's node for its lease."""
+    """Action: ask the node of a job for the lease of the job."""
 
     job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
 class GiveBackLease:
-    """Order a node to release a lease, or acknowledge its end (`ACKNOWLEDGED`)."""
+    """Action: order a node to release a lease, or acknowledge its end (cause `ACKNOWLEDGED`)."""
 
     node: str
     lease: str
@@ -149,7 +152,7 @@ class GiveBackLease:
 
 @dataclass(frozen=True, slots=True)
 class FetchFiles:
-    """Get the files of the job from its node."""
+    """Action: fetch the files of a job from its node."""
 
     job: VideoJob
     artifacts: tuple[Artifact, ...]
@@ -157,28 +160,28 @@ class FetchFiles:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Write a job down."""
+    """Action: store a job in the database."""
 
     job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetJob:
-    """Forget a job, with its files."""
+    """Action: delete a job from the database, with its files."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class ExpireFiles:
-    """Remove the files of a job."""
+    """Action: delete the files of a job, and keep its record."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class PeakMeasured:
-    """A worker's peak was read (bytes)."""
+    """Action: add the peak footprint of a finished job, in bytes, to the memory profile of its package."""
 
     job: VideoJob
     peak: int

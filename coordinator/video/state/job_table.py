@@ -1,8 +1,8 @@
 """Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
 
 The first queued job gets a lease on one node. From then on three parties act on it. The node leases the memory and
-watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes vanish and return, and this
-process may restart. Two concepts keep this simple:
+watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes disconnect and return, and
+this process may restart. Two concepts handle this:
 
 - The generation. Every lease of a job has the next number, and the job's number grows again when it leaves that lease.
   A message about an older generation does not change the job. A node that still holds such a lease must release it.
@@ -25,14 +25,18 @@ from coordinator.video.state.jobs import JobState, VideoJob
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """Settings in seconds, bytes and counts. `records` is the number of ended jobs that are kept."""
+    """Settings of the job table, from `VideoSettings.rules`, in seconds, bytes and counts.
+
+    A job whose node or worker was lost is restarted at most `attempts` times, if `on_node_loss` is `requeue`. `records`
+    is the maximum number of ended jobs without files that are kept.
+    """
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
     attempts: int = 2
     lease_seconds: float = 30.0
     start_seconds: float = 90.0
     away_seconds: float = 60.0
-    room_seconds: float = 3600.0
+    headroom_seconds: float = 3600.0
     keep_seconds: float = 86400.0
     keep_count: int = 50
     keep_bytes: int = 50 * 2**30
@@ -41,7 +45,10 @@ class JobRules:
 
 @dataclass(frozen=True, slots=True)
 class LeaseHold:
-    """Memory requested from a node and not confirmed as released. `misses`: reports that did not list it."""
+    """Memory of `size` bytes that was requested from a node and is not confirmed as released.
+
+    `since` is the Unix time of the request. `misses` counts consecutive reports of the node without this lease.
+    """
 
     lease: str
     node: str
@@ -55,7 +62,10 @@ class LeaseHold:
 
 @dataclass(frozen=True, slots=True)
 class JobTable:
-    """Table of all jobs and holds. `pauses`: until when a node is not asked again."""
+    """Table of all jobs by id and all holds by lease.
+
+    `pauses` has, by node, the Unix time until which the node is not asked for a lease.
+    """
 
     rules: JobRules = field(default_factory=JobRules)
     jobs: Mapping[str, VideoJob] = field(default_factory=dict[str, VideoJob])
@@ -64,7 +74,7 @@ class JobTable:
 
     @property
     def waiting(self) -> list[VideoJob]:
-        """Queued jobs in order."""
+        """Queued jobs in the order of their submission."""
         return sorted((job for job in self.jobs.values() if job.state == JobState.QUEUED), key=lambda job: job.sequence)
 
     @property
@@ -75,5 +85,5 @@ class JobTable:
         return next(iter(self.waiting), None)
 
     def hold_of(self, node: str) -> LeaseHold | None:
-        """Return the hold of a node."""
+        """Return the lease hold of a node; None if the node has none."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

@@ -1,4 +1,4 @@
-"""A video job: its data, its legal state transitions, and its representation in the API. Pure."""
+"""Video job: its data, its legal state transitions, and its representation in the API. Pure."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 
 class JobState(StrEnum):
-    """State of a job. `leasing`: a node was asked for memory; `finalizing`: the worker is done, the files are being
-    fetched."""
+    """State of a job. `leasing`: a node was asked for a lease. `finalizing`: the worker has finished, and the files are
+    being fetched."""
 
     QUEUED = "queued"
     LEASING = "leasing"
@@ -34,24 +34,24 @@ MOVES: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
 """Legal state transitions. An ended job has none."""
 OPEN = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
 SHOWN: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
-"""How the states are called that OpenAI's API does not have."""
+"""Status in the API for states that OpenAI's API does not have."""
 FETCHING_PROGRESS = 99
-"""Progress while the files are fetched."""
+"""Percent of a job while its files are fetched."""
 
 
 class IllegalMoveError(ValueError):
-    """Transition that is not in `MOVES`: a bug."""
+    """Raised for a state transition that is not in `MOVES`, which is a bug."""
 
 
 class JobFault(msgspec.Struct, frozen=True):
-    """Why a job failed: a code for programs, a sentence for people."""
+    """Reason why a job failed: a code for programs, a sentence for people."""
 
     code: str
     message: str
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of a finished job, in the folder of the job."""
+    """File of a finished job in the folder of the job, with its size in bytes and its SHA-256 as hex digits."""
 
     name: str
     size: int
@@ -59,7 +59,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class RequestedClip(msgspec.Struct, frozen=True):
-    """Requested clip, checked and rounded. Sides are in pixels; None means the package's default."""
+    """Requested clip, checked and rounded. Sides are in pixels.
+
+    `tokens` is the number of spatial tokens of a frame. None stands for the default of the package.
+    """
 
     model: str
     prompt: str
@@ -95,13 +98,16 @@ class RequestedClip(msgspec.Struct, frozen=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True):
-    """One job. Times are in Unix seconds, sizes in bytes."""
+    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
+
+    `seconds` is the lifetime of the worker. `expired`: the files were deleted. `made` is JSON of the clip's properties.
+    """
 
     id: str
     sequence: int
     """Permanent position in the queue."""
     key: str
-    """API key of the request."""
+    """Owner: the id of the API key of the request, or the name of the local key."""
     created: float
     wanted: RequestedClip
     size: int
@@ -111,16 +117,19 @@ class VideoJob(msgspec.Struct, frozen=True):
     node: str = ""
     lease: str = ""
     generation: int = 0
-    """Counts its leases; messages about an older one are ignored."""
+    """Number of the job's current or newest lease. Messages about an older generation are ignored."""
     attempts: int = 0
-    """Attempts that began and were lost without a fault of the job."""
+    """Restarts so far, because the node or worker was lost or the worker never started."""
     phase: str = "queued"
     progress: int = 0
     step: int = 0
     due: float | None = None
-    """Deadline of the current step: the answer to a lease, the start of the worker, or the return of a node."""
+    """Unix time of the deadline of the current step; None without one.
+
+    The step is the answer to a lease request, the start of the worker, the return of a node, or the fetch of files.
+    """
     away: bool = False
-    """Whether its node is not linked."""
+    """Whether the node of the job is not linked."""
     started: float | None = None
     ended: float | None = None
     expires: float | None = None
@@ -131,34 +140,37 @@ class VideoJob(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     made: str = ""
     misses: int = 0
-    """Reports of its node that did not list the files to fetch."""
+    """Consecutive reports of the node that did not list the lease of the files to fetch."""
     room_by: float | None = None
-    """When the job fails for lack of room.
+    """Unix time at which the job fails if no node grants its lease; None without such a deadline.
 
-    It is set when a node is first asked or none can be, and kept through refusals. It is cleared when memory is
-    granted, or when only other videos are in the way.
+    The deadline is set when a node is first asked, or when no node can be asked. It remains after refusals. A grant, a
+    restart of the coordinator, or a wait only for other videos clears it.
     """
 
     @property
     def open(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the job has not ended."""
         return self.state in OPEN
 
     @property
     def bytes(self) -> int:
-        """Size of its files, in bytes."""
+        """Size of all files of the job, in bytes."""
         return sum(file.size for file in self.files)
 
 
 def with_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
-    """Return the job in another state. Raise `IllegalMoveError` if the transition table does not allow it."""
+    """Return the job in another state with these changes. Its deadline is `due`, or none; `away` becomes False.
+
+    Raise `IllegalMoveError` if `MOVES` does not allow the transition.
+    """
     if state not in MOVES[job.state]:
         raise IllegalMoveError(f"{job.id}: {state} does not follow {job.state}")
     return replace(job, state=state, due=changes.pop("due", None), away=False, **changes)
 
 
 def to_row(job: VideoJob) -> dict[str, Any]:
-    """Return a job as a row of the API: OpenAI's fields, and additional ones."""
+    """Return a job as a JSON object of the API: OpenAI's fields, then fields of Macpool."""
     wanted = job.wanted
     return {
         "id": job.id,
@@ -167,8 +179,8 @@ def to_row(job: VideoJob) -> dict[str, Any]:
         "status": SHOWN.get(job.state, str(job.state)),
         "progress": 100 if job.state == JobState.COMPLETED else job.progress,
         "created_at": int(job.created),
-        "completed_at": _whole(job.ended) if job.state == JobState.COMPLETED else None,
-        "expires_at": _whole(job.expires),
+        "completed_at": _unix_seconds(job.ended) if job.state == JobState.COMPLETED else None,
+        "expires_at": _unix_seconds(job.expires),
         "error": None if job.fault is None else {"code": job.fault.code, "message": job.fault.message},
         "prompt": wanted.prompt,
         "remixed_from_video_id": None,
@@ -187,5 +199,5 @@ def to_row(job: VideoJob) -> dict[str, Any]:
     }
 
 
-def _whole(moment: float | None) -> int | None:
+def _unix_seconds(moment: float | None) -> int | None:
     return None if moment is None else int(moment)

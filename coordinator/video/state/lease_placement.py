@@ -22,35 +22,36 @@ Profiles = Mapping[VideoProfileKey, VideoMemoryProfile]
 
 
 class NodeReadiness(IntEnum):
-    """How near a node is to taking a job; higher is nearer."""
+    """Readiness of a node to grant the lease of a job; higher is better."""
 
     NEVER = 0
-    """The lease could not fit even after every release."""
+    """The lease exceeds the cap of the node, or the job needs more than the lease."""
     ABSENT = 1
-    """It could if it were here and well."""
+    """The node is not connected, or not ready for videos."""
     BUSY = 2
-    """It makes another video."""
+    """The node runs another video job."""
     PAUSED = 3
-    """It refused just now."""
+    """The node has refused a lease recently, or has not answered yet."""
     TIGHT = 4
-    """It has to make room first, and may not be able to."""
-    ROOMY = 5
+    """The lease does not fit now, but may fit after the node has unloaded idle models."""
+    FITS = 5
+    """The lease fits now."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseCandidate:
-    """Suitability of a node for a job: class, reason against it, and headroom in bytes."""
+    """Node as a candidate for the lease of a job: its readiness, the reason against it, and its headroom in bytes."""
 
     node: str
     name: str
-    standing: NodeReadiness
+    readiness: NodeReadiness
     why: str
     headroom: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseChoice:
-    """Ask this node."""
+    """Choice of a node to ask for the lease of a job."""
 
     job: VideoJob
     node: str
@@ -58,7 +59,10 @@ class LeaseChoice:
 
 @dataclass(frozen=True, slots=True)
 class NoLeaseChoice:
-    """No node can be asked now."""
+    """Result if no node can be asked for the lease of a job now.
+
+    `phase` is the reason as text for the client. `busy`: the only reason is running video jobs.
+    """
 
     job: VideoJob
     phase: str
@@ -66,12 +70,12 @@ class NoLeaseChoice:
 
 
 def profile_of(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
-    """Return the memory profile of a package."""
+    """Return the memory profile of a package: the measured one, or a first prediction."""
     return profiles.get(key_of(package)) or first_profile(package)
 
 
 def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
-    """Return every node with these labels that has a package that can be used, and the package."""
+    """Yield the nodes with all of these labels and a usable package of `model`, with that package."""
     wanted = frozenset(labels)
     for node in view.nodes:
         if not wanted <= node.labels:
@@ -82,16 +86,16 @@ def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> It
 
 
 def video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return every video model of any node, by name."""
+    """Return the usable video models of all nodes, by name."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
 def choose(
     board: JobTable, view: ClusterView, profiles: Profiles, now: float, at: float
 ) -> LeaseChoice | NoLeaseChoice | None:
-    """Choose the node for the first queued job. Return None if the queue is empty, or a node has yet to answer.
+    """Choose the node for the first queued job. Return None if the queue is empty, or a node has not answered yet.
 
-    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.heard_at`.
+    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.reported_at`.
     """
     job = board.head
     if job is None:
@@ -101,51 +105,51 @@ def choose(
             candidate(board, node, package, job, profiles, now, at)
             for node, package in packages_of(view, job.wanted.model, job.wanted.labels)
         ),
-        key=lambda one: (-one.standing, -one.headroom, one.node),
+        key=lambda one: (-one.readiness, -one.headroom, one.node),
     )
     best = found[0] if found else None
-    if best is not None and best.standing >= NodeReadiness.TIGHT:
+    if best is not None and best.readiness >= NodeReadiness.TIGHT:
         return LeaseChoice(job, best.node)
-    return NoLeaseChoice(job, _phase(job, best), best is not None and best.standing == NodeReadiness.BUSY)
+    return NoLeaseChoice(job, _phase(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
 
 
 def candidate(
     board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
 ) -> LeaseCandidate:
-    """Classify a node for a job."""
-    memory, held = node.memory, board.hold_of(node.id)
-    room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
+    """Rate a node for a job. `now` and `at` are as in `choose`."""
+    memory, lease = node.memory, board.hold_of(node.id)
+    free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
-    def stands(standing: NodeReadiness, why: str) -> LeaseCandidate:
-        return LeaseCandidate(node.id, node.name, standing, f"{node.name}: {why}", room)
+    def classified(readiness: NodeReadiness, why: str) -> LeaseCandidate:
+        return LeaseCandidate(node.id, node.name, readiness, f"{node.name}: {why}", free_bytes)
 
     need = profile_of(package, profiles).need(job.wanted.tokens)
     if need > job.size:
-        return stands(
+        return classified(
             NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
     if not could_ever(node, job.size):
-        return stands(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+        return classified(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
     absent = _absent(node, at)
     if absent:
-        return stands(NodeReadiness.ABSENT, absent)
-    if held is not None and held.granted:
-        return stands(NodeReadiness.BUSY, "it makes another video")
-    if held is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
-        return stands(NodeReadiness.PAUSED, job.phase)
+        return classified(NodeReadiness.ABSENT, absent)
+    if lease is not None and lease.granted:
+        return classified(NodeReadiness.BUSY, "it makes another video")
+    if lease is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
+        return classified(NodeReadiness.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):
-        return stands(NodeReadiness.ROOMY, "")
-    return stands(NodeReadiness.TIGHT, fits.message)
+        return classified(NodeReadiness.FITS, "")
+    return classified(NodeReadiness.TIGHT, fits.message)
 
 
 def could_ever(node: NodeView, size: int) -> bool:
-    """Return whether a lease of this size fits on the node without other load. A node without a report might."""
+    """Return whether a lease of `size` bytes fits on the node without other load. True for a node without a report."""
     return not node.memory.cap or size <= most_bytes(node.memory)
 
 
 def video_denied(node: NodeView) -> str:
-    """Return why a node may not make videos, with the remedy; empty when it may."""
+    """Return why a node has no permission for videos, with the remedy; empty if it has permission."""
     if node.video_allowed:
         return ""
     return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
@@ -155,7 +159,7 @@ def _absent(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
-    if node.state != NodeState.READY or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
+    if node.state != NodeState.READY or at - node.reported_at > MAX_REPORT_AGE_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:
         return "it is cordoned" if node.cordoned else "it is being drained"
@@ -170,13 +174,16 @@ def _phase(job: VideoJob, best: LeaseCandidate | None) -> str:
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
         return f"waiting for a node that has {job.wanted.model}{labels}"
-    return job.phase if best.standing == NodeReadiness.PAUSED else f"waiting: {best.why}"
+    return job.phase if best.readiness == NodeReadiness.PAUSED else f"waiting: {best.why}"
 
 
 def fits_nowhere(
     view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
 ) -> tuple[VideoPackage, str] | None:
-    """Return why no known node could ever take a job of this model, with the nearest package; None if a node could."""
+    """Return the package with the smallest deficit and the reasons if a job fits on no node, even without other load.
+
+    Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes.
+    """
     reasons: list[tuple[int, VideoPackage, str]] = []
     for node, package in packages_of(view, model):
         need = profile_of(package, profiles).need(tokens)
@@ -194,6 +201,6 @@ def fits_nowhere(
 
 
 def guard_off(nodes: Iterable[NodeView]) -> bool:
-    """Return whether every one of these nodes has its guard off, in which case no node leases memory."""
+    """Return whether all of these nodes have `memory.guard` off and therefore lease no memory. False without nodes."""
     found = list(nodes)
     return bool(found) and not any(node.memory.guard for node in found)

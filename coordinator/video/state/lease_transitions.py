@@ -13,13 +13,13 @@ from wire.video import LeaseState
 
 COMPLETED = "completed"
 MAX_MISSED_REPORTS = 2
-"""Consecutive reports without a lease after which the lease counts as gone. The first may have crossed the request."""
+"""Consecutive reports without a lease after which the lease counts as lost. The first may have crossed the request."""
 LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
-"""Ends that are no fault of the job: it may be begun again."""
+"""Codes of ends that the job has not caused. The job may be restarted."""
 
 
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-    """Apply a node's frame about a lease."""
+    """Apply a node's frame about a lease. Ignore a frame from another node or of another generation than the hold."""
     hold = turn.holds.get(frame.lease)
     if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
         return
@@ -89,7 +89,7 @@ def _ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
 
 
 def _fetching(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
-    """Return the job of a repeated lease end whose files are being fetched. It has no hold any more."""
+    """Return the job of a repeated lease end whose files are being fetched. The job has no hold any more."""
     return next(
         (
             job
@@ -108,8 +108,8 @@ def _text(made: bytes) -> str:
 
 
 def apply_report(turn: Transition, event: LeasesReported) -> None:
-    """Apply a node's report: its listed leases, and the leases that it no longer lists."""
-    told = {state.lease: state for state in event.leases}
+    """Apply a node's report about leases: progress of listed leases, release of unknown ones, loss of missing ones."""
+    reported = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
             cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
@@ -117,12 +117,12 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
         else:
             _progress(turn, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
-        _told(turn, hold, hold.lease in told)
+        _apply_presence(turn, hold, hold.lease in reported)
     for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == JobState.FINALIZING]:
-        _files_told(turn, job, job.lease in told)
+        _apply_file_presence(turn, job, job.lease in reported)
 
 
-def _files_told(turn: Transition, job: VideoJob, present: bool) -> None:
+def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None:
     if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
         turn.fail(job, "artifact_lost", "its node came back without its files")
     else:
@@ -130,7 +130,7 @@ def _files_told(turn: Transition, job: VideoJob, present: bool) -> None:
 
 
 def _keeps(turn: Transition, state: LeaseState) -> bool:
-    """Return whether the node shall keep a lease without a running job.
+    """Return whether a node keeps a lease without a running job.
 
     Either its files are being fetched, or its release was already requested.
     """
@@ -161,7 +161,7 @@ def _progress(turn: Transition, state: LeaseState) -> None:
     )
 
 
-def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
+def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if present:
         turn.holds[hold.lease] = changed(hold, misses=0)
         return
@@ -177,7 +177,7 @@ def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
 
 
 def apply_node_away(turn: Transition, node: str) -> None:
-    """Apply the end of a node's link: wait for its running job, and retry a job that has not begun on another node."""
+    """Apply the end of a node's link: requeue a job that waits for its lease, and set a deadline for a running job."""
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == JobState.LEASING:
             turn.holds.pop(job.lease, None)
@@ -192,7 +192,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """A node is no member any more."""
+    """Apply the removal of a node from the members: requeue or fail its open jobs, and clear its name in all jobs."""
     apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
         turn.holds.pop(job.lease, None)

@@ -24,10 +24,13 @@ RUNTIME_BYTES = int(3.15 * GIB)
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
 MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
-"""First engine that holds weights stored at 8 bits in 16. Source: its code, and loads with both versions."""
+"""First engine version that holds weights stored at 8 bits in 16 bits.
+
+Source: its code, and loads with both versions.
+"""
 WIDENED_BITS = 8
 WIDENED = 16 / 8.5
-"""Growth factor of such weights: from 8 bits plus half a bit of scales to 16 bits."""
+"""Growth factor of weights stored at 8 bits in such an engine: from 8 bits plus half a bit of scales to 16 bits."""
 MIN_FPS, MAX_FPS = 4, 60
 MIN_SIDE, MAX_SIDE = 32, 4096
 DEFAULT_SIZE = (480, 272)
@@ -37,7 +40,7 @@ DRIFTS_FROM = 81
 
 
 class VideoProfileKey(NamedTuple):
-    """Key of a profile."""
+    """Key of a memory profile: name of the package, version of the engine, and bits of the quantization."""
 
     package: str
     engine: str
@@ -45,13 +48,13 @@ class VideoProfileKey(NamedTuple):
 
 
 def key_of(package: VideoPackage) -> VideoProfileKey:
-    """Return the profile key of a node's package."""
+    """Return the key of the memory profile of a node's package."""
     return VideoProfileKey(package.name, package.engine, package.bits)
 
 
 @dataclass(frozen=True, slots=True)
 class VideoMemoryProfile:
-    """Predicted memory of a package: peak in bytes is `base + slope × tokens`."""
+    """Predicted memory of a package: the peak in bytes is `base + slope × spatial tokens of a frame`."""
 
     base: int
     slope: float
@@ -62,7 +65,7 @@ class VideoMemoryProfile:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a job was measured."""
+        """Whether the peak of a job was measured for this profile."""
         return self.measured > 0
 
     def peak(self, tokens: int) -> int:
@@ -70,27 +73,29 @@ class VideoMemoryProfile:
         return math.ceil(self.base + self.slope * tokens)
 
     def need(self, tokens: int) -> int:
-        """Return the peak plus the margin: the size that a lease must have."""
+        """Return the predicted peak plus the margin in bytes: the minimum size of a lease."""
         return self.peak(tokens) + self.margin
 
     def with_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
-        """Return the profile after a measured peak. A peak above the prediction raises the base."""
+        """Return the profile after a job with a measured peak in bytes. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
 SEED = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_PER_SPATIAL_TOKEN)
-"""The first profile: the project's first case."""
+"""Profile of the first measured package: 14 billion parameters per expert at 8 bits."""
 
 
 def version_of(engine: str) -> tuple[int, ...]:
-    """Parse a version. An unreadable version counts as new, because new engines need more memory."""
+    """Parse the first three parts of an engine version.
+
+    An invalid version counts as new, because new engines need more memory.
+    """
     parts = engine.split(".")[:3]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
 def first_profile(package: VideoPackage) -> VideoMemoryProfile:
-    """Return the profile of a package without measurements. Without a stated expert size, use that of the project's
-    first case."""
+    """Return the profile of a package without measurements. An unknown expert size counts as `EXPERT_BYTES`."""
     stored = package.expert or EXPERT_BYTES
     widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
     return VideoMemoryProfile(
@@ -100,7 +105,7 @@ def first_profile(package: VideoPackage) -> VideoMemoryProfile:
 
 @dataclass(frozen=True, slots=True)
 class ClipLimits:
-    """Limits of a clip: frames, denoising steps, pixels of a frame."""
+    """Maximum frames, denoising steps, and pixels of a frame of a clip."""
 
     frames: int = 121
     steps: int = 50
@@ -120,7 +125,10 @@ class ClipRequest:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The clip that will be generated, and the warnings for the client. `tokens` are the spatial tokens of a frame."""
+    """Clip that will be generated, with warnings for the client.
+
+    `tokens` is the number of spatial tokens of a frame.
+    """
 
     width: int
     height: int
@@ -132,20 +140,20 @@ class Clip:
 
     @property
     def seconds(self) -> float:
-        """Duration in seconds."""
+        """Playing time in seconds."""
         return self.frames / self.fps
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """Reason against a clip: the parameter to change, and a message with the numbers."""
+    """Reason why a clip is refused: the parameter to change, and a message with the numbers."""
 
     param: str
     message: str
 
 
 def rounded_side(pixels: int, token: int) -> int:
-    """Round a side up to complete tokens, as the engine does."""
+    """Round a side in pixels up to complete tokens of `token` pixels, as the engine does."""
     return -(-pixels // token) * token
 
 
@@ -155,28 +163,34 @@ def rounded_frames(frames: int, step: int) -> int:
 
 
 def fitting_fps(seconds: int, most: int, step: int) -> int | None:
-    """Return the highest frame rate at which `seconds` have at most `most` frames; None if there is none."""
+    """Return the highest frame rate at which a clip of `seconds` has at most `most` frames.
+
+    `step` is as in `rounded_frames`. Return None if that rate is below `MIN_FPS`.
+    """
     fps = ((most - 1) // step * step + 1) // seconds
     return fps if fps >= MIN_FPS else None
 
 
-def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
-    """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
-    fps = package.fps if wish.fps is None else wish.fps
+def plan(request: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
+    """Round the requested clip as the package does and check it against the limits.
+
+    `steps` is the default of denoising steps. Return the reason if the clip is refused.
+    """
+    fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:
         return Impossible("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
-    steps = steps if wish.steps is None else wish.steps
+    steps = steps if request.steps is None else request.steps
     if not 1 <= steps <= limits.steps:
         return Impossible("steps", f"steps must be 1 to {limits.steps}, not {steps}")
-    frame = _frame(*(wish.size or DEFAULT_SIZE), limits, package.token_side)
+    frame = _frame(*(request.size or DEFAULT_SIZE), limits, package.token_side)
     if isinstance(frame, Impossible):
         return frame
-    frames = _frames(wish, fps, limits, package.token_frames)
+    frames = _frames(request, fps, limits, package.token_frames)
     if isinstance(frames, Impossible):
         return frames
     width, height = frame
     tokens = (width // package.token_side) * (height // package.token_side)
-    return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(wish, frame, frames)))
+    return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(request, frame, frames)))
 
 
 def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
@@ -191,15 +205,15 @@ def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int
     return wide, high
 
 
-def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
-    if wish.frames is not None:
-        if wish.seconds is not None:
+def _frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
+    if request.frames is not None:
+        if request.seconds is not None:
             return Impossible("frames", "frames and seconds say the same in two ways: give one of them")
-        frames = rounded_frames(wish.frames, step)
-        if wish.frames < 1 or frames > limits.frames:
-            return Impossible("frames", f"frames must be 1 to {limits.frames}, not {wish.frames}")
+        frames = rounded_frames(request.frames, step)
+        if request.frames < 1 or frames > limits.frames:
+            return Impossible("frames", f"frames must be 1 to {limits.frames}, not {request.frames}")
         return frames
-    seconds = DEFAULT_SECONDS if wish.seconds is None else wish.seconds
+    seconds = DEFAULT_SECONDS if request.seconds is None else request.seconds
     if seconds < 1:
         return Impossible("seconds", f"seconds must be 1 or more, not {seconds}")
     frames = rounded_frames(seconds * fps, step)
@@ -213,12 +227,14 @@ def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int |
     )
 
 
-def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
+def _warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
     found: list[str] = []
-    if wish.size is not None and frame != wish.size:
-        found.append(f"size {wish.size[0]}x{wish.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens")
-    if wish.frames is not None and frames != wish.frames:
-        found.append(f"{wish.frames} frames are made as {frames}: the decoder makes groups, and one")
+    if request.size is not None and frame != request.size:
+        found.append(
+            f"size {request.size[0]}x{request.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens"
+        )
+    if request.frames is not None and frames != request.frames:
+        found.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
     if frames > DRIFTS_FROM:
         found.append(
             f"{frames} frames are more than the {DRIFTS_FROM} that the model was trained on: the end may drift"
@@ -227,7 +243,7 @@ def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[st
 
 
 def too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
-    """Return a message with all numbers if a clip's predicted peak exceeds the lease; None if it fits."""
+    """Return a message with the numbers if a clip's predicted peak and margin exceed `lease` bytes, else None."""
     if profile.need(clip.tokens) <= lease:
         return None
     known = f"measured on {profile.measured} jobs" if profile.calibrated else "uncalibrated"

@@ -1,4 +1,4 @@
-"""Retention of finished videos: which files are deleted by age, number and total size, and which records go."""
+"""Retention of finished videos: deletes files by age, number and total size, and the oldest records of jobs."""
 
 from collections.abc import Iterable, Iterator
 
@@ -11,9 +11,9 @@ from coordinator.video.state.transition import Transition
 
 
 def retain(turn: Transition) -> None:
-    """Remove files that are too old, too many or too large together, oldest first; then forget the oldest records.
+    """Delete files that are too old, too many or too large together, oldest first. Then delete the oldest records.
 
-    A record is forgotten only when its files are gone and more than `JobRules.records` such records are stored.
+    A record is deleted only if it has no files, and more than `JobRules.records` such records are stored.
     """
     for job in list(_excess(turn.jobs.values(), turn.rules, turn.now)):
         turn.put(replace(job, expired=True, files=()))

@@ -1,6 +1,6 @@
-"""One transition of the job table in progress: the new table and the actions. Pure.
+"""Transition of the job table in progress: working copy of the table, and the actions. Pure.
 
-It has the steps shared by several events: a job fails, is lost, or returns to the queue.
+Methods of `Transition` are the steps that several events share: fail a job, requeue a job, release a hold.
 """
 
 from msgspec.structs import replace
@@ -11,11 +11,14 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, with_stat
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 NOT_STARTED = "start_failed"
-"""Code of a job whose worker never started, on both sides of the link."""
+"""Code of a job whose worker never started. Nodes use the same code."""
 
 
 class Transition:
-    """One call of `advance`."""
+    """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
+
+    `board` is the table before the call and is not changed. `now` is in Unix seconds.
+    """
 
     def __init__(self, board: JobTable, now: float) -> None:
         self.rules, self.now = board.rules, now
@@ -23,18 +26,18 @@ class Transition:
         self.actions: list[Action] = []
 
     def board(self) -> JobTable:
-        """Return the current table."""
+        """Return the working copy as a table."""
         return JobTable(self.rules, self.jobs, self.holds, self.pauses)
 
     def put(self, job: VideoJob, *, save: bool = True) -> VideoJob:
-        """Set a job, and write it down unless it is mere progress."""
+        """Add or replace a job in the table. With `save`, store it in the database as well."""
         self.jobs[job.id] = job
         if save:
             self.actions.append(SaveJob(job))
         return job
 
     def job_of(self, lease: str, generation: int) -> VideoJob | None:
-        """Return the job whose newest lease this is."""
+        """Return the job whose current lease is `lease` of `generation`; None if there is none."""
         hold = self.holds.get(lease)
         job = None if hold is None else self.jobs.get(hold.job)
         if job is None or job.lease != lease or job.generation != generation:
@@ -42,18 +45,24 @@ class Transition:
         return job
 
     def release_hold(self, lease: str, cause: str) -> None:
-        """Request the release of a hold from its node. The hold remains until the node confirms."""
+        """Request the release of a lease from its node. The hold remains until the node confirms.
+
+        Ignore an unknown lease.
+        """
         hold = self.holds.get(lease)
         if hold is not None:
             self.actions.append(GiveBackLease(hold.node, lease, hold.generation, cause))
 
     def fail(self, job: VideoJob, code: str, message: str) -> None:
-        """End a job."""
+        """Fail an open job with this code and message. Raise `IllegalMoveError` if the job has ended."""
         self.put(with_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
 
     def requeue(self, job: VideoJob, phase: str) -> None:
-        """Return a job to its position in the queue. Its generation grows, and later messages about the old lease are
-        ignored."""
+        """Return a leasing or running job to its position in the queue, with `phase` as the reason.
+
+        The generation of the job grows, so that later messages about the old lease are ignored. Raise
+        `IllegalMoveError` in any other state.
+        """
         self.put(
             with_state(
                 job,
@@ -68,23 +77,26 @@ class Transition:
             )
         )
 
-    def room_by(self, job: VideoJob) -> float:
-        """Return when this job fails for lack of room: `room_seconds` after it first found none."""
-        return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
+    def no_headroom_deadline(self, job: VideoJob) -> float:
+        """Return the Unix time at which a job fails if no node grants its lease.
 
-    def found_no_room(self, job: VideoJob) -> bool:
-        """Return whether this job's time to find room is over."""
+        That is the deadline of the job, or the queue timeout from now if the job has none yet.
+        """
+        return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
+
+    def no_headroom_timed_out(self, job: VideoJob) -> bool:
+        """Return whether the deadline of a job for a granted lease has passed."""
         return job.room_by is not None and job.room_by <= self.now
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
-        """A job that ran ended through no fault of its own: as the settings say."""
+        """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts."""
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
             self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail(job, code, message)
 
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
-        """Retry a job whose worker never started, up to the limit of attempts."""
+        """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node briefly."""
         self.pause(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
             self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
@@ -92,5 +104,5 @@ class Transition:
             self.fail(job, code, message)
 
     def pause(self, node: str, seconds: float) -> None:
-        """Do not ask a node for memory for `seconds`."""
+        """Ask a node for no lease for `seconds`, limited to `MIN_PAUSE_SECONDS` to `MAX_PAUSE_SECONDS`."""
         self.pauses[node] = self.now + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

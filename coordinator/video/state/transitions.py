@@ -36,7 +36,10 @@ from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, T
 
 
 def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
-    """Apply an event at `now` (Unix seconds). Return the new table and the actions in order."""
+    """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
+
+    Raise `ValueError` for a `JobPlaced` of another job than the first queued one, or on a node with a hold.
+    """
     turn = Transition(board, now)
     match event:
         case JobSubmitted(job):
@@ -73,16 +76,16 @@ def _placed(turn: Transition, board: JobTable, event: JobPlaced) -> None:
     if head is None or head.id != event.job or board.hold_of(event.node) is not None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
-    room_by = turn.room_by(head)
+    fail_at = turn.no_headroom_deadline(head)
     job = turn.put(
         with_state(
-            replace(head, room_by=room_by),
+            replace(head, room_by=fail_at),
             JobState.LEASING,
             generation=generation,
             node=event.node,
             lease=event.lease,
             phase="asking a node",
-            due=min(turn.now + turn.rules.lease_seconds, room_by),
+            due=min(turn.now + turn.rules.lease_seconds, fail_at),
         )
     )
     turn.holds[event.lease] = LeaseHold(event.lease, event.node, generation, job.id, job.size, turn.now)
@@ -93,9 +96,9 @@ def _waits(turn: Transition, event: JobWaits) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.state != JobState.QUEUED:
         return
-    room_by = None if event.busy else turn.room_by(job)
-    if (job.phase, job.room_by) != (event.phase, room_by):
-        turn.put(replace(job, phase=event.phase, room_by=room_by), save=False)
+    fail_at = None if event.busy else turn.no_headroom_deadline(job)
+    if (job.phase, job.room_by) != (event.phase, fail_at):
+        turn.put(replace(job, phase=event.phase, room_by=fail_at), save=False)
 
 
 def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
@@ -155,8 +158,8 @@ def _restarted(turn: Transition) -> None:
 def _tick(turn: Transition) -> None:
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
         _overdue(turn, job)
-    for job in [job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.found_no_room(job)]:
-        text = f"no node had room for it within {turn.rules.room_seconds:.0f} s: {job.phase}"
+    for job in [job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.no_headroom_timed_out(job)]:
+        text = f"no node had room for it within {turn.rules.headroom_seconds:.0f} s: {job.phase}"
         turn.fail(job, "no_headroom", text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
         del turn.pauses[node]

@@ -18,9 +18,9 @@ from typing import Final, cast
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ThoughtStart
+from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ReasoningStart
 from node.engine.grammar.lark_builder import LarkBuilder
-from node.engine.grammar.matcher import GrammarMatcher, ThoughtEndSearch, all_but
+from node.engine.grammar.matcher import GrammarMatcher, ReasoningEndSearch, all_but
 from node.engine.grammar.sandbox import SandboxClient
 from node.engine.grammar.sandbox_main import LIMITS, why_not
 from node.engine.grammar.tool_formats import as_read, quoted, rules
@@ -58,7 +58,7 @@ class GrammarCompiler:
         self._wrong: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(
-        self, tokenizer: Tokenizer, asked: Asked, tools: str, prompt: TokenizedPrompt, *, one: bool
+        self, tokenizer: Tokenizer, spec: Asked, tools: str, prompt: TokenizedPrompt, *, one: bool
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `asked` is its answer format, `tools` its JSON array of tools.
         `one`: at most one call.
@@ -66,15 +66,15 @@ class GrammarCompiler:
         Raise `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not
         supported by the model.
         """
-        if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > MAX_SCHEMA_CHARS:
+        if max(len(spec.value), len(spec.whitespace), len(tools) if spec.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
         guide = self._guide(tokenizer)
-        outline = marker_layout(tokenizer, asked, prompt)
-        calling = tokenizer.calling if asked.calls else None
+        outline = marker_layout(tokenizer, spec, prompt)
+        calling = tokenizer.calling if spec.calls else None
         # the vetting process has no tokenizer: there the markers are words
-        plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
-        matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
-        known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
+        plain = write(spec, tools, None if calling is None else calling.in_words(), one=one)
+        matcher = self._matcher(guide, plain, lambda: write(spec, tools, calling, one=one))
+        known = "" if calling is None else as_read(calling.parser, tools_of(tools, spec.tool))
         return CompiledGrammar(matcher, guide, outline, known)
 
     @property
@@ -168,9 +168,9 @@ class CompiledGrammar:
 
     def begin(self) -> GrammarMatcher:
         """Return the grammar state at the start of an answer."""
-        owner, thought = self.guide.owner, self.outline.thought
-        thinking = ThoughtEndSearch(self.outline.think[1].encode(), owner.token_bytes) if thought else None
-        opener = owner.single(self.outline.think[0]) if thought is ThoughtStart.MAY else None
+        owner, start = self.guide.owner, self.outline.reasoning
+        thinking = ReasoningEndSearch(self.outline.think[1].encode(), owner.token_bytes) if start else None
+        opener = owner.single(self.outline.think[0]) if start is ReasoningStart.MAY else None
         return GrammarMatcher(
             self.matcher.deep_copy(), self.guide.tokenizer, thinking, opener, self.guide.unending, owner.eos
         )
@@ -184,42 +184,42 @@ class CompiledGrammar:
         return FormatCutter(self.outline)
 
 
-def marker_layout(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
+def marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return where thoughts and calls may occur in the answer.
 
     If the prompt has not opened a thought, the answer may start one only with a single token. It may not if the prompt
     has closed a thought already, because templates do that to forbid thoughts.
     """
     think, calling = tokenizer.think, tokenizer.calling
-    thought = ThoughtStart.NONE
+    start = ReasoningStart.NONE
     if prompt.thinking:
-        thought = ThoughtStart.OPEN
-    elif think[1] and not prompt.plain and not prompt.thought and tokenizer.single(think[0]) is not None:
-        thought = ThoughtStart.MAY
-    if calling is None or not asked.calls:
-        return MarkerLayout(think, thought)
-    anywhere = asked.calls == "free" and not asked.kind
+        start = ReasoningStart.OPEN
+    elif think[1] and not prompt.plain and not prompt.opens_reasoning and tokenizer.single(think[0]) is not None:
+        start = ReasoningStart.MAY
+    if calling is None or not spec.calls:
+        return MarkerLayout(think, start)
+    anywhere = spec.calls == "free" and not spec.kind
     calls = CallPlaces.ANYWHERE if anywhere else CallPlaces.FIRST
-    return MarkerLayout(think, thought, calling.markers, calls, quoted=quoted(calling.parser))
+    return MarkerLayout(think, start, calling.markers, calls, quoted=quoted(calling.parser))
 
 
-def write(asked: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool) -> str:
+def write(spec: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool) -> str:
     """Render the requested format as llguidance's grammar, a JSON text. `calling` is the model's format of calls; None:
     the model makes none. `one`: at most one call.
 
     Raise `UnsupportedSchema` if the format is invalid or the model does not support it.
     """
-    answer: list[Json] = [_answer(asked)] if asked.kind else []
-    if not asked.calls:
+    answer: list[Json] = [_answer(spec)] if spec.kind else []
+    if not spec.calls:
         return _grammar("start: @answer\n", answer)
     if calling is None:
         raise UnsupportedSchema("this model does not support tools: its chat template has none")
-    free = asked.calls == "free"
-    sheet = LarkBuilder(calling)
-    either = "@answer | calls" if asked.kind else "spoken"
-    written = rules(sheet, tools_of(tools, asked.tool), free=free, one=one)
+    free = spec.calls == "free"
+    builder = LarkBuilder(calling)
+    either = "@answer | calls" if spec.kind else "spoken"
+    written = rules(builder, tools_of(tools, spec.tool), free=free, one=one)
     return _grammar(
-        f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.all_schemas()]
+        f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *builder.all_schemas()]
     )
 
 
@@ -227,28 +227,28 @@ def _grammar(lark: str, parts: list[Json]) -> str:
     return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, *parts]})
 
 
-def _answer(asked: Asked) -> Json:
-    if asked.kind == "json_schema":
-        return {"name": "answer", "json_schema": _schema(asked)}
-    if asked.kind == "json_object":
-        return {"name": "answer", "json_schema": {"type": "object", "x-guidance": _blanks(asked)}}
-    lark = {"regex": _regex, "choice": _choice, "lark": _lark}.get(asked.kind)
+def _answer(spec: Asked) -> Json:
+    if spec.kind == "json_schema":
+        return {"name": "answer", "json_schema": _schema(spec)}
+    if spec.kind == "json_object":
+        return {"name": "answer", "json_schema": {"type": "object", "x-guidance": _blanks(spec)}}
+    lark = {"regex": _regex, "choice": _choice, "lark": _lark}.get(spec.kind)
     if lark is None:
-        raise UnsupportedSchema(f"unknown kind of grammar: {asked.kind[:40]}")
-    return {"name": "answer", "lark_grammar": lark(asked.value)}
+        raise UnsupportedSchema(f"unknown kind of grammar: {spec.kind[:40]}")
+    return {"name": "answer", "lark_grammar": lark(spec.value)}
 
 
-def _schema(asked: Asked) -> Json:
-    found = read(asked.value)
+def _schema(spec: Asked) -> Json:
+    found = read(spec.value)
     if not isinstance(found, dict):
         raise UnsupportedSchema(f"{PREFIX}a schema must be a JSON object")
-    return {**cast("Json", found), "x-guidance": _blanks(asked)}
+    return {**cast("Json", found), "x-guidance": _blanks(spec)}
 
 
-def _blanks(asked: Asked) -> Json:
+def _blanks(spec: Asked) -> Json:
     """Return the options for blanks in JSON. Blanks are limited to a few, because a model that only repeats blanks
     never ends."""
-    return {**STRICT, "whitespace_pattern": asked.whitespace} if asked.whitespace else STRICT
+    return {**STRICT, "whitespace_pattern": spec.whitespace} if spec.whitespace else STRICT
 
 
 def _regex(pattern: str) -> str:

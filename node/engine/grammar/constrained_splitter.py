@@ -28,7 +28,7 @@ class CallPlaces(StrEnum):
     """Between other text."""
 
 
-class ThoughtStart(StrEnum):
+class ReasoningStart(StrEnum):
     """Reasoning at the start of an answer."""
 
     OPEN = "open"
@@ -45,7 +45,7 @@ class MarkerLayout:
 
     think: tuple[str, str] = ("", "")
     """Start and end of a thought."""
-    thought: ThoughtStart = ThoughtStart.NONE
+    reasoning: ReasoningStart = ReasoningStart.NONE
     """Reasoning at the start of the answer."""
     call: tuple[str, str] = ("", "")
     """Start and end of a call."""
@@ -57,7 +57,7 @@ class MarkerLayout:
 
     def beginning(self) -> MarkerPlace:
         """Return the place where the answer starts."""
-        return MarkerPlace(REASONING if self.thought is ThoughtStart.OPEN else NORMAL)
+        return MarkerPlace(REASONING if self.reasoning is ReasoningStart.OPEN else NORMAL)
 
 
 class FormatCutter:
@@ -66,15 +66,15 @@ class FormatCutter:
     def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline
         self._place = outline.beginning()
-        self._held: str = ""
-        self._fresh = outline.thought is ThoughtStart.MAY
+        self._pending: str = ""
+        self._fresh = outline.reasoning is ReasoningStart.MAY
         self._calls = outline.calls is not CallPlaces.NONE
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> Segments:
         """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
         place."""
-        self._held += text
+        self._pending += text
         found: Segments = []
         while self._step(found):
             pass
@@ -82,8 +82,8 @@ class FormatCutter:
 
     def flush(self) -> str:
         """Return the text held back as a possible start of a marker; it belongs to the current place."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _step(self, found: Segments) -> bool:
         """Consume text up to the next marker; return whether there was one."""
@@ -97,61 +97,61 @@ class FormatCutter:
 
     def _begin(self, found: Segments) -> bool:
         start = self._outline.think[0]
-        if not self._held or (start.startswith(self._held) and self._held != start):
+        if not self._pending or (start.startswith(self._pending) and self._pending != start):
             return False
         self._fresh = False
-        if self._held.startswith(start):
+        if self._pending.startswith(start):
             self._pass(found, 0, start, REASONING)
         return True
 
     def _in_words(self, found: Segments) -> bool:
         start = self._outline.call[0]
         if self._calls and self._outline.calls is CallPlaces.FIRST:
-            words = self._held.lstrip("\n ")
+            words = self._pending.lstrip("\n ")
             if words and not start.startswith(words[: len(start)]):
                 self._calls = False
         if self._calls:
             return self._until(found, start, TOOL)
-        self._give(found, len(self._held))
+        self._give(found, len(self._pending))
         return False
 
     def _in_call(self, found: Segments) -> bool:
         end = self._outline.call[1]
         if not end:
-            self._give(found, len(self._held))
+            self._give(found, len(self._pending))
             return False
         if not self._outline.quoted:
             return self._until(found, end, NORMAL)
-        for at, sign in enumerate(self._held):
+        for at, sign in enumerate(self._pending):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
                 self._escaped, self._quoted = sign == "\\", sign != '"'
-            elif self._held.startswith(end, at):
+            elif self._pending.startswith(end, at):
                 self._pass(found, at, end, NORMAL)
                 return True
-            elif end.startswith(self._held[at:]):
+            elif end.startswith(self._pending[at:]):
                 self._give(found, at)
                 return False
             else:
                 self._quoted = sign == '"'
-        self._give(found, len(self._held))
+        self._give(found, len(self._pending))
         return False
 
     def _until(self, found: Segments, marker: str, state: str) -> bool:
-        at = self._held.find(marker)
+        at = self._pending.find(marker)
         if at < 0:
-            self._give(found, len(self._held) - overlap(self._held, marker))
+            self._give(found, len(self._pending) - overlap(self._pending, marker))
             return False
         self._pass(found, at, marker, state)
         return True
 
     def _give(self, found: Segments, count: int) -> None:
-        found.append((self._place, self._held[:count]))
-        self._held = self._held[count:]
+        found.append((self._place, self._pending[:count]))
+        self._pending = self._pending[count:]
 
     def _pass(self, found: Segments, at: int, marker: str, state: str) -> None:
         self._give(found, at)
-        self._held = self._held[len(marker) :]
+        self._pending = self._pending[len(marker) :]
         self._place = MarkerPlace(state, marker)
         found.append((self._place, ""))

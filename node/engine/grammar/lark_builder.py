@@ -57,20 +57,20 @@ class LarkBuilder:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
-    def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
+    def text(self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
         """Return Lark's expression for unquoted text under the constraints `asked`, and the mark `end` after it. The
         text contains no mark of the guard.
 
         With `null`, text that the parser reads as null is excluded, unless null is allowed. In a `section`, the end of
         a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
         """
-        if asked.choices:
-            chosen = [json.dumps(one) for one in (*asked.choices, *(["null"] if asked.nullable else []))]
+        if argument.choices:
+            chosen = [json.dumps(one) for one in (*argument.choices, *(["null"] if argument.nullable else []))]
             return f"({' | '.join(chosen)}) {self.mark(end)}"
         masks = [f"/{guard.body.replace('/', _SLASH)}/"]
-        if null and not asked.nullable:
-            masks.append(f"~/{BLANKS}*((?i:null){BLANKS}*){'?' if asked.filled else ''}/")
-        elif asked.filled:
+        if null and not argument.nullable:
+            masks.append(f"~/{BLANKS}*((?i:null){BLANKS}*){'?' if argument.filled else ''}/")
+        elif argument.filled:
             masks.append(f"~/{BLANKS}*/")
         if section:
             masks.append("~/(?s:.*)]]>(?s:.*)/")

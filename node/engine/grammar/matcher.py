@@ -20,7 +20,7 @@ class GrammarFailed(RuntimeError):
     """Error of an answer that cannot follow its grammar any further; the text is for the client."""
 
 
-class ThoughtEndSearch:
+class ReasoningEndSearch:
     """Search for the end of an answer's reasoning. `end` is its marker in bytes; `token_bytes(token)` returns the bytes
     of a token."""
 
@@ -51,7 +51,7 @@ class GrammarMatcher:
         self,
         matcher: LLMatcher,
         tokenizer: LLTokenizer,
-        thinking: ThoughtEndSearch | None,
+        thinking: ReasoningEndSearch | None,
         opener: int | None,
         unending: bytes,
         eos: frozenset[int],
@@ -81,7 +81,7 @@ class GrammarMatcher:
         elif not self._matcher.consume_token(token):
             raise GrammarFailed(f"token {token} is not allowed: {self._detail()}")
 
-    def _think(self, waiting: ThoughtEndSearch, token: int) -> None:
+    def _think(self, waiting: ReasoningEndSearch, token: int) -> None:
         if token in self._eos:
             raise GrammarFailed("the answer ended within its reasoning")
         rest = waiting.feed(token)

@@ -38,11 +38,11 @@ class SandboxClient:
         """
         child = self._child or self.start()
         try:
-            said = self._ask(child, grammar.encode())
+            answer = self._compile(child, grammar.encode())
         except OSError:
-            said = None
-        if said is not None:
-            return said
+            answer = None
+        if answer is not None:
+            return answer
         _end(child)
         self.start()
         if child.returncode in (-signal.SIGPROF, -signal.SIGKILL):
@@ -63,7 +63,7 @@ class SandboxClient:
         self._child = child
         return child
 
-    def _ask(self, child: "subprocess.Popen[bytes]", text: bytes) -> str | None:
+    def _compile(self, child: "subprocess.Popen[bytes]", text: bytes) -> str | None:
         source, sink = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
         source.write(len(text).to_bytes(4) + text)
         source.flush()

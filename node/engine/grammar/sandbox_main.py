@@ -39,8 +39,8 @@ def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         wrong = why_not(LLMatcher(tokenizer, text, log_level=0, limits=LIMITS))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        said = wrong[:2000].encode(errors="replace")
-        sink.write(len(said).to_bytes(4) + said)
+        message = wrong[:2000].encode(errors="replace")
+        sink.write(len(message).to_bytes(4) + message)
         sink.flush()
 
 

@@ -137,19 +137,19 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
     Raise `UnsupportedSchema` if their schema is invalid or too large, or a strict one uses keywords that cannot be
     enforced.
     """
-    whole = _resolved(tool.schema)
-    if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
+    root = _resolved(tool.schema)
+    if unheld := sorted(UNHELD & root.keys()) if tool.strict else []:
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
-    properties = whole.get("properties", {})
+    properties = root.get("properties", {})
     if isinstance(properties, dict) and len(cast("Json", properties)) > MAX_ARGUMENTS:
         raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MAX_ARGUMENTS} parameters")
-    if whole.get("type", "object") != "object" or not isinstance(properties, dict):
+    if root.get("type", "object") != "object" or not isinstance(properties, dict):
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} must be an object")
-    needed = names(whole.get("required"))
+    needed = names(root.get("required"))
     known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
     named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
-    made = [Argument(name, name in needed, _document(known[name], whole, tool)) for name in named]
-    shared = len(json.dumps([whole.get("$defs"), whole.get("definitions")]))
+    made = [Argument(name, name in needed, _document(known[name], root, tool)) for name in named]
+    shared = len(json.dumps([root.get("$defs"), root.get("definitions")]))
     if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
         raise UnsupportedSchema(
             f"{PREFIX}the definitions that the parameters of {tool.name} share are too long in total"
@@ -166,13 +166,13 @@ def names(found: object) -> list[str]:
     return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
 
 
-def _document(schema: object, whole: Json, tool: ToolSpec) -> Json:
+def _document(schema: object, root: Json, tool: ToolSpec) -> Json:
     made = dict(cast("Json", schema)) if isinstance(schema, dict) else {} if schema is True else None
     if made is None:
         raise UnsupportedSchema(f"{PREFIX}a parameter of {tool.name} has no schema")
     for key in SHARED:
-        if isinstance(whole.get(key), dict) and '"$ref"' in json.dumps(made):
-            made[key] = whole[key]
+        if isinstance(root.get(key), dict) and '"$ref"' in json.dumps(made):
+            made[key] = root[key]
     return {**made, "x-guidance": tool.schema.get("x-guidance")}
 
 
@@ -241,11 +241,11 @@ def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
 
     `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `arguments_of` does.
     """
-    functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
+    functions = [{"name": tool.name, "parameters": _parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
 
 
-def _told(tool: ToolSpec, nullable: bool) -> Json:
+def _parser_schema(tool: ToolSpec, nullable: bool) -> Json:
     types = {one.name: "object" if one.text(nullable=nullable) is None else "string" for one in arguments_of(tool)}
     return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
 
@@ -266,19 +266,19 @@ def _settled_tool(tool: Json) -> Json:
     properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
     if not isinstance(properties, dict):
         return tool
-    whole = cast("Json", parameters)
-    plain = {name: _settled(one, whole) for name, one in cast("Json", properties).items()}
-    return {**tool, "function": {**cast("Json", function), "parameters": {**whole, "properties": plain}}}
+    root = cast("Json", parameters)
+    plain = {name: _settled(one, root) for name, one in cast("Json", properties).items()}
+    return {**tool, "function": {**cast("Json", function), "parameters": {**root, "properties": plain}}}
 
 
-def _settled(schema: object, whole: Json) -> object:
+def _settled(schema: object, root: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
-    types = _types(cast("Json", schema), whole, MAX_REFERENCE_STEPS) - {"null"}
+    types = _types(cast("Json", schema), root, MAX_REFERENCE_STEPS) - {"null"}
     return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
 
 
-def _types(schema: object, whole: Json, steps: int) -> set[str]:
+def _types(schema: object, root: Json, steps: int) -> set[str]:
     """Return the types of a schema; a question mark stands for an unknown type."""
     if not isinstance(schema, dict) or not steps:
         return {"?"}
@@ -286,10 +286,10 @@ def _types(schema: object, whole: Json, steps: int) -> set[str]:
     if named := kinds(found):
         return set(named)
     if "$ref" in found:
-        return _types(referred(whole, found["$ref"]), whole, steps - 1)
+        return _types(referred(root, found["$ref"]), root, steps - 1)
     options = found.get("anyOf", found.get("oneOf"))
     if isinstance(options, list):
-        return {one for option in cast("list[object]", options) for one in _types(option, whole, steps - 1)}
+        return {one for option in cast("list[object]", options) for one in _types(option, root, steps - 1)}
     listed = found.get("enum")
     texts = isinstance(listed, list) and all(isinstance(one, str | None) for one in cast("list[object]", listed))
     return {"string"} if texts and listed else {"?"}

@@ -54,7 +54,7 @@ UNWRITTEN: Final = frozenset(
 """Keywords of schemas that cannot be rendered as rules."""
 
 
-def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
+def keyworded(builder: LarkBuilder, tool: ToolSpec) -> str:
     """Return the rule of a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser knows true,
     false and null.
 
@@ -65,27 +65,27 @@ def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
             raise UnsupportedSchema(
                 f"{PREFIX}{name[:40]!r} is not a Python name, and this model writes calls as Python"
             )
-    parts = [(f"{json.dumps(one.name + '=')} {_literal(sheet, one)}", one.needed) for one in arguments_of(tool)]
-    return f'{json.dumps(tool.name + "(")} {members(sheet, parts)} ")"'
+    parts = [(f"{json.dumps(one.name + '=')} {_literal(builder, one)}", one.needed) for one in arguments_of(tool)]
+    return f'{json.dumps(tool.name + "(")} {members(builder, parts)} ")"'
 
 
-def _literal(sheet: LarkBuilder, one: Argument) -> str:
-    value = sheet.json(one.schema)
+def _literal(builder: LarkBuilder, one: Argument) -> str:
+    value = builder.json(one.schema)
     free = kinds(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
     return f'("True" | "False" | {value})' if free else value
 
 
-def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
+def members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
     a part that is not may be omitted."""
-    first = more = sheet.rule('""')
+    first = more = builder.rule('""')
     for part, needed in reversed(parts):
-        first = sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
-        more = sheet.rule(f'"," BLANK? {part} {more}' if needed else f'("," BLANK? {part})? {more}')
+        first = builder.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+        more = builder.rule(f'"," BLANK? {part} {more}' if needed else f'("," BLANK? {part})? {more}')
     return first
 
 
-def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
+def braced(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
     """Return the rule of a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the parser reads
     nested objects and lists.
 
@@ -93,7 +93,7 @@ def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> s
     """
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
-    written = PythonicFormat(sheet, tool, quote, nested)
+    written = PythonicFormat(builder, tool, quote, nested)
     parts = [(written.member(one.name, one.schema), one.needed) for one in arguments_of(tool)]
     return f'{json.dumps(f"call:{tool.name}{{")} {written.joined(parts)} "}}"'
 
@@ -102,7 +102,7 @@ def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> s
 class PythonicFormat:
     """Builder of the rules of one tool's arguments in Gemma's notation."""
 
-    sheet: LarkBuilder
+    builder: LarkBuilder
     """Builder of the whole grammar, which collects the rules."""
     tool: ToolSpec
     """Tool whose arguments are rendered."""
@@ -118,7 +118,7 @@ class PythonicFormat:
     @property
     def guard(self) -> MarkExclusion:
         """Return the exclusion of marks from text."""
-        return MarkExclusion((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
+        return MarkExclusion((self.quote, self.builder.calling.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def member(self, name: str, schema: Json) -> str:
         """Return the rule of a key and its value. Raise `UnsupportedSchema` for a name or schema that the format cannot
@@ -132,10 +132,10 @@ class PythonicFormat:
     def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
         """Return the rule of members separated by commas, without blanks: a key must directly follow a bracket or a
         comma. A member is a rule and whether it is required."""
-        first = more = self.sheet.rule('""')
+        first = more = self.builder.rule('""')
         for part, needed in reversed(parts):
-            first = self.sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
-            more = self.sheet.rule(f'"," {part} {more}' if needed else f'("," {part})? {more}')
+            first = self.builder.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+            more = self.builder.rule(f'"," {part} {more}' if needed else f'("," {part})? {more}')
         return first
 
     def value(self, found: object, document: Json) -> str:
@@ -174,13 +174,13 @@ class PythonicFormat:
             found = referred(document, reference)
             if found is None:
                 raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} has no target")
-            self.references[key] = f"referred_{len(self.references)}_{len(self.sheet.rules)}"
+            self.references[key] = f"referred_{len(self.references)}_{len(self.builder.rules)}"
             self.level += 1
             if self.level > MAX_JSON_DEPTH:
                 raise UnsupportedSchema(f"{PREFIX}its references are nested deeper than {MAX_JSON_DEPTH} levels")
             body = self.value(found, document)
             self.level -= 1
-            self.sheet.rules[f"{self.references[key]}: {body}"] = self.references[key]
+            self.builder.rules[f"{self.references[key]}: {body}"] = self.references[key]
         return self.references[key]
 
     def _kind(self, kind: str, schema: Json, document: Json) -> str:
@@ -188,7 +188,7 @@ class PythonicFormat:
             return self._string(schema)
         if kind in SCALARS:
             bounds = {key: one for key, one in schema.items() if key in BOUNDS}
-            return self.sheet.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
+            return self.builder.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
         if kind not in KINDS:
             raise UnsupportedSchema(f"{PREFIX}unknown type {kind[:40]}")
         if not self.nested:
@@ -204,14 +204,16 @@ class PythonicFormat:
             raise UnsupportedSchema(
                 f"{PREFIX}{self.tool.name} limits the length of a text, which cannot be enforced in this model's format"
             )
-        text = self.sheet.text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
-        return f"{self.sheet.mark(self.quote)} {text}"
+        text = self.builder.text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
+        return f"{self.builder.mark(self.quote)} {text}"
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):
             if not self.guard.free(value):
                 raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
-            return f"{self.sheet.mark(self.quote)} {json.dumps(value) if value else ''} {self.sheet.mark(self.quote)}"
+            return (
+                f"{self.builder.mark(self.quote)} {json.dumps(value) if value else ''} {self.builder.mark(self.quote)}"
+            )
         if isinstance(value, dict | list):
             raise UnsupportedSchema(
                 f"{PREFIX}it has an object or a list as a fixed value, which cannot be enforced in this model's format"
@@ -220,7 +222,9 @@ class PythonicFormat:
 
     def _array(self, schema: Json, document: Json) -> str:
         item = (
-            self.sheet.rule(self.value(schema.get("items", True), document)) if "items" in schema else self._anything()
+            self.builder.rule(self.value(schema.get("items", True), document))
+            if "items" in schema
+            else self._anything()
         )
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if (
@@ -252,14 +256,14 @@ class PythonicFormat:
         """Return the rule of an object without named keys."""
         if values is False:
             return '"{}"'
-        value = self._anything() if values is True else self.sheet.rule(self.value(values, document))
-        pair = self.sheet.rule(f"{self.sheet.rule('/[A-Za-z_][A-Za-z0-9_]*:/', 'KEY')} {value}")
+        value = self._anything() if values is True else self.builder.rule(self.value(values, document))
+        pair = self.builder.rule(f"{self.builder.rule('/[A-Za-z_][A-Za-z0-9_]*:/', 'KEY')} {value}")
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
     def _anything(self) -> str:
         """Return the rule of any value."""
         if "anything" not in self.references:
-            self.references["anything"] = f"anything_{len(self.sheet.rules)}"
+            self.references["anything"] = f"anything_{len(self.builder.rules)}"
             body = self._either([self._kind(kind, {}, {}) for kind in KINDS])
-            self.sheet.rules[f"{self.references['anything']}: {body}"] = self.references["anything"]
+            self.builder.rules[f"{self.references['anything']}: {body}"] = self.references["anything"]
         return self.references["anything"]

@@ -81,28 +81,28 @@ KIMI_K3: Final = XmlFormat(
 )
 
 
-def tagged(sheet: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
+def tagged(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
     """Return the rule of a tool's call in this format, without the markers of calls. Raise `UnsupportedSchema` for
     names or schemas that the format cannot represent."""
     guard = MarkExclusion(tuple(tags.marks))
-    parts = [_argument(sheet, tags, guard, one) for one in arguments_of(tool)]
-    end = sheet.mark(tags.close) if tags.close else ""
-    opened = [sheet.mark(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
-    before = f" {sheet.rule(COUNTED, 'AT')} ".join(opened)
+    parts = [_argument(builder, tags, guard, one) for one in arguments_of(tool)]
+    end = builder.mark(tags.close) if tags.close else ""
+    opened = [builder.mark(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
+    before = f" {builder.rule(COUNTED, 'AT')} ".join(opened)
     return f"{before} BLANK? {' '.join(parts)} {end}"
 
 
-def _argument(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
+def _argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
     if not NAME.fullmatch(one.name) or not guard.free(one.name):
         raise UnsupportedSchema(
             f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot represent"
         )
     text = one.text(nullable=tags.nullable)
     kind = "string" if text is not None else kind_of(one)
-    value = _json(sheet, tags, guard, one) if text is None else _text(sheet, tags, guard, text)
-    before = sheet.mark(tags.before.format(key=one.name, kind=kind))
-    inner = f"BLANK? {sheet.mark(tags.inner)}" if tags.inner else ""
-    rule = sheet.rule(f"{before} {inner} {value} BLANK?")
+    value = _json(builder, tags, guard, one) if text is None else _text(builder, tags, guard, text)
+    before = builder.mark(tags.before.format(key=one.name, kind=kind))
+    inner = f"BLANK? {builder.mark(tags.inner)}" if tags.inner else ""
+    rule = builder.rule(f"{before} {inner} {value} BLANK?")
     return rule if one.needed else f"{rule}?"
 
 
@@ -112,16 +112,16 @@ def kind_of(one: Argument) -> str:
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 
 
-def _json(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
-    return f"{sheet.json(guard.document(one.schema))} BLANK? {sheet.mark(tags.after)}"
+def _json(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
+    return f"{builder.json(guard.document(one.schema))} BLANK? {builder.mark(tags.after)}"
 
 
-def _text(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
+def _text(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
     if not all(map(guard.free, text.choices)):
         raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
     null = tags.nullable
     if not tags.wrapped or text.choices:
-        return sheet.text(text, tags.after, guard, null=null)
-    plain = sheet.text(text, tags.after, MarkExclusion(("<",)), null=null)
-    section = sheet.text(text, "]]>", guard, null=null, section=True)
-    return f'({plain} | "<![CDATA[" {section} {sheet.mark(tags.after)})'
+        return builder.text(text, tags.after, guard, null=null)
+    plain = builder.text(text, tags.after, MarkExclusion(("<",)), null=null)
+    section = builder.text(text, "]]>", guard, null=null, section=True)
+    return f'({plain} | "<![CDATA[" {section} {builder.mark(tags.after)})'

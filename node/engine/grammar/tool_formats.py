@@ -28,13 +28,13 @@ INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
-def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
+def rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
     """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one`: at most
     one call.
 
     Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
     """
-    calling = sheet.calling
+    calling = builder.calling
     form = FORMS.get(calling.parser)
     if form is None:
         raise UnsupportedSchema(
@@ -46,8 +46,8 @@ def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: boo
     if calling.parser not in PLAIN:
         for tool in tools:
             check(tool.schema)
-    text = form(sheet, tools, one)
-    return text + (_spoken(calling) if free else "") + sheet.all_rules() + BLANK
+    text = form(builder, tools, one)
+    return text + (_text_with_calls(calling) if free else "") + builder.all_rules() + BLANK
 
 
 def as_read(parser: str, tools: Sequence[ToolSpec]) -> str:
@@ -62,7 +62,7 @@ def quoted(parser: str) -> bool:
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 
-def _spoken(calling: ToolCallFormat) -> str:
+def _text_with_calls(calling: ToolCallFormat) -> str:
     """Return the rule of words with calls between them. A marker that is text ends the words at its first
     occurrence."""
     marker, token = calling.mark(calling.markers[0])
@@ -74,10 +74,10 @@ def _calls(one: bool) -> str:
     return "calls: call\n" if one else "calls: call (BLANK? call)*\n"
 
 
-def _object(sheet: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
+def _object(builder: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
     """Return the rule of a call as an object with a name and arguments."""
     chosen = " | ".join(
-        f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {sheet.json(tool.schema)}' for tool in tools
+        f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {builder.json(tool.schema)}' for tool in tools
     )
     return f'object: "{{" BLANK? {_key("name")} named BLANK? "}}"\nnamed: {chosen}\n'
 
@@ -86,28 +86,28 @@ def _key(name: str) -> str:
     return f'{json.dumps(json.dumps(name))} BLANK? ":" BLANK?'
 
 
-def _json_tools(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(sheet.mark, sheet.calling.markers)
-    return f"{_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_object(sheet, tools)}"
+def _json_tools(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.mark, builder.calling.markers)
+    return f"{_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_object(builder, tools)}"
 
 
-def _mistral(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start = sheet.mark(sheet.calling.markers[0])
-    if "[ARGS]" in sheet.calling.template:
+def _mistral(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start = builder.mark(builder.calling.markers[0])
+    if "[ARGS]" in builder.calling.template:
         chosen = " | ".join(
-            f"{json.dumps(tool.name)} {sheet.mark('[ARGS]')} {sheet.json(tool.schema)}" for tool in tools
+            f"{json.dumps(tool.name)} {builder.mark('[ARGS]')} {builder.json(tool.schema)}" for tool in tools
         )
         return f"calls: call{'' if one else '+'}\ncall: {start} rest\nrest: {chosen}\n"
     more = "" if one else '(BLANK? "," BLANK? object)*'
-    return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(sheet, tools)}'
+    return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(builder, tools)}'
 
 
-def _kimi(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(sheet.mark, sheet.calling.markers)
+def _kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.mark, builder.calling.markers)
     marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-    begin, arguments, done = map(sheet.mark, marks)
+    begin, arguments, done = map(builder.mark, marks)
     guard = MarkExclusion(marks[-1:])
-    named = [(json.dumps(f"functions.{tool.name}:"), sheet.json(guard.document(tool.schema))) for tool in tools]
+    named = [(json.dumps(f"functions.{tool.name}:"), builder.json(guard.document(tool.schema))) for tool in tools]
     chosen = " | ".join(f"{name} NUMBER {arguments} {schema}" for name, schema in named)
     return (
         f"calls: {start} rest\nrest: each{'' if one else '+'} {end}\neach: {begin} named {done}\nnamed: {chosen}\n"
@@ -116,9 +116,9 @@ def _kimi(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
 
 
 def _tagged(tags: XmlFormat) -> Form:
-    def form(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-        start, end = map(sheet.mark, sheet.calling.markers)
-        chosen = " | ".join(tagged(sheet, tags, tool) for tool in tools)
+    def form(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+        start, end = map(builder.mark, builder.calling.markers)
+        chosen = " | ".join(tagged(builder, tags, tool) for tool in tools)
         if tags.several:
             return f"calls: {start} rest\nrest: BLANK? (named BLANK?){'' if one else '+'} {end}\nnamed: {chosen}\n"
         return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
@@ -126,17 +126,17 @@ def _tagged(tags: XmlFormat) -> Form:
     return form
 
 
-def _pythonic(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(sheet.mark, sheet.calling.markers)
-    chosen = " | ".join(keyworded(sheet, tool) for tool in tools)
+def _pythonic(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.mark, builder.calling.markers)
+    chosen = " | ".join(keyworded(builder, tool) for tool in tools)
     more = "" if one else '("," BLANK? named)*'
     return f'calls: {start} rest\nrest: "[" named {more} "]" {end}\nnamed: {chosen}\n'
 
 
 def _braced(quote: str, *, nested: bool) -> Form:
-    def form(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-        start, end = map(sheet.mark, sheet.calling.markers)
-        chosen = " | ".join(braced(sheet, tool, quote, nested=nested) for tool in tools)
+    def form(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+        start, end = map(builder.mark, builder.calling.markers)
+        chosen = " | ".join(braced(builder, tool, quote, nested=nested) for tool in tools)
         return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
 
     return form

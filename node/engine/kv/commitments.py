@@ -26,7 +26,7 @@ class Commitment:
     """Tokens written so far."""
     joined: bool = False
     """Whether the row is in the decode batch."""
-    room: int = 0
+    capacity_tokens: int = 0
     """Tokens for which the growing layers of the row's own cache have room during prefill; 0 after the join."""
 
 
@@ -43,7 +43,9 @@ class _PaddedGroup:
         own = joined = longest = 0
         for row in self.rows:
             if not row.joined:
-                own += row_bytes(kv, row.written) + kv.per_token * max(0, row.room - row.written - kv.step + 1)
+                own += row_bytes(kv, row.written) + kv.per_token * max(
+                    0, row.capacity_tokens - row.written - kv.step + 1
+                )
                 continue
             joined += 1
             if row.written > longest:

@@ -65,22 +65,22 @@ class CacheExtent:
 
     size: int
     """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
-    room: int
+    capacity: int
     """Tokens for which the growing layers have room."""
 
 
 def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
     """Return the bytes and the room of a row's cache, between two forwards."""
-    size = room = 0
+    size = total = 0
     for layer in _leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
-        held = 0 if keys is None else keys.shape[2]
-        if window is not None and held > window:
-            size += layer.nbytes * window // held
+        capacity = 0 if keys is None else keys.shape[2]
+        if window is not None and capacity > window:
+            size += layer.nbytes * window // capacity
             continue
         size += layer.nbytes
-        room += held if window is None else 0
-    return CacheExtent(size, room)
+        total += capacity if window is None else 0
+    return CacheExtent(size, total)
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
@@ -89,10 +89,10 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
     for layer in _growing(layers):
-        held: int = layer.offset
-        if held + tokens > layer.keys.shape[2]:
-            layer.keys, layer.values = layer.keys[..., :held, :], layer.values[..., :held, :]
-            layer.step = _step(held, tokens, most)
+        used: int = layer.offset
+        if used + tokens > layer.keys.shape[2]:
+            layer.keys, layer.values = layer.keys[..., :used, :], layer.values[..., :used, :]
+            layer.step = _step(used, tokens, most)
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
@@ -104,24 +104,24 @@ def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
     """
     growing = list(_growing(layers))
     for layer in growing:
-        held: int = layer.offset
-        room: int = layer.keys.shape[2]
-        if held + tokens <= room < min(held + tokens * (len(growing) + 1), most):
-            more = [(0, 0), (0, 0), (0, max(0, held + _step(held, tokens, most) - room)), (0, 0)]
+        used: int = layer.offset
+        capacity: int = layer.keys.shape[2]
+        if used + tokens <= capacity < min(used + tokens * (len(growing) + 1), most):
+            more = [(0, 0), (0, 0), (0, max(0, used + _step(used, tokens, most) - capacity)), (0, 0)]
             layer.keys, layer.values = mx.pad(layer.keys, more), mx.pad(layer.values, more)
             evaluate(layer.keys, layer.values)
             return True
     return False
 
 
-def _step(held: int, tokens: int, most: int) -> int:
-    return max(tokens, min(math.ceil(max(tokens, held) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, most - held))
+def _step(used: int, tokens: int, most: int) -> int:
+    return max(tokens, min(math.ceil(max(tokens, used) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, most - used))
 
 
-def room_of(layers: Iterable[LayerCache]) -> int:
+def capacity_of(layers: Iterable[LayerCache]) -> int:
     """Return the mean number of tokens for which the growing layers have room; 0 if no layer grows."""
-    rooms = [layer.keys.shape[2] for layer in _growing(layers)]
-    return sum(rooms) // len(rooms) if rooms else 0
+    capacities = [layer.keys.shape[2] for layer in _growing(layers)]
+    return sum(capacities) // len(capacities) if capacities else 0
 
 
 def _growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
@@ -142,12 +142,12 @@ def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
         if keys is None:
             fixed += layer.nbytes
             continue
-        held: int = keys.shape[2]
+        capacity: int = keys.shape[2]
         size: int | None = getattr(layer, "max_size", None)
         if size is None:
-            per_token += layer.nbytes // held
+            per_token += layer.nbytes // capacity
         else:
-            windowed += layer.nbytes // held
+            windowed += layer.nbytes // capacity
             window = max(window, size)
     return KvParameters(per_token, CACHE_STEP_TOKENS, fixed, window, windowed)
 
@@ -174,7 +174,7 @@ def row_of(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
 
 def _row(layer: Any, place: int, length: int) -> LayerCache:
     row = cast("Any", KVCache)()
-    row.keys, row.values = (held[place : place + 1, :, :length, :] for held in (layer.keys, layer.values))
+    row.keys, row.values = (array[place : place + 1, :, :length, :] for array in (layer.keys, layer.values))
     row.offset = length
     return row
 
@@ -192,11 +192,11 @@ class CacheTrimMode(Enum):
 
 def trim_mode_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
     """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
-    kinds = {_manner(layer) for layer in _leaves(layers)}
-    return next((manner for manner in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if manner in kinds), CacheTrimMode.CUT)
+    kinds = {_trim_mode(layer) for layer in _leaves(layers)}
+    return next((mode for mode in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if mode in kinds), CacheTrimMode.CUT)
 
 
-def _manner(layer: object) -> CacheTrimMode:
+def _trim_mode(layer: object) -> CacheTrimMode:
     if type(layer) is KVCache:
         return CacheTrimMode.CUT
     if type(layer) is ArraysCache or (type(layer) is RotatingKVCache and not layer.keep):
@@ -222,9 +222,9 @@ def _shrink(layer: Any) -> None:
     elif layer.keys is not None:
         window: int = getattr(layer, "max_size", 0)
         for name in ("keys", "values"):
-            held: mx.array = getattr(layer, name)
-            held = layer._temporal_order(held)[..., -window:, :] if window else held[..., : layer.offset, :]
-            setattr(layer, name, mx.contiguous(held))
+            array: mx.array = getattr(layer, name)
+            array = layer._temporal_order(array)[..., -window:, :] if window else array[..., : layer.offset, :]
+            setattr(layer, name, mx.contiguous(array))
         if window:
             layer._idx = layer.keys.shape[2]
 

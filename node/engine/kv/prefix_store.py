@@ -74,7 +74,7 @@ class CachedPrefix(Generic[V]):
         return len(self.key) // ID_BYTES
 
     @property
-    def alive(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the entry is still stored."""
         return self.value is not None
 
@@ -148,7 +148,7 @@ class PrefixCache(Generic[V]):
         most = len(key) // ID_BYTES - 1
         match = trie.match(key, most)
         length = min(match.shared, most)
-        entry = match.whole
+        entry = match.exact
         if cut and (entry is None or entry.length < length):
             entry = match.below
         elif entry is not None:
@@ -171,7 +171,7 @@ class PrefixCache(Generic[V]):
             return False
         size = len(key) // ID_BYTES
         match = trie.match(key, size)
-        return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
+        return match.shared == size and (cut or (match.exact is not None and match.exact.length == size))
 
     def replaced(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
         """Return the stored entries that are proper prefixes of the sequence `key` (packed ids). Where caches can be
@@ -182,7 +182,7 @@ class PrefixCache(Generic[V]):
     def store(self, entry: CachedPrefix[V]) -> None:
         """Store a sequence. It replaces an entry of its scope with the same ids."""
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
-        same = trie.match(entry.key, entry.length).whole
+        same = trie.match(entry.key, entry.length).exact
         if same is not None and same.key == entry.key:
             self.pop(same)
             trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
@@ -220,7 +220,7 @@ class PrefixCache(Generic[V]):
     def discard(self, entries: Iterable[CachedPrefix[V]]) -> None:
         """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
         for entry in entries:
-            if entry.alive:
+            if entry.is_stored:
                 self.pop(entry)
 
     def _evict(self, entry: CachedPrefix[V]) -> None:

@@ -55,7 +55,7 @@ class TrieMatch(Generic[V]):
     """Length of the longest prefix that the key shares with a stored key, in tokens."""
     below: V | None
     """Any value whose key starts with the shared tokens; None if no token is shared."""
-    whole: V | None
+    exact: V | None
     """Value with the longest stored key that is wholly a prefix of the key and within the allowed length; None if there
     is none."""
 
@@ -106,7 +106,7 @@ class RadixTrie(Generic[V]):
     def match(self, key: bytes, most: int) -> TrieMatch[V]:
         """Walk along a key. `most` is the greatest length of the key of `TrieMatch.whole`, in tokens."""
         node, at = self._root, 0
-        whole: V | None = None
+        exact: V | None = None
         while at < len(key):
             child = node.child(key, at)
             if child is None:
@@ -116,8 +116,8 @@ class RadixTrie(Generic[V]):
             if same < len(child.label):
                 break
             if child.value is not None and at <= most * ID_BYTES:
-                whole = child.value
-        return TrieMatch(at // ID_BYTES, _any(node) if at else None, whole)
+                exact = child.value
+        return TrieMatch(at // ID_BYTES, _any(node) if at else None, exact)
 
     def beginnings(self, key: bytes) -> list[V]:
         """Return the values whose keys are proper prefixes of this key."""

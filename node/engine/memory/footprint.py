@@ -39,10 +39,10 @@ class EngineMemory:
     allocations and frees since then are added to that reading.
     """
 
-    def __init__(self, total: int, held: Callable[[], int]) -> None:
+    def __init__(self, total: int, known_bytes: Callable[[], int]) -> None:
         self.sensor = open_sensor(os.getpid())
         self._recent = RecentPeak()
-        self._held = held
+        self._known_bytes = known_bytes
         self._total = total
         self._good = MemoryReading(None, "", 0.0)
         self._counted = 0
@@ -53,11 +53,11 @@ class EngineMemory:
 
         `reserved` is the committed but unwritten memory in bytes, `now` the monotonic time.
         """
-        reading, held = self._read(), self._held()
+        reading, known = self._read(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is emptied before a refusal. Its bytes therefore do not count in the recent peak.
-        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - held, now)
-        use = MlxCounters(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
+        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - known, now)
+        use = MlxCounters(active, max(0, known + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
     def _read(self) -> MemoryReading:
@@ -72,7 +72,7 @@ class EngineMemory:
     def peak_expires_at(self, now: float) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
         present = max(mx.get_active_memory(), self._read().phys or 0)
-        return self._recent.peak_expires_at(present - self._held(), now)
+        return self._recent.peak_expires_at(present - self._known_bytes(), now)
 
     def forget(self) -> None:
         """Reset the recent peak after memory was freed."""

@@ -77,7 +77,7 @@ class MemoryGate:
         self._limits = limits
 
     @property
-    def held(self) -> int:
+    def limits_number(self) -> int:
         """Sequence number (`MemoryLimits.number`) of the limits in force; 0 before the first."""
         return 0 if self._limits is None else self._limits.number
 

@@ -36,7 +36,7 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `reserved()` returns the bytes committed and not yet written. `make_room(site, bytes)` frees memory and returns
+    `reserved()` returns the bytes committed and not yet written. `free_memory(site, bytes)` frees memory and returns
     whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
     `read(model)` returns the bytes of the model's weights in memory. `residual` is that of `MemoryGate`. `clock()`
     returns seconds and also runs while the machine sleeps.
@@ -47,7 +47,7 @@ class GatedForwards:
         recorder: CallRecording,
         footprint: EngineMemory,
         reserved: Callable[[], int],
-        make_room: Callable[[GateSite, int], bool],
+        free_memory: Callable[[GateSite, int], bool],
         give_up_load: Callable[[Refused], bool],
         residual: Callable[[], int | None] = lambda: None,
         *,
@@ -62,10 +62,10 @@ class GatedForwards:
         self._recorder = recorder
         self._footprint = footprint
         self._reserved = reserved
-        self._make_room = make_room
+        self._free_memory = free_memory
         self._give_up_load = give_up_load
         self._forwards = self._steps = 0
-        self._asked: tuple[GateSite, int, Memory] | None = None
+        self._last_check: tuple[GateSite, int, Memory] | None = None
         self._read = read
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
@@ -83,7 +83,7 @@ class GatedForwards:
         """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
         lack of memory, free memory and check once more."""
         answer = self._check(site, estimate)
-        if answer is not None and answer.code is RefusalCode.NO_ROOM and self._make_room(site, estimate):
+        if answer is not None and answer.code is RefusalCode.NO_ROOM and self._free_memory(site, estimate):
             return self._check(site, estimate)
         return answer
 
@@ -111,7 +111,7 @@ class GatedForwards:
     def _check(self, site: GateSite, estimate: int) -> Refused | None:
         memory = self.memory(time.monotonic())
         answer = self.gate.check(site, memory, estimate)
-        self._asked = (site, estimate, memory)
+        self._last_check = (site, estimate, memory)
         return answer if isinstance(answer, Refused) else None
 
     def over(self) -> Refused | None:
@@ -128,8 +128,8 @@ class GatedForwards:
             memory = self.memory(time.monotonic())
             if excess(memory) <= 0:
                 return None
-        if self._asked is not None:
-            site, estimate, before = self._asked
+        if self._last_check is not None:
+            site, estimate, before = self._last_check
             log.warning(
                 "forward above cap",
                 excess=show_size(excess(memory)),

@@ -21,7 +21,7 @@ AUTO, OFF = "auto", "off"
 MAX_RESERVE_BYTES = 256 * MIB
 RESERVE_CAP_SHARE = 0.01
 """Size of the reserve with `auto`, as a share of the cap; at most `MAX_RESERVE_BYTES`."""
-ROOM_BEFORE_REFILL_SECONDS = 10.0
+HEADROOM_BEFORE_REFILL_SECONDS = 10.0
 """Seconds of room for twice the reserve before it is taken again, and between two checks without room."""
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
@@ -47,19 +47,19 @@ class EmergencyReserve:
         self._setting = setting
         self._memory = memory
         self._size = 0
-        self._held: mmap.mmap | None = None
-        self._roomy_since: float | None = None
+        self._mapping: mmap.mmap | None = None
+        self._fits_since: float | None = None
         self._look_at = 0.0
 
     @property
-    def held(self) -> mmap.mmap | None:
+    def mapping(self) -> mmap.mmap | None:
         """Mapping that holds the reserve; None without a reserve."""
-        return self._held
+        return self._mapping
 
     @property
     def nbytes(self) -> int:
         """Size of the held reserve in bytes; 0 without one."""
-        return 0 if self._held is None else len(self._held)
+        return 0 if self._mapping is None else len(self._mapping)
 
     def hold(self, cap: int) -> None:
         """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger."""
@@ -69,35 +69,35 @@ class EmergencyReserve:
 
     def release(self) -> None:
         """Release the reserve now, if it is held."""
-        if self._held is None:
+        if self._mapping is None:
             return
         log.info("reserve released", size=show_size(self.nbytes))
-        self._held.close()
-        self._held, self._roomy_since, self._look_at = None, None, 0.0
+        self._mapping.close()
+        self._mapping, self._fits_since, self._look_at = None, None, 0.0
 
     def next_check_at(self) -> float | None:
         """Return the monotonic time of the next check; None if the reserve is held or switched off."""
-        return None if self._held is not None or not self._size else self._look_at
+        return None if self._mapping is not None or not self._size else self._look_at
 
     def maintain(self, now: float) -> None:
         """Check the memory if that is due, and take the reserve if there has been room for
-        `ROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
+        `HEADROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
         due = self.next_check_at()
         if due is None or now < due:
             return
-        room = self._memory().headroom
-        if room is None or room <= 2 * self._size:
-            self._roomy_since, self._look_at = None, now + ROOM_BEFORE_REFILL_SECONDS
+        headroom = self._memory().headroom
+        if headroom is None or headroom <= 2 * self._size:
+            self._fits_since, self._look_at = None, now + HEADROOM_BEFORE_REFILL_SECONDS
             return
-        since = self._roomy_since = now if self._roomy_since is None else self._roomy_since
+        since = self._fits_since = now if self._fits_since is None else self._fits_since
         self._look_at = now + CHECK_INTERVAL_SECONDS
-        if now - since >= ROOM_BEFORE_REFILL_SECONDS:
+        if now - since >= HEADROOM_BEFORE_REFILL_SECONDS:
             self._take()
 
     def _take(self) -> None:
-        held = mmap.mmap(-1, self._size)
+        mapping = mmap.mmap(-1, self._size)
         piece = os.urandom(min(MIB, self._size))
         for start in range(0, self._size, len(piece)):
-            held[start : start + len(piece)] = piece[: self._size - start]
-        self._held, self._roomy_since = held, None
+            mapping[start : start + len(piece)] = piece[: self._size - start]
+        self._mapping, self._fits_since = mapping, None
         log.info("reserve allocated", size=show_size(self._size))

@@ -68,14 +68,14 @@ class ForwardSamples:
     """
 
     def __init__(self) -> None:
-        self._held: dict[Shape, Sample] = {}
+        self._samples: dict[Shape, Sample] = {}
         self.unfitted = False
 
     def __iter__(self) -> Iterator[Sample]:
-        return iter(self._held.values())
+        return iter(self._samples.values())
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._samples)
 
     def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
         """Add a forward that took `taken` bytes; `estimate(shape)` returns the bytes expected so far.
@@ -83,17 +83,17 @@ class ForwardSamples:
         Request a new fit if the forward took more than expected, or is the first of its kind and took far less.
         """
         kind, foreseen = _kind(shape), estimate(shape)
-        kept = self._held.get(kind)
+        kept = self._samples.get(kind)
         if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
-            self._held[kind] = (shape, taken)
-        if len(self._held) > MAX_SAMPLES:
-            del self._held[self._superfluous()]
+            self._samples[kind] = (shape, taken)
+        if len(self._samples) > MAX_SAMPLES:
+            del self._samples[self._superfluous()]
         self.unfitted |= taken > foreseen or (kept is None and foreseen > REFIT_FACTOR * taken)
 
     def _superfluous(self) -> Shape:
         """Return the kind to remove: of the two nearest kinds, the one with fewer bytes."""
-        near = min(pairwise(sorted(self._held)), key=lambda pair: math.dist(*pair))
-        return min(near, key=lambda kind: self._held[kind][1])
+        near = min(pairwise(sorted(self._samples)), key=lambda pair: math.dist(*pair))
+        return min(near, key=lambda kind: self._samples[kind][1])
 
 
 def _kind(shape: Shape) -> Shape:
@@ -276,7 +276,7 @@ class TransientEstimator:
 
     def _fit_chunks(self) -> None:
         samples = list(self._chunks)
-        rich = _tells_apart(samples)
+        rich = _are_distinct(samples)
         fitted = _fit_rich(samples, self._prior) if rich else self._prior
         self.transient = replace(self.transient, **{name: getattr(fitted, name) for name in _CHUNK})
         self._raise(_CHUNK, samples, self._foreseen, 0.0 if rich else 1.0)
@@ -285,7 +285,7 @@ class TransientEstimator:
     def _fit_steps(self) -> None:
         samples, prior = list(self._steps), self._prior
         terms = prior.step_fixed, prior.step_row, prior.step_seen
-        rich = _tells_apart(samples)
+        rich = _are_distinct(samples)
         if rich:
             copied = self.transient.seen
             terms = _least_squares(
@@ -321,7 +321,7 @@ def _scaled(transient: TransientModel, names: Iterable[str], by: float) -> Trans
     return replace(transient, **{name: by * getattr(transient, name) for name in names})
 
 
-def _tells_apart(samples: Sequence[Sample]) -> bool:
+def _are_distinct(samples: Sequence[Sample]) -> bool:
     """Return whether samples are enough for a fit: several sizes at several places, some after a past longer than they
     are."""
     shapes = [shape for shape, _ in samples]
@@ -353,8 +353,8 @@ def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> Tr
             points.append(((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
     if points and prior.pair:
         points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
-    fixed, token, pair, held = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
-    return TransientModel(fixed, token, pair, held, least, window=window)
+    fixed, token, pair, cached = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
+    return TransientModel(fixed, token, pair, cached, least, window=window)
 
 
 def _error(samples: Sequence[Sample], found: TransientModel) -> float:
@@ -395,8 +395,8 @@ def _positive(rows: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tu
                 continue
             explained = sum(term * goal[place] for term, place in zip(found, chosen, strict=True))
             if explained > most * (1 + 1e-9):
-                whole = dict(zip(chosen, found, strict=True))
-                best, most = tuple(whole.get(place, 0.0) for place in range(width)), explained
+                coefficients = dict(zip(chosen, found, strict=True))
+                best, most = tuple(coefficients.get(place, 0.0) for place in range(width)), explained
     return best
 
 

@@ -177,7 +177,7 @@ def load(
     )
     weighed(weights)
     warmth = _warm(model)
-    resident = LoadedModel(
+    loaded_model = LoadedModel(
         found,
         model,
         warmth.kv,
@@ -190,9 +190,9 @@ def load(
         pace=ChunkPace(warmth.step_seconds, 1 / warmth.prefill_speed),
         plain=is_plain(new_cache(model)),
     )
-    resident.reads.learn(warmth.prefill_speed)
-    resident.writes.learn(1 / warmth.step_seconds)
-    yield resident
+    loaded_model.reads.learn(warmth.prefill_speed)
+    loaded_model.writes.learn(1 / warmth.step_seconds)
+    yield loaded_model
 
 
 def _parameters(model: TextModel) -> list[mx.array]:

@@ -73,7 +73,7 @@ class FilesChangedError(Exception):
 class LoadSucceeded:
     """Outcome of a load: the loaded model."""
 
-    resident: LoadedModel
+    loaded_model: LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class ModelManager:
     """Models on disk."""
     pieces: Callable[[ModelDescriptor], Iterator[LoadStep | LoadedModel]] = load
     """Loader of a model."""
-    patience: float = 0.0
+    wait_seconds: float = 0.0
     """Seconds after which an unused model is unloaded; 0: never."""
     spares: list[ReclaimableMemory] = field(default_factory=list["ReclaimableMemory"])
     """Spare memory in the order of its release."""
@@ -189,9 +189,9 @@ class ModelManager:
 
     def weights(self, name: str) -> int:
         """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
-        resident = self.loaded.get(name)
-        if resident is not None:
-            return resident.weights
+        loaded_model = self.loaded.get(name)
+        if loaded_model is not None:
+            return loaded_model.weights
         return self.read if self._reading is not None and self._reading.found.name == name else 0
 
     def loading(self, name: str) -> bool:
@@ -234,7 +234,7 @@ class ModelManager:
             self._begin(self._queue.popleft(), time.monotonic())
             return
         reading = self._reading
-        refused = self._asked(reading.step)
+        refused = self._check_gate(reading.step)
         if refused is not None:
             self.abort_load(refused)
             return
@@ -252,14 +252,14 @@ class ModelManager:
         else:
             self._finish(reading, piece)
 
-    def _asked(self, step: LoadStep) -> Refused | None:
+    def _check_gate(self, step: LoadStep) -> Refused | None:
         """Check the gate for the next piece; the remaining weights are reserved already."""
         if not step.left and not step.transient:
             return None
         memory = self.memory()
         answer = self.gate.check(GateSite.LOAD, memory, step.transient, load=True)
-        no_room = isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
-        if no_room and self.make_room(step.transient - memory.margin):
+        too_full = isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
+        if too_full and self.free_memory(step.transient - memory.margin):
             answer = self.gate.check(GateSite.LOAD, self.memory(), step.transient, load=True)
         return answer if isinstance(answer, Refused) else None
 
@@ -310,12 +310,12 @@ class ModelManager:
 
     def drop(self, name: str) -> None:
         """Unload a loaded model: release its weights and evict its cached prefixes."""
-        resident = self.loaded.pop(name)
+        loaded_model = self.loaded.pop(name)
         self.library.release(name)
         self.kept.drop(name)
-        log.info("model unloaded", model=name, weights=show_size(resident.weights))
-        self.returns.on_unload(resident.weights, time.monotonic())
-        del resident
+        log.info("model unloaded", model=name, weights=show_size(loaded_model.weights))
+        self.returns.on_unload(loaded_model.weights, time.monotonic())
+        del loaded_model
         release_free_memory()
         self.released()
 
@@ -329,7 +329,7 @@ class ModelManager:
             self.loaded[name].batches.clear()
             self.drop(name)
 
-    def make_room(self, need: int, *, over_load: bool = False) -> bool:
+    def free_memory(self, need: int, *, over_load: bool = False) -> bool:
         """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
         pool.
 
@@ -383,8 +383,8 @@ class ModelManager:
         if no unload is due."""
         if self._replaced():
             return 0.0
-        idle = self._idle() if self.patience else []
-        return self.loaded[idle[0]].used_at + self.patience if idle else None
+        idle = self._idle() if self.wait_seconds else []
+        return self.loaded[idle[0]].used_at + self.wait_seconds if idle else None
 
     def unload_idle(self, now: float) -> None:
         """Unload idle models that were replaced on disk, or unused for `patience` seconds until the monotonic time
@@ -428,7 +428,7 @@ class ModelManager:
             return
         weights = self.size_of(found)
         need = weights + max(MIN_LOAD_TRANSIENT_BYTES, min(MAX_LOAD_TRANSIENT_BYTES, weights // 2))
-        self.make_room(need - self.memory().margin)
+        self.free_memory(need - self.memory().margin)
         memory = self.memory()
         answer = self.gate.check(GateSite.LOAD, memory, need, load=True)
         if not isinstance(answer, Refused):

@@ -18,7 +18,7 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.context_search import ContextSearchResult, diagnosis
 from node.engine.models.loaded_model import LoadedModel
-from node.engine.models.profiler import Ask, MemoryProbe, Profiler
+from node.engine.models.profiler import CheckGate, MemoryProbe, Profiler
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
@@ -37,7 +37,7 @@ class ProfileSweep:
 
     number: int
     """Number of the order, which its answer repeats."""
-    resident: LoadedModel
+    loaded_model: LoadedModel
     """Model to measure."""
     probe: MemoryProbe
     """Its probe."""
@@ -59,14 +59,14 @@ class SweepQueue:
         self,
         profiler: Profiler,
         forwards: GatedForwards,
-        residents: Callable[[], Mapping[str, LoadedModel]],
+        loaded_models: Callable[[], Mapping[str, LoadedModel]],
         loading: Callable[[str], bool],
         alone: Callable[[LoadedModel], bool],
         still: Callable[[], None],
-        told: Callable[[LoadedModel], Model],
+        describe: Callable[[LoadedModel], Model],
     ) -> None:
-        self._profiler, self._forwards, self._residents = profiler, forwards, residents
-        self._loading, self._alone, self._still, self._told = loading, alone, still, told
+        self._profiler, self._forwards, self._loaded_models = profiler, forwards, loaded_models
+        self._loading, self._alone, self._still, self._describe = loading, alone, still, describe
         self._queue: deque[tuple[int, str]] = deque()
         self._sweep: ProfileSweep | None = None
         self._stepping = False
@@ -75,12 +75,12 @@ class SweepQueue:
     @property
     def nbytes(self) -> int:
         """Bytes that `release` would free: the row of the sweep, 0 during one of its forwards."""
-        return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
+        return 0 if self._sweep is None or self._stepping else self._sweep.probe.row_bytes
 
     @property
     def measuring(self) -> str:
         """Name of the model that is being measured; empty if there is none."""
-        return "" if self._sweep is None else self._sweep.resident.name
+        return "" if self._sweep is None else self._sweep.loaded_model.name
 
     @property
     def busy(self) -> bool:
@@ -110,7 +110,7 @@ class SweepQueue:
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self._close(sweep)
-            refused = Refused(RefusalCode.NO_ROOM, GIVEN_UP.format(sweep.resident.name))
+            refused = Refused(RefusalCode.NO_ROOM, GIVEN_UP.format(sweep.loaded_model.name))
             self._ends.append(Refusal(sweep.number, refused))
 
     def step(self) -> list[Frame]:
@@ -126,12 +126,12 @@ class SweepQueue:
         return ends
 
     def _next(self) -> tuple[int, str] | None:
-        here = self._residents()
+        here = self._loaded_models()
         return next((one for one in self._queue if one[1] in here), None)
 
     def _lost(self) -> list[str]:
         """Return the names of ordered models that are neither loaded nor loading."""
-        here = self._residents()
+        here = self._loaded_models()
         return [name for _, name in self._queue if name not in here and not self._loading(name)]
 
     def _begin(self) -> None:
@@ -139,18 +139,18 @@ class SweepQueue:
         if order is None:
             return
         self._queue.remove(order)
-        resident = self._residents()[order[1]]
-        probe = self._profiler.sweep(resident)
-        resident.users += 1
-        self._sweep = ProfileSweep(order[0], resident, probe)
+        loaded_model = self._loaded_models()[order[1]]
+        probe = self._profiler.sweep(loaded_model)
+        loaded_model.users += 1
+        self._sweep = ProfileSweep(order[0], loaded_model, probe)
         self._sweep.steps = self._run(self._sweep)
 
     def _run(self, sweep: ProfileSweep) -> Generator[None]:
         yield from sweep.probe.run()
-        ask: Ask | None = self._asked if self._alone(sweep.resident) else None
-        sweep.settled = yield from self._profiler.swept(sweep.probe, ask)
+        check: CheckGate | None = self._check_gate if self._alone(sweep.loaded_model) else None
+        sweep.settled = yield from self._profiler.swept(sweep.probe, check)
 
-    def _asked(self, need: int) -> bool:
+    def _check_gate(self, need: int) -> bool:
         """Return whether the longest row passes the gate. Caches and spare memory are freed for it if necessary."""
         return self._forwards.check(GateSite.PROBE, need) is None
 
@@ -160,14 +160,14 @@ class SweepQueue:
         self._stepping = True
         try:
             with self._forwards.native(
-                NativeCallKind.PREFILL, sweep.resident.name, sweep.number, EXPECTED_STEP_SECONDS
+                NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, EXPECTED_STEP_SECONDS
             ):
                 next(sweep.steps)
         except StopIteration:
             self._close(sweep)
             self._ends.append(self._ended(sweep))
         except Exception as error:
-            log.exception("sweep", model=sweep.resident.name)
+            log.exception("sweep", model=sweep.loaded_model.name)
             self._close(sweep)
             self._ends.append(
                 Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring failed: {type(error).__name__}: {error}")
@@ -177,15 +177,15 @@ class SweepQueue:
 
     def _ended(self, sweep: ProfileSweep) -> Frame:
         if not sweep.probe.taken:
-            message = f"there is no headroom for the smallest forward pass of {sweep.resident.name}"
+            message = f"there is no headroom for the smallest forward pass of {sweep.loaded_model.name}"
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         if sweep.settled is not None and not sweep.settled.ok:
-            message = diagnosis(sweep.resident.name, sweep.settled)
+            message = diagnosis(sweep.loaded_model.name, sweep.settled)
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
-        return Finished(sweep.number, (), 0, 0, measured=self._told(sweep.resident))
+        return Finished(sweep.number, (), 0, 0, measured=self._describe(sweep.loaded_model))
 
     def _close(self, sweep: ProfileSweep) -> None:
         self._sweep = None
-        sweep.resident.users -= 1
+        sweep.loaded_model.users -= 1
         if sweep.steps is not None and not self._stepping:
             sweep.steps.close()

@@ -51,7 +51,7 @@ DECODE_TOKENS = 512
 STEPS_PER_SIZE = 3
 
 log = structlog.get_logger("engine.profile")
-Ask = Callable[[int], bool]
+CheckGate = Callable[[int], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,11 +110,11 @@ class MemoryProbe:
     """Measurement of one model's memory: a short probe at its load, or a sweep on order (see the module's
     docstring)."""
 
-    resident: LoadedModel
+    loaded_model: LoadedModel
     """Model to measure."""
     ids: Sequence[int]
     """Text in the model's own tokens, repeated as often as necessary."""
-    ask: Ask
+    check: CheckGate
     """`ask(bytes)` returns whether the gate lets a forward pass."""
     spike: ForwardPeak
     """Meter of peaks."""
@@ -126,7 +126,7 @@ class MemoryProbe:
     """Maximum tokens of the long row."""
     seconds: float
     """Maximum duration in seconds."""
-    whole: bool = False
+    full: bool = False
     """Whether this is a sweep, with larger forwards and more rows."""
     taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
     """Measured forwards."""
@@ -136,7 +136,7 @@ class MemoryProbe:
     """Bytes by which each join exceeded its KV and its estimate."""
     rows: int = 0
     """Largest number of rows that decoded together."""
-    held: int = 0
+    row_bytes: int = 0
     """Approximate bytes of its rows now."""
     _ends: float = 0.0
 
@@ -147,8 +147,8 @@ class MemoryProbe:
         try:
             yield from self._run()
         finally:
-            self.held = 0
-            self.resident.estimator.fit()
+            self.row_bytes = 0
+            self.loaded_model.estimator.fit()
             release_free_memory()
 
     def repeat_largest(self) -> bool:
@@ -158,14 +158,14 @@ class MemoryProbe:
             return False
         largest = max(self.taken, key=lambda one: one.tokens).tokens
         self._ends = time.monotonic() + self.seconds
-        ran = self._chunk(new_cache(self.resident.model), largest, 0)
+        ran = self._chunk(new_cache(self.loaded_model.model), largest, 0)
         release_free_memory()
         return ran
 
     def _run(self) -> Iterator[None]:
-        larger = SWEEP_FORWARD_TOKENS if self.whole else ()
+        larger = SWEEP_FORWARD_TOKENS if self.full else ()
         for tokens in self._sizes((*FIRST_FORWARD_TOKENS, *larger)):
-            cache = new_cache(self.resident.model)
+            cache = new_cache(self.loaded_model.model)
             if not self._chunk(cache, tokens, 0):
                 break
             yield
@@ -173,7 +173,7 @@ class MemoryProbe:
         yield from self._walk(
             [tokens for tokens in (*WALK_TOKENS, *larger) if tokens <= max(self.chunk, WALK_TOKENS[0])]
         )
-        self.held = 0
+        self.row_bytes = 0
         yield from self._decode()
 
     def _sizes(self, wanted: Sequence[int]) -> list[int]:
@@ -181,34 +181,34 @@ class MemoryProbe:
 
     def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
         """Prefill one long row."""
-        cache, past = new_cache(self.resident.model), 0
+        cache, past = new_cache(self.loaded_model.model), 0
         for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
             if past + tokens > self.reach or not self._chunk(cache, tokens, past):
                 return
             past += tokens
-            self.held = row_bytes(self.resident.kv, past)
+            self.row_bytes = row_bytes(self.loaded_model.kv, past)
             yield
 
     def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
         """Run one forward if there are time and room for it; return whether it ran."""
-        resident, estimator = self.resident, self.resident.estimator
-        expected = resident.pace.seconds(tokens, past)
+        loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
+        expected = loaded_model.pace.seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
-        needed = row_bytes(resident.kv, past + tokens) - row_bytes(resident.kv, past)
-        if not self.ask(needed + estimator.chunk(tokens, past)):
+        needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
+        if not self.check(needed + estimator.chunk(tokens, past)):
             return False
         before = extent_of(cache)
         clear_pool()
         self.spike.mark()
         forward(
-            resident.model,
+            loaded_model.model,
             islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens),
             cache,
             last=False,
         )
         after = extent_of(cache)
-        wrote, grew = after.size - before.size, after.room > before.room
+        wrote, grew = after.size - before.size, after.capacity > before.capacity
         estimator.observe(tokens, past, self.spike.height.peak_above_mark() - wrote, grew=grew)
         self.taken.append(ForwardMeasurement(tokens, past, grew, wrote, self.spike.charged()))
         return True
@@ -216,31 +216,31 @@ class MemoryProbe:
     def _decode(self) -> Iterator[None]:
         """Decode a few steps in batches of more and more rows."""
         for tokens in self._sizes((64, DECODE_TOKENS)):
-            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.whole else ())) if rows <= self.batch]:
+            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= self.batch]:
                 if not self._steps(rows, tokens):
                     break
                 self.rows = max(self.rows, rows)
                 yield
 
     def _steps(self, rows: int, tokens: int) -> bool:
-        resident, estimator = self.resident, self.resident.estimator
-        expected = resident.pace.seconds(tokens, 0) + STEPS_PER_SIZE * resident.step_seconds * rows
-        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS_PER_SIZE + 1)
+        loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
+        expected = loaded_model.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.step_seconds * rows
+        needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
         most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
-        if time.monotonic() + expected > self._ends or not self.ask(needed + most):
+        if time.monotonic() + expected > self._ends or not self.check(needed + most):
             return False
         ids = list(islice(cycle(self.ids), tokens))
-        cache = new_cache(resident.model)
-        forward(resident.model, ids[:-1], cache, last=False)
-        logits = forward(resident.model, ids[-1:], cache, last=True)
+        cache = new_cache(loaded_model.model)
+        forward(loaded_model.model, ids[:-1], cache, last=False)
+        logits = forward(loaded_model.model, ids[-1:], cache, last=True)
         assert logits is not None  # noqa: S101 the last logits were requested
-        batch: DecodeBatch[int] = DecodeBatch(resident.model)
-        layers, held = len(cache), extent_of(cache).size
+        batch: DecodeBatch[int] = DecodeBatch(loaded_model.model)
+        layers, extent = len(cache), extent_of(cache).size
         clear_pool()
         self.spike.mark()
         batch.join([JoiningRow(row, RowSampler(greedy, ())) for row in range(rows)], ids, cache, logits)
         grown = batch.nbytes()
-        self.joined.append(self.spike.charged() - (grown - held) - estimator.join(grown, layers))
+        self.joined.append(self.spike.charged() - (grown - extent) - estimator.join(grown, layers))
         for step in range(STEPS_PER_SIZE):
             before = batch.nbytes()
             self.spike.mark()
@@ -254,7 +254,7 @@ class MemoryProbe:
     def residual(self) -> int:
         """Return the largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its
         estimate; 0 if none did."""
-        estimator = self.resident.estimator
+        estimator = self.loaded_model.estimator
         chunks = (
             one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
         )
@@ -263,13 +263,13 @@ class MemoryProbe:
 
     def profile(self, key: MemoryProfileKey) -> MemoryProfile:
         """Return the profile that follows from the measurements, for storage under `key`."""
-        resident = self.resident
+        loaded_model = self.loaded_model
         return MemoryProfile(
             key,
-            resident.estimator.transient,
-            resident.kv,
+            loaded_model.estimator.transient,
+            loaded_model.kv,
             max(0, self.residual()),
-            resident.estimator.highest,
+            loaded_model.estimator.highest,
             max((one.tokens for one in self.taken), default=0),
             max((one.past + one.tokens for one in self.taken), default=0),
             self.rows,
@@ -305,7 +305,7 @@ class Profiler:
         self,
         profiles: MemoryProfileStore,
         hardware: Hardware,
-        ask: Ask,
+        check: CheckGate,
         spike: ForwardPeak,
         longest: Callable[[LoadedModel], int],
         narrowed: Callable[[], int],
@@ -315,7 +315,7 @@ class Profiler:
         context: int,
         on: bool,
     ) -> None:
-        self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
+        self._profiles, self._hardware, self._check, self._spike = profiles, hardware, check, spike
         self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
         self._keys: dict[str, MemoryProfileKey] = {}
@@ -333,63 +333,63 @@ class Profiler:
         self._known.add(fingerprint)
         return 0.0
 
-    def probe(self, resident: LoadedModel, *, alone: bool) -> Iterator[None]:
+    def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Set the profile of a model: the stored one, or a new one measured in one forward per step.
 
         With `alone`, the longest row is then checked against a reading. A failure is logged and does not end the load.
         """
         if not self._on:
             return
-        key = key_of(resident.found.fingerprint, self._hardware)
+        key = key_of(loaded_model.found.fingerprint, self._hardware)
         kept = self._profiles.read(key)
-        if kept is not None and kept.kv == resident.kv:
-            self._adopt(resident, kept)
-            log.info("profile", model=resident.name, source="kept", residual=show_size(kept.residual))
+        if kept is not None and kept.kv == loaded_model.kv:
+            self._adopt(loaded_model, kept)
+            log.info("profile", model=loaded_model.name, source="kept", residual=show_size(kept.residual))
             if kept.failed:
-                log.warning("profile", model=resident.name, cause=kept.failed)
+                log.warning("profile", model=loaded_model.name, cause=kept.failed)
             return
         try:
-            probe = self._probe(resident, PROBE_ROW_TOKENS, PROBE_SECONDS, whole=False)
+            probe = self._probe(loaded_model, PROBE_ROW_TOKENS, PROBE_SECONDS, full=False)
             yield from probe.run()
-            yield from self._measured(probe, key, self._ask if alone else None)
-            if resident.profile is not None and resident.profile.failed:
-                log.warning("profile", model=resident.name, cause=resident.profile.failed)
+            yield from self._measured(probe, key, self._check if alone else None)
+            if loaded_model.profile is not None and loaded_model.profile.failed:
+                log.warning("profile", model=loaded_model.name, cause=loaded_model.profile.failed)
         except Exception as error:
-            log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
+            log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
-    def sweep(self, resident: LoadedModel) -> MemoryProbe:
+    def sweep(self, loaded_model: LoadedModel) -> MemoryProbe:
         """Return the probe of a sweep, which measures as far as the gate allows. After its run, `swept` makes a profile
         of its samples."""
-        return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
+        return self._probe(loaded_model, loaded_model.found.context, SWEEP_SECONDS, full=True)
 
-    def swept(self, probe: MemoryProbe, ask: Ask | None) -> Generator[None, None, ContextSearchResult | None]:
+    def swept(self, probe: MemoryProbe, check: CheckGate | None) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
 
         With `ask` None the result is None: other work was running, and no reading could be checked.
         """
-        key = key_of(probe.resident.found.fingerprint, self._hardware)
-        return (yield from self._measured(probe, key, ask))
+        key = key_of(probe.loaded_model.found.fingerprint, self._hardware)
+        return (yield from self._measured(probe, key, check))
 
-    def _probe(self, resident: LoadedModel, reach: int, seconds: float, *, whole: bool) -> MemoryProbe:
-        reach = min(reach, resident.found.context, self._context or reach)
-        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, PROBE_ROW_TOKENS))
-        return MemoryProbe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
+    def _probe(self, loaded_model: LoadedModel, reach: int, seconds: float, *, full: bool) -> MemoryProbe:
+        reach = min(reach, loaded_model.found.context, self._context or reach)
+        ids = text_ids(Path(loaded_model.found.folder), loaded_model.vocabulary, min(reach, PROBE_ROW_TOKENS))
+        return MemoryProbe(loaded_model, ids, self._check, self._spike, self._chunk, self._batch, reach, seconds, full)
 
     def _measured(
-        self, probe: MemoryProbe, key: MemoryProfileKey, ask: Ask | None
+        self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
         """Store the result of a probe, checked against a reading if `ask` is set."""
-        resident, settled, profile = probe.resident, None, probe.profile(key)
-        if probe.taken and ask is not None:
-            settled = yield from self._settle(probe, ask)
-            failed = "" if settled.ok else diagnosis(resident.name, settled)
+        loaded_model, settled, profile = probe.loaded_model, None, probe.profile(key)
+        if probe.taken and check is not None:
+            settled = yield from self._settle(probe, check)
+            failed = "" if settled.ok else diagnosis(loaded_model.name, settled)
             profile = msgspec.structs.replace(profile, share=settled.share, failed=failed)
         if probe.taken:
             self._profiles.write(profile)
-            self._adopt(resident, profile)
+            self._adopt(loaded_model, profile)
         log.info(
             "profile",
-            model=resident.name,
+            model=loaded_model.name,
             source="measured",
             forwards=len(probe.taken),
             chunk=profile.chunk,
@@ -402,18 +402,18 @@ class Profiler:
         )
         return settled
 
-    def _settle(self, probe: MemoryProbe, ask: Ask) -> Generator[None, None, ContextSearchResult]:
+    def _settle(self, probe: MemoryProbe, check: CheckGate) -> Generator[None, None, ContextSearchResult]:
         """Check the longest row against a reading. A length from the settings is only tried, not searched for."""
-        resident = probe.resident
-        tokens = min(self._context, resident.found.context) or self._longest(resident)
+        loaded_model = probe.loaded_model
+        tokens = min(self._context, loaded_model.found.context) or self._longest(loaded_model)
 
         def passes(tokens: int) -> bool:
-            transient = resident.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
-            return ask(row_bytes(resident.kv, tokens) + transient) and probe.repeat_largest()
+            transient = loaded_model.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
+            return check(row_bytes(loaded_model.kv, tokens) + transient) and probe.repeat_largest()
 
         return (yield from search_context(tokens, passes, search=not self._context))
 
-    def _adopt(self, resident: LoadedModel, profile: MemoryProfile) -> None:
-        resident.estimator.adopt(profile.transient, profile.highest)
-        resident.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
-        resident.profile = profile
+    def _adopt(self, loaded_model: LoadedModel, profile: MemoryProfile) -> None:
+        loaded_model.estimator.adopt(profile.transient, profile.highest)
+        loaded_model.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
+        loaded_model.profile = profile

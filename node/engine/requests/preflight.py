@@ -44,10 +44,10 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Requ
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
     then ends with its next token.
     """
-    asked = request.params.max_tokens
+    max_tokens = request.params.max_tokens
     known = max(map(len, request.resume), default=0)
-    limit = asked if asked is not None else max(1, min(natural, context - prompt))
-    if asked is None and known > limit:
+    limit = max_tokens if max_tokens is not None else max(1, min(natural, context - prompt))
+    if max_tokens is None and known > limit:
         limit = known + 1
     return RequestShape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 

@@ -50,7 +50,7 @@ class PreparedRequest:
     """Tokens of the whole prompt."""
     eos: frozenset[int] = frozenset()
     """Tokens that end an answer."""
-    voice: "Callable[[int], TextPipeline] | None" = None
+    pipeline_of: "Callable[[int], TextPipeline] | None" = None
     """`voice(choice)` returns a new text pipeline for this choice; None with `refused`."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
     """`token_bytes(token)` returns the bytes of a token's text."""

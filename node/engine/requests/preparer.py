@@ -96,11 +96,11 @@ class RequestPreparer:
         for a refusal.
         """
         tokenizer = self._tokenizers.get(_key(found))
-        lacking: set[str] = set()
+        missing: set[str] = set()
         if tokenizer is not None:
-            lacking |= {"tools"}.difference(tokenizer.features)
-            lacking |= set() if tokenizer.constrainable else {"grammar"}
-        return tuple(one for one in FEATURES if one not in lacking)
+            missing |= {"tools"}.difference(tokenizer.features)
+            missing |= set() if tokenizer.constrainable else {"grammar"}
+        return tuple(one for one in FEATURES if one not in missing)
 
     def prepare(self, request: Generate) -> PreparedRequest:
         """Tokenize a request and compile its grammar, or refuse the request. Never raise, because the calling threads
@@ -112,31 +112,33 @@ class RequestPreparer:
             log.exception("prepare", request=request.request, request_id=request.request_id)
             return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
-    def count(self, asked: CountTokens) -> Finished | Refusal:
+    def count(self, question: CountTokens) -> Finished | Refusal:
         """Count the tokens of a prompt. Return `Finished` with the count, or the refusal. Never raise."""
         request = Generate(
-            asked.request,
+            question.request,
             0,
             "",
-            asked.model,
-            asked.messages,
+            question.model,
+            question.messages,
             GenerationParams(),
-            asked.created,
-            tools=asked.tools,
-            template=asked.template,
+            question.created,
+            tools=question.tools,
+            template=question.template,
         )
         try:
             tokenizer = self._for(request)
             if isinstance(tokenizer, Refused):
-                return Refusal(asked.request, tokenizer)
-            with self._reading(asked.model, asked.request):
-                return Finished(asked.request, (), tokenizer.count(request), 0)
+                return Refusal(question.request, tokenizer)
+            with self._reading(question.model, question.request):
+                return Finished(question.request, (), tokenizer.count(request), 0)
         except TemplateFailed as error:
-            return Refusal(asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}"))
-        except Exception as error:
-            log.exception("count", request=asked.request)
             return Refusal(
-                asked.request,
+                question.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
+            )
+        except Exception as error:
+            log.exception("count", request=question.request)
+            return Refusal(
+                question.request,
                 Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}"),
             )
 
@@ -174,7 +176,7 @@ class RequestPreparer:
             return _refused(request, RefusalCode.INVALID, str(error))
         params = request.params
 
-        def voice(choice: int) -> TextPipeline:
+        def pipeline_of(choice: int) -> TextPipeline:
             if request.text or request.ids:
                 return tokenizer.plain_pipeline(params.stop)
             return tokenizer.pipeline(
@@ -188,17 +190,23 @@ class RequestPreparer:
             )
 
         return PreparedRequest(
-            request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar, shared=shared
+            request,
+            tuple(prompt.ids),
+            tokenizer.eos,
+            pipeline_of,
+            tokenizer.token_bytes,
+            grammar=grammar,
+            shared=shared,
         )
 
     def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: TokenizedPrompt) -> CompiledGrammar | None:
         """Compile the grammar of a request. Raise `UnsupportedSchema` on any error."""
-        asked = request.params.grammar
-        if asked is None:
+        spec = request.params.grammar
+        if spec is None:
             return None
         try:
             with self._compiling:
-                return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
+                return self._grammars.compile(tokenizer, spec, request.tools, prompt, one=request.params.one_call)
         except UnsupportedSchema:
             raise
         except Exception as error:

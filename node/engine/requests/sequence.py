@@ -40,7 +40,7 @@ class Row:
     """Tokens not sent yet."""
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
     """Log probabilities not sent yet."""
-    heard: int = 0
+    resumed_tokens: int = 0
     """Number of first `ids` that another node generated and sent."""
 
     def replay(self, ids: Iterable[int]) -> None:
@@ -50,7 +50,7 @@ class Row:
             self.read(token)
             if self.reason:
                 break
-        self.pieces, self.heard = [], len(self.ids)
+        self.pieces, self.resumed_tokens = [], len(self.ids)
 
     def read(self, token: int) -> None:
         """Add the text of the newest token id, and end the answer if this id, a stop string or the limit ends it."""
@@ -134,7 +134,7 @@ class Sequence:
     """Start of its prefill; 0.0 before."""
     joined: float = 0.0
     """Time of its first join; 0.0 before."""
-    told: float = 0.0
+    last_token_at: float = 0.0
     """Time at which output was last sent."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
@@ -167,7 +167,7 @@ class Sequence:
     @property
     def delivered(self) -> bool:
         """Return whether any token that this node generated was sent."""
-        return any(len(row.ids) > len(row.new) + row.heard for row in self.rows)
+        return any(len(row.ids) > len(row.new) + row.resumed_tokens for row in self.rows)
 
     def active_rows(self) -> Iterator[Row]:
         """Return an iterator over the rows that have not ended."""

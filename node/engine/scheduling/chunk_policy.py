@@ -7,7 +7,7 @@ starves. Where an API key has many prompts, the second choice is fair between ke
 - Alone: A lone prefill may take `IDLE_CHUNK_SECONDS` per chunk, because a cancel takes effect between chunks.
 - Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. The gap between two of their tokens
   then stays below three times the undisturbed gap.
-- Bursts: A prompt that takes `WHOLE_PROMPT_SECONDS` in all is prefilled at once: one gap for each new chat, as in other
+- Bursts: A prompt that takes `FULL_PROMPT_SECONDS` in all is prefilled at once: one gap for each new chat, as in other
   engines.
 - Packing: Several such prompts are prefilled in one forward (`packed_prefill`) of at most `PACKED_FORWARD_SECONDS`
   seconds. Longer ones save little more, and the first prompt would wait for all. While rows decode, one such forward
@@ -22,7 +22,7 @@ from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
 """Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
-WHOLE_PROMPT_SECONDS = 0.25
+FULL_PROMPT_SECONDS = 0.25
 """Seconds up to which a whole prompt is prefilled at once."""
 IDLE_CHUNK_SECONDS = 1.0
 """Maximum seconds of a chunk while no row decodes."""
@@ -118,7 +118,7 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
     return aged[reading.next([waiting[place][2] for place in aged])]
 
 
-def budget(step: float, whole: float) -> float:
+def budget(step: float, total: float) -> float:
     """Return the seconds that the next chunk of a prompt may take.
 
     `step` is the duration of a decode step (0: no row decodes). `whole` is the time that the rest of the prompt would
@@ -126,14 +126,14 @@ def budget(step: float, whole: float) -> float:
     """
     if not step:
         return IDLE_CHUNK_SECONDS
-    return WHOLE_PROMPT_SECONDS if whole <= WHOLE_PROMPT_SECONDS else CHUNK_PER_STEP * step
+    return FULL_PROMPT_SECONDS if total <= FULL_PROMPT_SECONDS else CHUNK_PER_STEP * step
 
 
 def shared_budget(step: float, waiting: int, decoding: int) -> float:
     """Return the seconds that a forward over several of `waiting` prompts may take. `decoding` rows decode in steps of
     `step` seconds (0: none)."""
     return (
-        max(WHOLE_PROMPT_SECONDS, PACKED_FORWARD_SECONDS * min(1.0, waiting / decoding))
+        max(FULL_PROMPT_SECONDS, PACKED_FORWARD_SECONDS * min(1.0, waiting / decoding))
         if step and decoding
         else PACKED_FORWARD_SECONDS
     )
@@ -145,12 +145,12 @@ def select_batch(lengths: Sequence[int], most: int) -> list[int]:
     Padded to the longest, the chosen prompts have at most `most` tokens. At most `MAX_PADDING_SHARE` of these are
     padding.
     """
-    chosen, longest, whole = [0], lengths[0], lengths[0]
+    chosen, longest, total = [0], lengths[0], lengths[0]
     for place, length in enumerate(lengths[1:], 1):
         size = max(longest, length) * (len(chosen) + 1)
-        if size <= most and size - whole - length <= MAX_PADDING_SHARE * size:
+        if size <= most and size - total - length <= MAX_PADDING_SHARE * size:
             chosen.append(place)
-            longest, whole = max(longest, length), whole + length
+            longest, total = max(longest, length), total + length
     return chosen
 
 

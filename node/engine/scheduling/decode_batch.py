@@ -44,8 +44,8 @@ class RowSampler:
         self.error: Exception | None = None
         self.masker = masker
         self.sampler = sampler if sampler is greedy else self._sample
-        whole = processors if masker is None else (*processors, masker)
-        self.processors = tuple(self._guarded(processor) for processor in whole)
+        all_processors = processors if masker is None else (*processors, masker)
+        self.processors = tuple(self._guarded(processor) for processor in all_processors)
         self._sampler = sampler
 
     def _sample(self, logprobs: mx.array) -> mx.array:
@@ -114,10 +114,10 @@ class DecodeBatch(Generic[K]):
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, JoiningRow[K]] = {}
         self._next = 0
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         """Rows whose next token is known to the caller: the first of an answer, or the last of a prompt."""
-        self._asked: set[int] = set()
-        """Those of `_told` whose next token is the prompt's last, not the answer's first."""
+        self._requested: set[int] = set()
+        """Those of `_reported` whose next token is the prompt's last, not the answer's first."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -150,7 +150,7 @@ class DecodeBatch(Generic[K]):
         last = mx.array([one[-1] for one in ids], mx.uint32)
         layers = _aligned(cache, [len(past) for past in pasts])
         made = self._made(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
-        self._asked.update(made.rows)
+        self._requested.update(made.rows)
         return made
 
     def admit(self, newcomers: PendingRows[K]) -> None:
@@ -162,7 +162,7 @@ class DecodeBatch(Generic[K]):
             newcomers.batch.prompt_cache = []  # only the copies below hold the layers, each until it is evaluated
             self._settle()
         self._rows.update(newcomers.rows)
-        self._told.update(newcomers.rows)
+        self._reported.update(newcomers.rows)
 
     def _made(
         self,
@@ -202,18 +202,20 @@ class DecodeBatch(Generic[K]):
         """
         if self._batch is None:
             return []
-        self._tell_maskers(self._batch)
+        self._update_maskers(self._batch)
         found = self._batch.next()
-        told, self._told, self._asked = self._told, self._asked, set()
-        tokens = [NextToken(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
-        return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
+        reported, self._reported, self._requested = self._reported, self._requested, set()
+        tokens = [
+            NextToken(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in reported
+        ]
+        return tokens + [one for uid, one in self._launched() if uid in self._reported] if self._reported else tokens
 
     def last(self) -> list[NextToken[K]]:
         """Return every row's next token, as `step` does, without launching a further step. Use this if all rows end
         with these tokens."""
-        if self._batch is None or self._told:
+        if self._batch is None or self._reported:
             return self.step()
-        self._told.update(self._batch.uids)
+        self._reported.update(self._batch.uids)
         return [token for _, token in self._launched()]
 
     def _launched(self) -> list[tuple[int, NextToken[K]]]:
@@ -226,9 +228,9 @@ class DecodeBatch(Generic[K]):
             for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
         ]
 
-    def _tell_maskers(self, batch: GenerationBatch) -> None:
+    def _update_maskers(self, batch: GenerationBatch) -> None:
         """Wait for the tokens of the launched step and pass them to the maskers, which need them for the next step."""
-        maskers = [None if uid in self._asked else self._rows[uid].guard.masker for uid in batch.uids]
+        maskers = [None if uid in self._requested else self._rows[uid].guard.masker for uid in batch.uids]
         if any(masker is not None for masker in maskers):
             tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
             for masker, token in zip(maskers, tokens, strict=True):

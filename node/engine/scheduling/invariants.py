@@ -22,7 +22,7 @@ def violations(
     live: Mapping[int, Sequence],
     prefills: Iterable[Prefill],
     preempted: Iterable[Sequence],
-    residents: Mapping[str, LoadedModel],
+    loaded_models: Mapping[str, LoadedModel],
 ) -> list[str]:
     """Return one sentence for each violated invariant; an empty list if there is none.
 
@@ -32,11 +32,11 @@ def violations(
     waiting = {id(sequence) for sequence in preempted}
     places = Counter[int]()
     found = [text for prefill in prefilling for text in _prefill(prefill, live, places)]
-    for resident in residents.values():
-        found += _batches(resident, live, places)
-        found += _ledger(resident, prefilling)
+    for loaded_model in loaded_models.values():
+        found += _batches(loaded_model, live, places)
+        found += _ledger(loaded_model, prefilling)
     for sequence in live.values():
-        found += _sequence(sequence, sequence.request.model in residents, id(sequence) in waiting, places)
+        found += _sequence(sequence, sequence.request.model in loaded_models, id(sequence) in waiting, places)
     absent = waiting - {id(sequence) for sequence in live.values()}
     return [*found, f"{len(absent)} preempted requests are not live"] if absent else found
 
@@ -53,30 +53,32 @@ def _prefill(prefill: Prefill, live: Mapping[int, Sequence], places: Counter[int
             yield f"{_name(row)} is in a prefill and has ended: {row.reason}"
         if row.commitment.joined:
             yield f"{_name(row)} is in a prefill and counts as joined"
-        if not prefill.resident.ledger.holds(row.commitment):
+        if not prefill.loaded_model.ledger.holds(row.commitment):
             yield f"{_name(row)} is in a prefill without a commitment"
 
 
-def _batches(resident: LoadedModel, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
-    for number, batch in resident.batches.items():
+def _batches(loaded_model: LoadedModel, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
+    for number, batch in loaded_model.batches.items():
         if not len(batch):
-            yield f"batch {number} of {resident.name} is empty"
+            yield f"batch {number} of {loaded_model.name} is empty"
         for row in batch.rows():
             places[id(row)] += 1
             if live.get(row.sequence.number) is not row.sequence:
                 yield f"{_name(row)} decodes and is not live"
             elif row.reason:
                 yield f"{_name(row)} decodes and has ended: {row.reason}"
-            elif not resident.ledger.holds(row.commitment) or resident.ledger.batch_of(row.commitment) != number:
-                yield f"{_name(row)} decodes in batch {number} of {resident.name} without a commitment there"
+            elif (
+                not loaded_model.ledger.holds(row.commitment) or loaded_model.ledger.batch_of(row.commitment) != number
+            ):
+                yield f"{_name(row)} decodes in batch {number} of {loaded_model.name} without a commitment there"
             elif not row.commitment.joined:
                 yield f"{_name(row)} decodes and does not count as joined"
 
 
-def _ledger(resident: LoadedModel, prefills: list[Prefill]) -> Iterator[str]:
-    rows = sum(len(prefill.rows) for prefill in prefills if prefill.resident is resident) + resident.rows()
-    if len(resident.ledger) != rows:
-        yield f"{resident.name} has {len(resident.ledger)} commitments and {rows} rows"
+def _ledger(loaded_model: LoadedModel, prefills: list[Prefill]) -> Iterator[str]:
+    rows = sum(len(prefill.rows) for prefill in prefills if prefill.loaded_model is loaded_model) + loaded_model.rows()
+    if len(loaded_model.ledger) != rows:
+        yield f"{loaded_model.name} has {len(loaded_model.ledger)} commitments and {rows} rows"
 
 
 def _sequence(sequence: Sequence, loaded: bool, preempted: bool, places: Counter[int]) -> Iterator[str]:

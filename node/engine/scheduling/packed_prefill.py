@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from node.engine.kv.kv_cache import Layers, TextModel, evaluate, extent_of, new_cache, room_of
+from node.engine.kv.kv_cache import Layers, TextModel, capacity_of, evaluate, extent_of, new_cache
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -53,14 +53,19 @@ class PackedPrefill:
             return [first]
         batch, members = _batch(first), [first]
         for one in waiting:
-            if one.resident is first.resident and one is not first and _batch(one) == batch and self._shares(one):
+            if (
+                one.loaded_model is first.loaded_model
+                and one is not first
+                and _batch(one) == batch
+                and self._shares(one)
+            ):
                 members += [one] * (not any(_alike(one, other) for other in members))
         places = select_batch([len(one.ids) - 1 for one in members], min(most, self._most))
         return [members[place] for place in places]
 
     def _shares(self, prefill: Prefill) -> bool:
         """Return whether a prompt may be packed: it is whole, and little of it is cached."""
-        if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.resident.plain:
+        if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.loaded_model.plain:
             return False
         self._reuse.find(prefill)
         return len(prefill.ids) > 1 and prefill.written < MAX_CACHED_SHARE * len(prefill.ids)
@@ -69,7 +74,7 @@ class PackedPrefill:
         """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
         Return an empty list if no two prompts pass."""
         while len(members) > 1:
-            estimate = members[0].resident.estimator.packed(len(members), _longest(members))
+            estimate = members[0].loaded_model.estimator.packed(len(members), _longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):
                 return members
             self._forwards.shrinks += 1
@@ -81,21 +86,21 @@ class PackedPrefill:
 
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """
-        resident, longest = members[0].resident, _longest(members)
+        loaded_model, longest = members[0].loaded_model, _longest(members)
         rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
-        cache, count = new_cache(resident.model), len(rows) * longest
-        expected = count / (resident.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
-        with self._forwards.native(NativeCallKind.PREFILL, resident.name, 0, expected) as call:
-            write(resident.model, rows, cache)
-        resident.record_prefill(count, time.monotonic() - call.since, longest / 2)
-        resident.estimator.observe_together(
+        cache, count = new_cache(loaded_model.model), len(rows) * longest
+        expected = count / (loaded_model.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
+        with self._forwards.native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
+            write(loaded_model.model, rows, cache)
+        loaded_model.record_prefill(count, time.monotonic() - call.since, longest / 2)
+        loaded_model.estimator.observe_together(
             len(rows), longest, self._forwards.height.peak_above_mark() - extent_of(cache).size
         )
         for one in members:
             self._reuse.starts_cold(one)
             commitment = one.rows[0].commitment
             one.written = commitment.written = len(one.ids)
-            commitment.room = room_of(cache)
+            commitment.capacity_tokens = capacity_of(cache)
         return cache
 
 
@@ -110,7 +115,7 @@ def _longest(members: Sequence[Prefill]) -> int:
 
 
 def _batch(prefill: Prefill) -> int:
-    return prefill.resident.ledger.batch_of(prefill.rows[0].commitment)
+    return prefill.loaded_model.ledger.batch_of(prefill.rows[0].commitment)
 
 
 def _alike(one: Prefill, other: Prefill) -> bool:

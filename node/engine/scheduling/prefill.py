@@ -43,7 +43,7 @@ class PrefixState:
 class Prefill:
     """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer."""
 
-    resident: LoadedModel
+    loaded_model: LoadedModel
     """Model of the rows."""
     sequence: Sequence
     """Request of the rows."""
@@ -86,7 +86,7 @@ class Prefill:
         be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:
-            row.commitment.written = row.commitment.room = 0
+            row.commitment.written = row.commitment.capacity_tokens = 0
 
 
 def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
@@ -97,11 +97,11 @@ def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
     return parts
 
 
-def by_batch(resident: LoadedModel, rows: list[Row]) -> list[list[Row]]:
+def by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]]:
     """Group rows by the decode batch to which the ledger of the model has assigned them."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
-        parts.setdefault(resident.ledger.batch_of(row.commitment), []).append(row)
+        parts.setdefault(loaded_model.ledger.batch_of(row.commitment), []).append(row)
     return list(parts.values())
 
 

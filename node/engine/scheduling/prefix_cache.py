@@ -12,7 +12,7 @@ Rules
 - Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
   cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
-- Eviction: Cached bytes are evicted first (`make_room`). They never cause a refusal.
+- Eviction: Cached bytes are evicted first (`free_memory`). They never cause a refusal.
 - Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
   The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
@@ -80,7 +80,7 @@ class PrefixCacheManager:
         self._limit = limit
         self._released = released
         self._kept: PrefixCache[Layers] = PrefixCache()
-        self._manners: dict[str, CacheTrimMode] = {}
+        self._trim_modes: dict[str, CacheTrimMode] = {}
 
     # for the engine
 
@@ -104,7 +104,7 @@ class PrefixCacheManager:
         evictions."""
         return self._kept.state()
 
-    def make_room(self, need: int) -> bool:
+    def free_memory(self, need: int) -> bool:
         """Evict the least recently used entries until `need` bytes fit; return whether they fit. Evict nothing if all
         entries would not suffice."""
         return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need)
@@ -131,7 +131,7 @@ class PrefixCacheManager:
     def drop(self, model: str) -> None:
         """Evict all entries of a model that is unloaded."""
         self._kept.drop(model)
-        self._manners.pop(model, None)
+        self._trim_modes.pop(model, None)
 
     def invalidate(self, model: str) -> None:
         """Evict all entries of a model after a fault, because the fault may be in an entry."""
@@ -145,11 +145,11 @@ class PrefixCacheManager:
 
         `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
         """
-        if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is CacheTrimMode.NEVER:
+        if self._limit(self._memory().cap) <= 0 or self._trim_mode(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
         prompt, scope = key[: len(sequence.prompt) * ID_BYTES], sequence.cache_scope
-        sequence.prompt_hash = hash_of(f"{prefill.resident.found.fingerprint} {scope}", prompt)
+        sequence.prompt_hash = hash_of(f"{prefill.loaded_model.found.fingerprint} {scope}", prompt)
         shared = 0 if scope == SHARED_SCOPE else sequence.prepared.shared
         prefill.past = PrefixState(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
         self.find(prefill)
@@ -159,11 +159,11 @@ class PrefixCacheManager:
     def find(self, prefill: Prefill) -> None:
         """Find the cached prefix of a prefill that has no cache yet, and set `written`. Repeat this before the first
         chunk: entries may have been evicted or stored since."""
-        past, resident = prefill.past, prefill.resident
+        past, loaded_model = prefill.past, prefill.loaded_model
         if past is None or prefill.cache is not None:
             return
-        cut = self._manner(resident) is CacheTrimMode.CUT
-        past.found = self._find(resident.name, past, cut=cut)
+        cut = self._trim_mode(loaded_model) is CacheTrimMode.CUT
+        past.found = self._find(loaded_model.name, past, cut=cut)
         prefill.written = past.found.length
         past.stops = (
             [] if cut else snapshot_positions(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
@@ -187,7 +187,7 @@ class PrefixCacheManager:
         found = NO_PREFIX if past is None else past.found
         entry = found.entry
         if entry is None:
-            prefill.cache = new_cache(prefill.resident.model)
+            prefill.cache = new_cache(prefill.loaded_model.model)
         elif entry.value is None:
             return False
         elif past is not None and entry.length == found.length and not entry.snapshot:
@@ -222,18 +222,20 @@ class PrefixCacheManager:
             return
         key = past.key[: prefill.written * ID_BYTES]
         scope = SHARED_SCOPE if prefill.written == past.shared else past.scope
-        if not self._kept.covers(prefill.resident.name, key, cut=False, scope=scope) and self._room(nbytes_of(cache)):
-            self._keep(prefill.resident, key, materialize(cache), past.prompt_hash, scope, snapshot=True)
+        if not self._kept.covers(prefill.loaded_model.name, key, cut=False, scope=scope) and self._fits(
+            nbytes_of(cache)
+        ):
+            self._keep(prefill.loaded_model, key, materialize(cache), past.prompt_hash, scope, snapshot=True)
 
     def _share(self, prefill: Prefill, layers: Layers, transient: int) -> None:
         """Store the tokens of a shared system prompt for all keys, where caches can be cut."""
         past = prefill.past
         if past is None or not past.shared:
             return
-        name, key = prefill.resident.name, past.key[: past.shared * ID_BYTES]
+        name, key = prefill.loaded_model.name, past.key[: past.shared * ID_BYTES]
         opening = copy_prefix(layers, past.shared)
-        if not self._kept.covers(name, key, cut=True, scope=SHARED_SCOPE) and self._room(nbytes_of(opening), transient):
-            self._keep(prefill.resident, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
+        if not self._kept.covers(name, key, cut=True, scope=SHARED_SCOPE) and self._fits(nbytes_of(opening), transient):
+            self._keep(prefill.loaded_model, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def store_prompt(self, prefill: Prefill, transient: int) -> None:
         """Store the state of a whole prompt while its rows decode, because the next prompt may start with it.
@@ -242,14 +244,14 @@ class PrefixCacheManager:
         cache without this as well; `transient` is the bytes of that copy.
         """
         past, cache = prefill.past, prefill.cache
-        if past is None or cache is None or self._manner(prefill.resident) is not CacheTrimMode.CUT:
+        if past is None or cache is None or self._trim_mode(prefill.loaded_model) is not CacheTrimMode.CUT:
             return
-        name, scope, past.took = prefill.resident.name, past.scope, 0
+        name, scope, past.took = prefill.loaded_model.name, past.scope, 0
         self._share(prefill, cache, transient)
         covered = self._kept.covers(name, past.key, cut=True, scope=scope)
-        if not covered and self._room(nbytes_of(cache), transient):
+        if not covered and self._fits(nbytes_of(cache), transient):
             self._kept.discard(self._kept.replaced(name, past.key, scope))
-            self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash, scope)
+            self._keep(prefill.loaded_model, past.key, cache.copy(), past.prompt_hash, scope)
 
     def read_together(self, prefill: Prefill, row: Layers, transient: int) -> None:
         """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
@@ -260,11 +262,11 @@ class PrefixCacheManager:
         past = prefill.past
         if past is None:
             return
-        name, key, scope = prefill.resident.name, past.key[:-ID_BYTES], past.scope
+        name, key, scope = prefill.loaded_model.name, past.key[:-ID_BYTES], past.scope
         self._share(prefill, row, transient)
-        if not self._kept.covers(name, key, cut=True, scope=scope) and self._room(nbytes_of(row), transient):
+        if not self._kept.covers(name, key, cut=True, scope=scope) and self._fits(nbytes_of(row), transient):
             self._kept.discard(self._kept.replaced(name, key, scope))
-            self._keep(prefill.resident, key, materialize(row), past.prompt_hash, scope)
+            self._keep(prefill.loaded_model, key, materialize(row), past.prompt_hash, scope)
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled.
@@ -276,12 +278,12 @@ class PrefixCacheManager:
             return
         key = past.key[: past.took * ID_BYTES]
         layers = copy_prefix(cache, past.took)
-        if self._manner(prefill.resident) is CacheTrimMode.CUT and self._room(nbytes_of(layers)):
-            self._keep(prefill.resident, key, materialize(layers), past.prompt_hash, past.scope)
+        if self._trim_mode(prefill.loaded_model) is CacheTrimMode.CUT and self._fits(nbytes_of(layers)):
+            self._keep(prefill.loaded_model, key, materialize(layers), past.prompt_hash, past.scope)
 
     # answers
 
-    def store_row(self, resident: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
+    def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store the cache of a request's first choice at its end, before the row is dropped from its batch.
 
         Do nothing if the sequence is cached already or memory does not suffice. Exceptions of the batch propagate.
@@ -289,18 +291,18 @@ class PrefixCacheManager:
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
-        ids, cut = batch.ids(row), self._manner(resident) is CacheTrimMode.CUT
+        ids, cut = batch.ids(row), self._trim_mode(loaded_model) is CacheTrimMode.CUT
         key, scope = pack(ids), sequence.cache_scope
-        if len(ids) < MIN_PREFIX_TOKENS or self._kept.covers(resident.name, key, cut=cut, scope=scope):
+        if len(ids) < MIN_PREFIX_TOKENS or self._kept.covers(loaded_model.name, key, cut=cut, scope=scope):
             return
-        if self._room(row_bytes(resident.kv, len(ids))):
+        if self._fits(row_bytes(loaded_model.kv, len(ids))):
             if cut:
-                self._kept.discard(self._kept.replaced(resident.name, key, scope))
-            self._keep(resident, key, batch.extract(row), sequence.prompt_hash, scope)
+                self._kept.discard(self._kept.replaced(loaded_model.name, key, scope))
+            self._keep(loaded_model, key, batch.extract(row), sequence.prompt_hash, scope)
 
     def _keep(
         self,
-        resident: LoadedModel,
+        loaded_model: LoadedModel,
         key: bytes,
         layers: Layers,
         prompt_hash: bytes,
@@ -309,9 +311,11 @@ class PrefixCacheManager:
         snapshot: bool = False,
     ) -> None:
         if len(key) >= MIN_PREFIX_TOKENS * ID_BYTES:
-            self._kept.store(CachedPrefix(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
+            self._kept.store(
+                CachedPrefix(loaded_model.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope)
+            )
 
-    def _room(self, size: int, transient: int = 0) -> bool:
+    def _fits(self, size: int, transient: int = 0) -> bool:
         """Return whether `size` bytes may be stored; older entries are evicted for them."""
         memory = self._memory()
         limit = self._limit(memory.cap)
@@ -320,13 +324,13 @@ class PrefixCacheManager:
         if self.nbytes + size > limit:
             self._kept.evict(self.nbytes + size - limit)
             self._released()
-        return self.make_room(size + transient)
+        return self.free_memory(size + transient)
 
-    def _manner(self, resident: LoadedModel) -> CacheTrimMode:
-        manner = self._manners.get(resident.name)
-        if manner is None:
-            manner = self._manners[resident.name] = trim_mode_of(new_cache(resident.model))
-        return manner
+    def _trim_mode(self, loaded_model: LoadedModel) -> CacheTrimMode:
+        mode = self._trim_modes.get(loaded_model.name)
+        if mode is None:
+            mode = self._trim_modes[loaded_model.name] = trim_mode_of(new_cache(loaded_model.model))
+        return mode
 
     def _memory(self) -> Memory:
         return self._forwards.memory(time.monotonic())

@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from node.engine.grammar.matcher import GrammarFailed
 from node.engine.kv.commitments import Commitment
-from node.engine.kv.kv_cache import Layers, extent_of, grow_cache, grow_caches, room_of, row_of
+from node.engine.kv.kv_cache import Layers, capacity_of, extent_of, grow_cache, grow_caches, row_of
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -72,10 +72,10 @@ OUTLIER_FACTOR = 4
 increase shows in the next step as well."""
 GATE_RETRY_SECONDS = 0.1
 """Seconds until the gate is tried again for work that waits for memory."""
-COALESCE_SECONDS, MAX_COALESCE_SECONDS, CROWD = 0.01, 0.03, 30.0
+COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
 """Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
-`MAX_COALESCE_SECONDS`: longest wait in all. `CROWD`: time after several concurrent requests during which waiting is
-worthwhile, because such clients send in bursts."""
+`MAX_COALESCE_SECONDS`: longest wait in all. `AFTER_BURST_SECONDS`: time after several concurrent requests during which
+waiting is worthwhile, because such clients send in bursts."""
 FIRST_JOIN_SECONDS = 10.0
 """Seconds that a first join may take, because kernels are compiled."""
 
@@ -104,7 +104,7 @@ class Scheduler:
     def __init__(
         self,
         forwards: GatedForwards,
-        residents: Callable[[], Mapping[str, LoadedModel]],
+        loaded_models: Callable[[], Mapping[str, LoadedModel]],
         reuse: PrefixCacheManager,
         batch: int,
         chunk: int,
@@ -112,7 +112,7 @@ class Scheduler:
     ) -> None:
         self._forwards = forwards
         self._reuse = reuse
-        self._residents = residents
+        self._loaded_models = loaded_models
         self._batch = batch
         self._chunk_most = chunk
         self._floor = min(floor, chunk)
@@ -148,17 +148,17 @@ class Scheduler:
         """Requests without memory that return once there is room."""
         return tuple(self._preempted)
 
-    def begin(self, resident: LoadedModel, sequence: Sequence) -> None:
+    def begin(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
         """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
         alone) share a prefill."""
-        resident.users += 1
+        loaded_model.users += 1
         self._live[sequence.number] = sequence
         for ids, rows in by_past(sequence.active_rows()).items():
-            self._prefills.append(self._prefill_of(resident, sequence, rows, [*sequence.prompt, *ids]))
+            self._prefills.append(self._prefill_of(loaded_model, sequence, rows, [*sequence.prompt, *ids]))
 
-    def _prefill_of(self, resident: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
+    def _prefill_of(self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
         """Return a prefill of `ids` after its lookup in the prefix cache."""
-        prefill = Prefill(resident, sequence, rows, ids)
+        prefill = Prefill(loaded_model, sequence, rows, ids)
         self._reuse.begin(prefill)
         return prefill
 
@@ -212,7 +212,7 @@ class Scheduler:
         Requests that were preempted for another key count only for a new request of their own key, or with None.
         """
         waiting = [
-            one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
+            one.loaded_model.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
         ]
         first = [one for one in self._preempted if key in (None, one.request.owner.name) or not one.yielded]
         oldest = min(first, key=_age, default=None)
@@ -231,11 +231,11 @@ class Scheduler:
 
     def decode(self) -> None:
         """Decode one token for every row of every batch. Raise `Halted` if the engine was halted."""
-        for resident in list(self._residents().values()):
-            for number in list(resident.batches):
+        for loaded_model in list(self._loaded_models().values()):
+            for number in list(loaded_model.batches):
                 # An earlier batch's growth, or a forward over the cap, may have preempted this batch's last row.
-                if number in resident.batches:
-                    self._decode(resident, number)
+                if number in loaded_model.batches:
+                    self._decode(loaded_model, number)
 
     def prefill(self) -> None:
         """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk.
@@ -261,7 +261,7 @@ class Scheduler:
     def check(self) -> list[str]:
         """Return one sentence for each violated invariant (`node.engine.scheduling.invariants`); an empty list if all
         hold."""
-        return violations(self._live, self._prefills, self._preempted, self._residents())
+        return violations(self._live, self._prefills, self._preempted, self._loaded_models())
 
     def synchronize(self) -> None:
         """Wait for launched decode steps, so that the next call is measured without them."""
@@ -273,11 +273,11 @@ class Scheduler:
         """Return the prefills that may continue: those with a cache, and of the rest the next in turn while the batch
         has room. A prefill that needs many rows is not overtaken. Prefills that wait for memory are left out."""
         found = [one for one in self._prefills if one.cache is not None]
-        room = self._batch - self._rows() - sum(len(one.rows) for one in found)
-        if room > 0 and len(found) < len(self._prefills):
+        free_rows = self._batch - self._rows() - sum(len(one.rows) for one in found)
+        if free_rows > 0 and len(found) < len(self._prefills):
             for one in self._unbegun():
-                room -= len(one.rows)
-                if room < 0:
+                free_rows -= len(one.rows)
+                if free_rows < 0:
                     break
                 found.append(one)
         return [one for one in found if one.retry_at <= now]
@@ -311,7 +311,7 @@ class Scheduler:
         for sequence in [holding[place][0] for place in places]:
             self._yield(sequence, keep=True)
 
-    def make_way(self, owner: WeightedKey, need: int, lacking: int) -> bool:
+    def make_way(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was.
 
         `need` is the memory of that request in bytes, `lacking` the part without room. No request is preempted if fair
@@ -319,14 +319,14 @@ class Scheduler:
         """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
         places = preemption_order(
-            owner, need, lacking, [RunningRequest(one.request.owner, self._promised(one)) for one in live]
+            owner, need, missing_bytes, [RunningRequest(one.request.owner, self._promised(one)) for one in live]
         )
         for place in places:
             self._yield(live[place], keep=False)
         return bool(places)
 
     def _promised(self, sequence: Sequence) -> int:
-        kv = self._residents()[sequence.request.model].kv
+        kv = self._loaded_models()[sequence.request.model].kv
         return sum(row_bytes(kv, row.commitment.promised) for row in sequence.active_rows())
 
     def _yield(self, sequence: Sequence, *, keep: bool) -> None:
@@ -334,7 +334,7 @@ class Scheduler:
         Free buffers are then not returned, which would take 70 ms."""
         if keep:
             joined = [row for row in sequence.active_rows() if row.commitment.joined]
-            self._keep(self._residents()[sequence.request.model], joined)
+            self._keep(self._loaded_models()[sequence.request.model], joined)
         if sequence.number in self._live:  # a broken batch may have ended it meanwhile
             sequence.yielded = True
             self.preempt(sequence)
@@ -345,7 +345,7 @@ class Scheduler:
         """Yield the prefills without a cache in the order in which they get rows."""
         taken = Counter(
             row.sequence.request.owner.name
-            for one in self._residents().values()
+            for one in self._loaded_models().values()
             for batch in one.batches.values()
             for row in batch.rows()
         )
@@ -359,20 +359,24 @@ class Scheduler:
     def _lingers(self, waiting: list[Prefill]) -> float:
         """Return the time until which prompts wait for packing; 0.0 without a wait. They wait if no row decodes and
         several requests were live recently."""
-        if self._decoding() or any(one.cache is not None or not one.resident.plain for one in waiting):
+        if self._decoding() or any(one.cache is not None or not one.loaded_model.plain for one in waiting):
             return 0.0
         if sum(len(one.rows) for one in waiting) >= self._batch:
             return 0.0
         arrived = [one.sequence.arrived for one in waiting]
         first, last = min(arrived), max(arrived)
-        return min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS) if first < self._crowded + CROWD else 0.0
+        return (
+            min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS)
+            if first < self._crowded + AFTER_BURST_SECONDS
+            else 0.0
+        )
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
         """Choose the prompts to pack with `first`, if there is time for all of them at once."""
         if self._affordable(first) < first.left:
             return [first]
         seconds = shared_budget(self._step_seconds(), len(waiting), self._rows())
-        return self._together.select_batch(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
+        return self._together.select_batch(first, waiting, first.loaded_model.pace.tokens(seconds, 0, self._chunk_most))
 
     def _advance_together(self, members: list[Prefill]) -> bool:
         """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
@@ -381,14 +385,14 @@ class Scheduler:
         members = self._together.fitting([one for one in members if one in self._prefills])
         if not members:
             return False
-        resident, now = members[0].resident, time.monotonic()
+        loaded_model, now = members[0].loaded_model, time.monotonic()
         for one in members:
             one.sequence.begun = one.sequence.begun or now
         try:
             joined = self._join_together(members, self._together.read(members))
         except Exception as error:
-            log.exception("packed prefill", model=resident.name, rows=len(members), error=text_of(error))
-            self._reuse.invalidate(resident.name)
+            log.exception("packed prefill", model=loaded_model.name, rows=len(members), error=text_of(error))
+            self._reuse.invalidate(loaded_model.name)
             joined = False
         if not joined:
             for one in members:
@@ -398,36 +402,38 @@ class Scheduler:
 
     def _join_together(self, members: list[Prefill], cache: Layers) -> bool:
         """Join packed rows; return False if the gate refuses."""
-        resident = members[0].resident
+        loaded_model = members[0].loaded_model
         longest = max(members, key=lambda one: one.written).rows[0].commitment
-        grown, layers = resident.ledger.joining(longest, len(members)), len(cache)
-        copied = resident.estimator.join(grown, layers)
-        rows = resident.ledger.joined_rows(longest) + len(members)
-        if self._forwards.check(GateSite.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
+        grown, layers = loaded_model.ledger.joining(longest, len(members)), len(cache)
+        copied = loaded_model.estimator.join(grown, layers)
+        rows = loaded_model.ledger.joined_rows(longest) + len(members)
+        if self._forwards.check(GateSite.JOIN, loaded_model.estimator.widened_join(grown, layers, rows)) is not None:
             return False
         for place, one in enumerate(members):
             self._reuse.read_together(one, row_of(cache, place, len(one.ids) - 1), copied)
-        number = resident.ledger.batch_of(longest)
-        batch = resident.batches.get(number) or DecodeBatch(resident.model)
+        number = loaded_model.ledger.batch_of(longest)
+        batch = loaded_model.batches.get(number) or DecodeBatch(loaded_model.model)
         joining = [JoiningRow(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
-        with self._forwards.native(NativeCallKind.JOIN, resident.name, 0, FIRST_JOIN_SECONDS):
+        with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, 0, FIRST_JOIN_SECONDS):
             newcomers = batch.ready(joining, [one.ids for one in members], cache)
-            self._admit(resident, number, batch, newcomers)
+            self._admit(loaded_model, number, batch, newcomers)
         now = time.monotonic()
         for one in members:
             self._prefills.remove(one)
             commitment, sequence = one.rows[0].commitment, one.sequence
-            commitment.joined, commitment.room = True, 0
-            sequence.joined, sequence.told = sequence.joined or now, now
+            commitment.joined, commitment.capacity_tokens = True, 0
+            sequence.joined, sequence.last_token_at = sequence.joined or now, now
         return True
 
-    def _admit(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]) -> None:
+    def _admit(
+        self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]
+    ) -> None:
         try:
             batch.admit(newcomers)
         except Exception as error:
-            self._rebuild(resident, number, error)
+            self._rebuild(loaded_model, number, error)
             raise
-        resident.batches[number] = batch
+        loaded_model.batches[number] = batch
 
     def _look_over(self) -> None:
         """Release the newest request's memory if the engine is over its cap after a forward or a step."""
@@ -452,16 +458,16 @@ class Scheduler:
                     refused = None
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
-            self._reuse.invalidate(prefill.resident.name)
+            self._reuse.invalidate(prefill.loaded_model.name)
             self.fail(sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {text_of(error)}")
             return
         over = self._forwards.over() if refused is None else None
         if refused is not None:
-            self._held_up(prefill, refused)
+            self._delay(prefill, refused)
         elif over is not None and sequence.number in self._live:
             self._give_way(sequence, over)
 
-    def _held_up(self, prefill: Prefill, refused: Refused) -> None:
+    def _delay(self, prefill: Prefill, refused: Refused) -> None:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         now = time.monotonic()
         prefill.retry_at = now + GATE_RETRY_SECONDS
@@ -475,7 +481,7 @@ class Scheduler:
         return self._decoding() or bool(self._choices(now))
 
     def _chunk(self, prefill: Prefill) -> Refused | None:
-        resident = prefill.resident
+        loaded_model = prefill.loaded_model
         self._reuse.find(prefill)
         count = self._reuse.chunk_end(prefill, self._chunk_tokens(prefill))
         self._wait()
@@ -484,7 +490,7 @@ class Scheduler:
         count = self._forwards.check_shrinking(
             GateSite.PREFILL,
             chunk_sizes(count, self._floor),
-            lambda tokens: resident.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
+            lambda tokens: loaded_model.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
         )
         if isinstance(count, Refused):
             return count
@@ -494,23 +500,25 @@ class Scheduler:
             return self._chunk(prefill)
         assert prefill.cache is not None  # noqa: S101 `restore` has set it
         piece = prefill.ids[prefill.written : prefill.written + count]
-        speed = resident.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND
+        speed = loaded_model.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND
         before = extent_of(prefill.cache)
         grow_caches(prefill.cache, count, len(prefill.ids))
         with self._forwards.native(
-            NativeCallKind.PREFILL, resident.name, prefill.sequence.number, count / speed
+            NativeCallKind.PREFILL, loaded_model.name, prefill.sequence.number, count / speed
         ) as call:
             widened = self._decoding() and grow_cache(prefill.cache, count, len(prefill.ids))
-            prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
-        resident.record_prefill(count, time.monotonic() - call.since, prefill.written + count / 2)
+            prefill.logits = forward(loaded_model.model, piece, prefill.cache, last=last)
+        loaded_model.record_prefill(count, time.monotonic() - call.since, prefill.written + count / 2)
         after = extent_of(prefill.cache)
         taken = self._forwards.height.peak_above_mark() - (after.size - before.size)
         # The first write into a shared cache copies it; the commitment of its row covers the copy.
         if fresh and not widened:
-            resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
+            loaded_model.estimator.observe(
+                count, prefill.written, taken, last=last, grew=after.capacity > before.capacity
+            )
         prefill.written += count
         commitment = prefill.rows[0].commitment
-        commitment.written, commitment.room = prefill.written, room_of(prefill.cache)
+        commitment.written, commitment.capacity_tokens = prefill.written, capacity_of(prefill.cache)
         self._reuse.take_snapshot(prefill)
         return None
 
@@ -518,157 +526,159 @@ class Scheduler:
         """Return the tokens of the next chunk, sized by time. The last chunk returns logits: it has at most `tail`
         tokens, or is split so that its last token is a chunk of its own."""
         count = min(self._affordable(prefill), prefill.left)
-        return count - 1 if count == prefill.left > prefill.resident.tail else count
+        return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
     def _affordable(self, prefill: Prefill) -> int:
         """Return the tokens of a prompt that fit into the time of the next chunk."""
-        pace = prefill.resident.pace
+        pace = prefill.loaded_model.pace
         seconds = budget(self._step_seconds(), pace.seconds(prefill.left, prefill.written))
         return pace.tokens(seconds, prefill.written, self._chunk_most)
 
     def _step_seconds(self) -> float:
         """Return the seconds of a step of all batches; 0 while no row decodes."""
-        return sum(one.step_seconds * len(one.batches) for one in self._residents().values())
+        return sum(one.step_seconds * len(one.batches) for one in self._loaded_models().values())
 
     def _wait(self) -> None:
         """Wait for launched steps. MLX runs calls one after the other: the wait costs no time, and it separates the
         times of step and chunk."""
-        alone = sum(len(one.batches) for one in self._residents().values()) == 1
-        for resident in self._residents().values():
-            for number, batch in list(resident.batches.items()):
+        alone = sum(len(one.batches) for one in self._loaded_models().values()) == 1
+        for loaded_model in self._loaded_models().values():
+            for number, batch in list(loaded_model.batches.items()):
                 begun = time.monotonic()
                 try:
-                    with self._forwards.publish_wait(NativeCallKind.DECODE, resident.name, resident.step_seconds):
+                    with self._forwards.publish_wait(
+                        NativeCallKind.DECODE, loaded_model.name, loaded_model.step_seconds
+                    ):
                         batch.wait()
                 except Exception as error:
                     log.exception("decode", rows=len(batch))
-                    self._rebuild(resident, number, error)
+                    self._rebuild(loaded_model, number, error)
                     continue
                 if batch.called is not None:  # else it was awaited already
-                    resident.record_step(batch.called + time.monotonic() - begun, len(batch))
+                    loaded_model.record_step(batch.called + time.monotonic() - begun, len(batch))
                     if alone and self._sample == self._forwards.height.marks:
-                        self._measure(resident, batch)
+                        self._measure(loaded_model, batch)
                     batch.called = None
 
-    def _measure(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
+    def _measure(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Record the memory of a step that has just ended and that no other batch's step overlapped. Steps in which
         caches grew are left out, because their copies follow from the batch size."""
         if self._grew:
             return
         longest = max((row.commitment.written for row in batch.rows()), default=0)
         taken = self._forwards.height.peak_drop()
-        odd = taken > OUTLIER_FACTOR * resident.estimator.step(len(batch), longest, grows=False)
+        odd = taken > OUTLIER_FACTOR * loaded_model.estimator.step(len(batch), longest, grows=False)
         if not odd or self._odd:
-            resident.estimator.observe_step(len(batch), longest, taken)
+            loaded_model.estimator.observe_step(len(batch), longest, taken)
         self._odd = odd
 
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Join the rows to their decode batches. Each join passes the gate, because it copies a batch layer by layer.
         Rows without room join later."""
-        resident, sequence, tokens = prefill.resident, prefill.sequence, list[NextToken[Row]]()
+        loaded_model, sequence, tokens = prefill.loaded_model, prefill.sequence, list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         if tokens and not sequence.joined:
-            sequence.joined = sequence.told = time.monotonic()
+            sequence.joined = sequence.last_token_at = time.monotonic()
         if refused is None:
             prefill.retry_at = 0.0
             self._prefills.remove(prefill)
-        self._take(resident, tokens)
+        self._take(loaded_model, tokens)
         return refused
 
     def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
         """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
-        resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
+        loaded_model, cache, written = prefill.loaded_model, prefill.cache, len(prefill.ids)
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
-        parts = by_batch(resident, prefill.rows)
+        parts = by_batch(loaded_model, prefill.rows)
         for rows in parts:
             rows[0].commitment.written = written
-            grown, layers = resident.ledger.joining(rows[0].commitment, len(rows)), len(cache)
-            width = resident.ledger.joined_rows(rows[0].commitment) + len(rows)
-            refused = self._forwards.check(GateSite.JOIN, resident.estimator.widened_join(grown, layers, width))
+            grown, layers = loaded_model.ledger.joining(rows[0].commitment, len(rows)), len(cache)
+            width = loaded_model.ledger.joined_rows(rows[0].commitment) + len(rows)
+            refused = self._forwards.check(GateSite.JOIN, loaded_model.estimator.widened_join(grown, layers, width))
             if refused is not None:
                 return refused
             self._reuse.store_prompt(prefill, grown // max(1, layers))
-            held = mx.get_active_memory()
+            active_bytes = mx.get_active_memory()
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
-            above = self._forwards.height.peak_above_mark() - max(0, mx.get_active_memory() - held)
-            resident.estimator.observe_join(width, above - resident.estimator.join(grown, layers))
+            above = self._forwards.height.peak_above_mark() - max(0, mx.get_active_memory() - active_bytes)
+            loaded_model.estimator.observe_join(width, above - loaded_model.estimator.join(grown, layers))
             for row in rows:
-                row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
+                row.commitment.written, row.commitment.joined, row.commitment.capacity_tokens = written, True, 0
             prefill.rows = [row for row in prefill.rows if not row.commitment.joined]
         return None
 
     def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
-        resident, sequence = prefill.resident, prefill.sequence
-        number = resident.ledger.batch_of(rows[0].commitment)
-        batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
+        loaded_model, sequence = prefill.loaded_model, prefill.sequence
+        number = loaded_model.ledger.batch_of(rows[0].commitment)
+        batch = loaded_model.batches.setdefault(number, DecodeBatch(loaded_model.model))
         joining = [JoiningRow(row, guard_of(sequence, row)) for row in rows]
         try:
-            with self._forwards.native(NativeCallKind.JOIN, resident.name, sequence.number, FIRST_JOIN_SECONDS):
+            with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, sequence.number, FIRST_JOIN_SECONDS):
                 return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
-            self._rebuild(resident, number, error, guilty=rows)
+            self._rebuild(loaded_model, number, error, failing=rows)
             raise
 
     # decode
 
     def _rows(self) -> int:
-        return sum(one.rows() for one in self._residents().values())
+        return sum(one.rows() for one in self._loaded_models().values())
 
     def _decoding(self) -> bool:
-        return any(one.batches for one in self._residents().values())
+        return any(one.batches for one in self._loaded_models().values())
 
-    def _decode(self, resident: LoadedModel, number: int) -> None:
+    def _decode(self, loaded_model: LoadedModel, number: int) -> None:
         """Decode one token for every row of a batch."""
-        batch = resident.batches[number]
-        self._grow(resident, batch)
-        if resident.batches.get(number) is not batch:
+        batch = loaded_model.batches[number]
+        self._grow(loaded_model, batch)
+        if loaded_model.batches.get(number) is not batch:
             return
-        held = batch.nbytes()
+        batch_bytes = batch.nbytes()
         try:
-            with self._forwards.native(NativeCallKind.DECODE, resident.name, 0, resident.step_seconds) as call:
+            with self._forwards.native(NativeCallKind.DECODE, loaded_model.name, 0, loaded_model.step_seconds) as call:
                 tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
-            self._rebuild(resident, number, error)
+            self._rebuild(loaded_model, number, error)
             return
         now = time.monotonic()
         if batch.called is not None:
-            resident.record_step(batch.called, len(batch))
+            loaded_model.record_step(batch.called, len(batch))
         batch.called = now - call.since
-        self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > held
-        self._take(resident, tokens)
+        self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > batch_bytes
+        self._take(loaded_model, tokens)
         self._look_over()
 
-    def _take(self, resident: LoadedModel, tokens: list[NextToken[Row]]) -> None:
+    def _take(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]]) -> None:
         """Add tokens to their rows' texts; remove rows that failed or ended."""
-        for batch in list(resident.batches.values()):
+        for batch in list(loaded_model.batches.values()):
             for row, error in batch.errors():
                 self.fail(row.sequence, *_failing(error))
         now = time.monotonic()
         for token in tokens:
             if not token.row.reason:
                 self._token(token, now)
-        self._end_rows(resident, [token.row for token in tokens], now)
+        self._end_rows(loaded_model, [token.row for token in tokens], now)
 
-    def _grow(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
+    def _grow(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Extend the commitment by at most `KV_GROWTH_TOKENS` tokens for each row that has used all of it."""
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.written >= commitment.promised:
                 self._extend(
-                    resident, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
+                    loaded_model, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
                 )
 
-    def _extend(self, resident: LoadedModel, row: Row, more: int) -> None:
+    def _extend(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
         request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
-            step = resident.estimator.widened_step(self._rows(), length)
-            refused = self._forwards.check(GateSite.GROW, resident.ledger.extension(row.commitment, more) + step)
+            step = loaded_model.estimator.widened_step(self._rows(), length)
+            refused = self._forwards.check(GateSite.GROW, loaded_model.ledger.extension(row.commitment, more) + step)
             if refused is None or refused.code is RefusalCode.UNREADABLE:
                 # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
-                resident.ledger.extend(row.commitment, more)
+                loaded_model.ledger.extend(row.commitment, more)
                 return
             message = f"the answer became longer than expected: {refused.message}"
             self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
@@ -687,9 +697,9 @@ class Scheduler:
                 sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}"
             )
             return
-        if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
+        if sequence.request.stream or row.reason or now - sequence.last_token_at >= FLUSH_INTERVAL_SECONDS:
             self._out.deltas += row.drain_deltas()
-            sequence.told = now
+            sequence.last_token_at = now
 
     def _read(self, row: Row, token: NextToken[Row]) -> None:
         prepared, params = row.sequence.prepared, row.sequence.request.params
@@ -697,41 +707,41 @@ class Scheduler:
             row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
         row.read(token.token)
 
-    def _end_rows(self, resident: LoadedModel, rows: list[Row], now: float) -> None:
+    def _end_rows(self, loaded_model: LoadedModel, rows: list[Row], now: float) -> None:
         """Remove ended rows, and report the requests whose last row ended."""
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
             return
         self._sample = 0
-        self._keep(resident, ended)
-        self._drop(resident, ended)
+        self._keep(loaded_model, ended)
+        self._drop(loaded_model, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
             # A batch that broke while its ended rows were copied or dropped may have ended the whole request.
             if sequence.number in self._live and not any(sequence.active_rows()):
-                self._gone(resident, sequence)
+                self._gone(loaded_model, sequence)
                 self._out.ends.append(finished(sequence, now))
 
-    def _keep(self, resident: LoadedModel, rows: list[Row]) -> None:
+    def _keep(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
         """Store the tokens of ended rows in the prefix cache."""
         for row in rows:
-            number = resident.ledger.batch_of(row.commitment)
-            batch = resident.batches.get(number)
+            number = loaded_model.ledger.batch_of(row.commitment)
+            batch = loaded_model.batches.get(number)
             if batch is None:
                 continue
             try:
-                self._reuse.store_row(resident, row, batch)
+                self._reuse.store_row(loaded_model, row, batch)
             except Exception as error:
-                self._rebuild(resident, number, error)
+                self._rebuild(loaded_model, number, error)
 
-    def _rebuild(self, resident: LoadedModel, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
+    def _rebuild(self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()) -> None:
         """Discard a batch whose object raised; prefill its rows again from their ids."""
-        batch = resident.batches.pop(number, None)
+        batch = loaded_model.batches.pop(number, None)
         if batch is None:
             return
-        self._reuse.invalidate(resident.name)
-        known = {id(row) for row in guilty}
+        self._reuse.invalidate(loaded_model.name)
+        known = {id(row) for row in failing}
         rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
-        log.warning("rebuild", model=resident.name, rows=len(rows), error=text_of(error))
+        log.warning("rebuild", model=loaded_model.name, rows=len(rows), error=text_of(error))
         for row in rows:
             if row.reason:  # its request failed by an earlier row of this loop
                 continue
@@ -742,7 +752,7 @@ class Scheduler:
                     row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}"
                 )
             else:
-                self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.token_ids()))
+                self._prefills.insert(0, self._prefill_of(loaded_model, row.sequence, [row], row.token_ids()))
         release_free_memory()
 
     # lack of memory
@@ -794,7 +804,7 @@ class Scheduler:
         """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
         rows = list(sequence.active_rows())
         self._leave(sequence)
-        self._drop(self._residents()[sequence.request.model], rows)
+        self._drop(self._loaded_models()[sequence.request.model], rows)
         for row in rows:
             row.commitment = Commitment(0)
         self._preempted.append(sequence)
@@ -812,13 +822,13 @@ class Scheduler:
     def _return(self, sequence: Sequence, now: float) -> None:
         """Prefill a preempted request again if there is room; fail it if there never will be."""
         self._return_at = now + GATE_RETRY_SECONDS
-        resident = self._residents()[sequence.request.model]
+        loaded_model = self._loaded_models()[sequence.request.model]
         refused = self._forwards.check(GateSite.PREFLIGHT, self._returning(sequence))
         if refused is None:
             self._preempted.remove(sequence)
             for row in sequence.active_rows():
-                (row.commitment,) = resident.ledger.commit(self._length(row), 1)
-                self._prefills.append(self._prefill_of(resident, sequence, [row], row.token_ids()))
+                (row.commitment,) = loaded_model.ledger.commit(self._length(row), 1)
+                self._prefills.append(self._prefill_of(loaded_model, sequence, [row], row.token_ids()))
         elif refused.code is not RefusalCode.UNREADABLE and not (
             len(self._live) > len(self._preempted) or self._forwards.peak_expires_at() is not None
         ):
@@ -826,10 +836,10 @@ class Scheduler:
 
     def _returning(self, sequence: Sequence) -> int:
         """Return the bytes that a preempted request needs to return: each row alone, and a forward."""
-        resident = self._residents()[sequence.request.model]
+        loaded_model = self._loaded_models()[sequence.request.model]
         lengths = [self._length(row) for row in sequence.active_rows()]
-        forward = max(resident.estimator.chunk(self._floor, length) for length in lengths)
-        return sum(resident.ledger.cost(length, 1) for length in lengths) + forward
+        forward = max(loaded_model.estimator.chunk(self._floor, length) for length in lengths)
+        return sum(loaded_model.ledger.cost(length, 1) for length in lengths) + forward
 
     def _length(self, row: Row) -> int:
         shape, known = row.sequence.shape, len(row.token_ids())
@@ -839,16 +849,16 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Remove a request in any state and release all its memory."""
-        resident = self._residents()[sequence.request.model]
+        loaded_model = self._loaded_models()[sequence.request.model]
         writing = list(sequence.active_rows())
         self._leave(sequence)
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         else:
-            self._drop(resident, writing)
+            self._drop(loaded_model, writing)
         for row in writing:
             row.reason = "released"
-        self._gone(resident, sequence)
+        self._gone(loaded_model, sequence)
         release_free_memory()
 
     def _leave(self, sequence: Sequence) -> None:
@@ -858,31 +868,31 @@ class Scheduler:
             prefill.cache = prefill.logits = None
             self._prefills.remove(prefill)
 
-    def _gone(self, resident: LoadedModel, sequence: Sequence) -> None:
+    def _gone(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
         del self._live[sequence.number]
         if self._live:
             self._crowded = time.monotonic()
-        resident.users -= 1
-        resident.used_at = time.monotonic()
+        loaded_model.users -= 1
+        loaded_model.used_at = time.monotonic()
 
-    def _drop(self, resident: LoadedModel, rows: list[Row]) -> None:
+    def _drop(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger."""
         self._sample = 0
-        for number in {resident.ledger.batch_of(row.commitment) for row in rows}:
-            batch = resident.batches.get(number)
+        for number in {loaded_model.ledger.batch_of(row.commitment) for row in rows}:
+            batch = loaded_model.batches.get(number)
             if batch is not None:
-                self._dropped(resident, number, batch, rows)
+                self._dropped(loaded_model, number, batch, rows)
         for row in rows:
-            resident.ledger.release(row.commitment)
+            loaded_model.ledger.release(row.commitment)
 
-    def _dropped(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
+    def _dropped(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
         try:
             batch.drop(rows)
         except Exception as error:
-            self._rebuild(resident, number, error, guilty=rows)
+            self._rebuild(loaded_model, number, error, failing=rows)
             return
         if not len(batch):
-            del resident.batches[number]
+            del loaded_model.batches[number]
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
         """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
@@ -911,7 +921,7 @@ def finished(sequence: Sequence, now: float) -> Finished:
         sequence.prompt_cached,
         timings,
         stops=stops if any(stops) else (),
-        thought=sum(row.pipeline.thought for row in sequence.rows),
+        reasoning_tokens=sum(row.pipeline.reasoning_tokens for row in sequence.rows),
     )
 
 

@@ -23,7 +23,7 @@ occaecat cupidatat non proident sunt in culpa qui officia deserunt mollit anim i
 """
 WORDS = tuple(_LOREM.split())
 
-Voice = Callable[[int, float], tuple[int, str]]
+TokenSource = Callable[[int, float], tuple[int, str]]
 """Source of an answer's tokens: `(position, now) → (id, text)`. `now` is in monotonic seconds."""
 
 
@@ -68,23 +68,23 @@ def echo_pieces(messages: Sequence[Message]) -> list[str]:
     return _PIECE.findall(last) or [""]
 
 
-def fixed_words(choice: int) -> Voice:
+def fixed_words(choice: int) -> TokenSource:
     """Return the source of an answer of fixed words, which repeat. Each choice starts at another word."""
 
-    def say(position: int, now: float) -> tuple[int, str]:
+    def token_at(position: int, now: float) -> tuple[int, str]:
         place = (position + choice) % len(WORDS)
         return position + choice, WORDS[place] + " "
 
-    return say
+    return token_at
 
 
-def echo_tokens(pieces: Sequence[str]) -> Voice:
+def echo_tokens(pieces: Sequence[str]) -> TokenSource:
     """Return the source of an answer that consists of these pieces."""
 
-    def say(position: int, now: float) -> tuple[int, str]:
+    def token_at(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]
 
-    return say
+    return token_at
 
 
 def clock_tokens(position: int, now: float) -> tuple[int, str]:

@@ -77,7 +77,7 @@ class ScriptedRow:
     """Memory commitment of the row."""
     stops: StopStrings
     """Stop strings of the answer."""
-    voice: answers.Voice
+    token_source: answers.TokenSource
     """Source of its tokens."""
     produced: int = 0
     """Number of generated tokens."""
@@ -85,7 +85,7 @@ class ScriptedRow:
     """Reason of its end; empty while it is running."""
     gathered: list[Delta] = field(default_factory=list[Delta])
     """Deltas not sent yet."""
-    heard: int = 0
+    resumed_tokens: int = 0
     """Number of first tokens that another node generated and sent."""
 
     def gather(self) -> Delta:
@@ -114,7 +114,7 @@ class ScriptedSequence:
     """Its choices."""
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
-    told: float = 0.0
+    last_token_at: float = 0.0
     """Time at which output was last sent."""
 
     @property
@@ -147,7 +147,7 @@ class ScriptedEngine:
         self._running: list[ScriptedSequence] = []
         self._rows = self._wanted = 0
         self._deadline = 0.0
-        self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._roomed = 0
+        self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -165,7 +165,7 @@ class ScriptedEngine:
         elif isinstance(work, ReduceMemory):
             return self._enforce(work, now)
         elif isinstance(work, ReclaimMemory):
-            self._roomed = work.number  # nothing here could be freed
+            self._freed_order = work.number  # nothing here could be freed
         elif isinstance(work, LoadModel | UnloadModel | ProfileModel):
             return [self._ordered(work)]
         elif isinstance(work, CountTokens):
@@ -212,10 +212,10 @@ class ScriptedEngine:
             EngineCounters(
                 self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, sheds=self._sheds
             ),
-            held=self.gate.held,
+            limits_number=self.gate.limits_number,
             enforced=self._enforced,
             measures=self.gate.measures(),
-            roomed=self._roomed,
+            freed_order=self._freed_order,
             metal_limit=self._metal,
         )
 
@@ -240,11 +240,11 @@ class ScriptedEngine:
             )
         return Refusal(order.request, Refused(RefusalCode.IN_USE, f"{name} is scripted and cannot be unloaded"))
 
-    def _counted(self, asked: CountTokens) -> Frame:
-        if asked.model != self._settings.model:
-            text = f"this node serves {self._settings.model}, not {asked.model}"
-            return Refusal(asked.request, Refused(RefusalCode.NO_MODEL, text))
-        return Finished(asked.request, (), answers.count_tokens(asked.messages, asked.tools), 0)
+    def _counted(self, request: CountTokens) -> Frame:
+        if request.model != self._settings.model:
+            text = f"this node serves {self._settings.model}, not {request.model}"
+            return Refusal(request.request, Refused(RefusalCode.NO_MODEL, text))
+        return Finished(request.request, (), answers.count_tokens(request.messages, request.tools), 0)
 
     def _generate(self, request: Generate, now: float) -> list[Frame]:
         self._acked = max(self._acked, request.seq)
@@ -294,7 +294,7 @@ class ScriptedEngine:
         word = self._settings.crash
         crashes = bool(word) and answers.mentions(answers.message_texts(request), word)
         rows = [
-            ScriptedRow(choice, commitment, StopStrings(request.params.stop), self._voice(pieces, choice))
+            ScriptedRow(choice, commitment, StopStrings(request.params.stop), self._token_source(pieces, choice))
             for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
         ]
         unlimited = request.params.max_tokens is None
@@ -311,9 +311,9 @@ class ScriptedEngine:
             if row.reason:
                 self._ledger.release(row.commitment)
                 break
-        row.heard, row.commitment.written = row.produced, 0
+        row.resumed_tokens, row.commitment.written = row.produced, 0
 
-    def _voice(self, pieces: list[str], choice: int) -> answers.Voice:
+    def _token_source(self, pieces: list[str], choice: int) -> answers.TokenSource:
         if pieces:
             return answers.echo_tokens(pieces)
         return answers.clock_tokens if self._settings.text == "clock" else answers.fixed_words(choice)
@@ -345,7 +345,7 @@ class ScriptedEngine:
             return []
         newest = max(self._running, key=lambda sequence: (sequence.arrived, sequence.number))
         refused = shed(self._memory(now), order.excess)
-        delivered = any(row.produced > len(row.gathered) + row.heard for row in newest.rows)
+        delivered = any(row.produced > len(row.gathered) + row.resumed_tokens for row in newest.rows)
         self._drop(newest)
         self._recent = RecentPeak().with_reading(self._active(), now)
         self._sheds += 1
@@ -376,7 +376,7 @@ class ScriptedEngine:
         if refused is None:
             self._forwards += 1
             for row in sequence.active_rows():
-                row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
+                row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.resumed_tokens, True
             refused = self._checked(GateSite.JOIN, now)
         if refused is not None:
             self._drop(sequence)
@@ -384,7 +384,7 @@ class ScriptedEngine:
         self._forwards += 1
         if not self._running:
             self._deadline = now + self._step
-        sequence.begun = sequence.told = now
+        sequence.begun = sequence.last_token_at = now
         self._running.append(sequence)
         self._rows += sum(1 for _ in sequence.active_rows())
         return []
@@ -418,9 +418,9 @@ class ScriptedEngine:
                     f"the answer became longer than expected: {refused.message}",
                 )
             row.gathered.append(self._token(sequence, row, now))
-            if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
+            if sequence.request.stream or row.reason or now - sequence.last_token_at >= FLUSH_INTERVAL_SECONDS:
                 deltas.append(row.gather())
-                sequence.told = now
+                sequence.last_token_at = now
             if row.reason:
                 self._ledger.release(row.commitment)
                 self._rows -= 1
@@ -443,7 +443,7 @@ class ScriptedEngine:
         return None
 
     def _token(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> Delta:
-        token, text = row.voice(row.produced, now)
+        token, text = row.token_source(row.produced, now)
         row.produced += 1
         row.commitment.written += 1
         shown, stopped = row.stops.feed(text)

@@ -106,8 +106,8 @@ class TextPipeline:
         self._stops = stops
         self._calls = calls
         self._one_call = one_call
-        self.thought = 0
-        self._reasoning = _Thoughts()
+        self.reasoning_tokens = 0
+        self._reasoning = _ReasoningText()
         self._block: list[str] = []
         self._gap: str | None = None
         self._shown = False
@@ -119,7 +119,7 @@ class TextPipeline:
         tokens have no output."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
-            self.thought += self._place.state == REASONING
+            self.reasoning_tokens += self._place.state == REASONING
         return TokenOutput(self._given(), self._stopped)
 
     @property
@@ -229,18 +229,18 @@ class TextPipeline:
         self._pieces.append((channel, text))
 
 
-class _Thoughts:
+class _ReasoningText:
     """Reasoning without newlines at either end, in one block or several; a newline separates two blocks."""
 
     def __init__(self) -> None:
         self._fresh = True
         self._shown = False
-        self._held: str = ""
+        self._pending: str = ""
 
     def open(self) -> None:
         """Start a block: the held newlines of the last one were its end."""
         self._fresh = True
-        self._held = "\n" if self._shown else ""
+        self._pending = "\n" if self._shown else ""
 
     def feed(self, text: str) -> str:
         """Add text of the block; return the part that cannot be its end."""
@@ -249,8 +249,8 @@ class _Thoughts:
         if not text:
             return ""
         self._fresh = False
-        text = self._held + text
+        text = self._pending + text
         shown = text.rstrip("\n")
-        self._held = text[len(shown) :]
+        self._pending = text[len(shown) :]
         self._shown = self._shown or bool(shown)
         return shown

@@ -13,7 +13,7 @@ class StopStrings:
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
-        self._held: str = ""
+        self._pending: str = ""
         self.found = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
@@ -21,21 +21,21 @@ class StopStrings:
         stop string on is dropped."""
         if not self._stops:
             return text, False
-        text = self._held + text
+        text = self._pending + text
         found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self._held = ""
+            self._pending = ""
             _, at, self.found = min(found)
             return text[:at], True
         keep = max(overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
         """Return the text held back as a possible start of a stop string, at the end of the row."""
-        held = self._held
-        self._held = ""
-        return held
+        pending = self._pending
+        self._pending = ""
+        return pending
 
 
 def overlap(text: str, stop: str) -> int:

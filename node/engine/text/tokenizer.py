@@ -131,7 +131,7 @@ class TokenizedPrompt:
     """Token ids."""
     thinking: bool
     """Whether the prompt ends within a thought; the answer then starts with reasoning."""
-    thought: bool = False
+    opens_reasoning: bool = False
     """Whether the prompt ends with the end of a thought."""
     plain: bool = False
     """Whether it was made from the text or ids of the request, without a template."""
@@ -597,5 +597,5 @@ def _variables(text: str) -> dict[str, object]:
 def _line(error: BaseException) -> str:
     """Render an exception as one line: its name and the beginning of its text."""
     words = " ".join(str(error).split())
-    told = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return told if len(told) <= MAX_ERROR_CHARS else told[: MAX_ERROR_CHARS - 1] + "…"
+    message = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    return message if len(message) <= MAX_ERROR_CHARS else message[: MAX_ERROR_CHARS - 1] + "…"

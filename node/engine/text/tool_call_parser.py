@@ -58,8 +58,8 @@ class ToolCallParser:
         name = parts["name"]
         if not isinstance(name, str) or not name:
             raise ValueError("a call has a name")
-        whole = {"index": index, "id": f"{self._prefix}{index}", "name": name, "arguments": _text(parts["arguments"])}
-        return _json(whole)
+        made = {"index": index, "id": f"{self._prefix}{index}", "name": name, "arguments": _text(parts["arguments"])}
+        return _json(made)
 
 
 def _text(arguments: object) -> str:

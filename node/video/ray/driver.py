@@ -42,9 +42,9 @@ CLOSED, FAILED = 3, 4
 
 
 class Driver:
-    """Creates and ends actors at the agent's request, and answers over `writer`.
+    """Creates and ends Ray actors at the agent's request, and answers over `writer`.
 
-    `create(wanted)` returns once an actor has begun, `kill(lease)` once there is none.
+    `create(wanted)` ends once the actor of a lease has started. `kill(lease)` ends once the lease has no actor.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Driver:
 
     @property
     def creating(self) -> frozenset[str]:
-        """Leases whose actor is being started."""
+        """Ids of the leases whose actor is being started."""
         return frozenset(self._creating)
 
     def send(self, message: DriverMessage) -> None:
@@ -69,7 +69,10 @@ class Driver:
         self._writer.write(encode(message))
 
     async def serve(self, stream: asyncio.StreamReader) -> None:
-        """Serve until the socket ends. Raises any error of the connection to Ray."""
+        """Handle messages of the agent until the socket ends.
+
+        Raise any error of the connection to Ray, and `DriverLinkError` for an invalid message.
+        """
         connecting: asyncio.Task[None] | None = None
         messages = MessageReader(ToDriver)
         reading = asyncio.create_task(stream.read(65536))
@@ -173,7 +176,7 @@ async def _run(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Run; `python -m node.video.ray.driver DESCRIPTOR`."""
+    """Serve the agent on the socket whose descriptor is the argument of the command line."""
     asyncio.run(_run(int(sys.argv[1])))
 
 

@@ -1,21 +1,21 @@
 """Messages between the agent and the driver of its Ray, over a socket pair.
 
-Each is a length (4 bytes, big endian) and a msgpack object."""
+A message is its length (4 bytes, big endian) and a msgpack object."""
 
 from typing import Any
 
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Bytes of the longest message."""
+"""Maximum bytes of one message, without its length."""
 
 
 class DriverMessage(msgspec.Struct, frozen=True, tag=True):
-    """Base class of all messages."""
+    """Base class of all messages between agent and driver."""
 
 
 class ConnectDriver(DriverMessage, frozen=True, tag=True):
-    """agent → driver, first: connect to the Ray at this address (host:port)."""
+    """agent → driver, as the first message: connect to the Ray at this address (host:port)."""
 
     address: str
 
@@ -58,27 +58,27 @@ FromDriver = DriverConnected | ActorCreated | ActorNotCreated
 
 
 class DriverLinkError(ValueError):
-    """The bytes are no message of this link."""
+    """Raised for bytes that are no message of this link."""
 
 
 def encode(message: DriverMessage) -> bytes:
-    """Return the bytes of a message."""
+    """Return a message as bytes, with its length first."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 class MessageReader:
-    """Splits a byte stream into messages of `kinds`.
-
-    Raises DriverLinkError for a message that is too long or of another kind.
-    """
+    """Splits a byte stream into messages of `kinds`, a union of message types."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes."""
+        """Return the messages that `data` completes.
+
+        Raise `DriverLinkError` for a message that is too long or invalid.
+        """
         self._buffer += data
         found: list[Any] = []
         while len(self._buffer) >= 4:

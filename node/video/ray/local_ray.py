@@ -51,9 +51,9 @@ START_TIMEOUT_SECONDS = 120.0
 PORTS = 60
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[3])
-"""The folder that the actor is imported from."""
+"""Folder from which Ray's workers import the actor."""
 CURRENT = "ray_current_cluster"
-"""Ray's note of a cluster in its folder: with the note of an earlier one, Ray refuses to start."""
+"""File in Ray's folder that names its cluster. With the file of an earlier cluster, Ray refuses to start."""
 EXIT_GRACE_SECONDS = 2.0
 """Seconds that a driver has to exit after its socket was closed."""
 
@@ -61,14 +61,17 @@ log = structlog.get_logger("node.ray")
 
 
 def missing() -> str:
-    """Return why Ray cannot run on this Mac; empty when it can."""
+    """Return why Ray cannot run on this Mac; empty if it can."""
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed on this node: install macpool with its extra `video`"
     return ""
 
 
 def command(ports: int, folder: Path, gib: int) -> list[str]:
-    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`."""
+    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`.
+
+    `ports` is the first of `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB.
+    """
     numbers = {
         "node-manager-port": ports,
         "object-manager-port": ports + 1,
@@ -93,7 +96,10 @@ def command(ports: int, folder: Path, gib: int) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
-    """Return the environment of this Mac's Ray; `files` holds the token, `node` becomes the id of its one node."""
+    """Return the environment variables of this Mac's Ray.
+
+    The folder `files` has the token. `node` becomes the id of Ray's only node.
+    """
     found = ray_process.environment(inherited, files)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
@@ -118,9 +124,9 @@ class LocalRay:
         self._process: asyncio.subprocess.Process | None = None
         self._driver = DriverProcess(files, self._actor_failed)
         self.node = ""
-        """The id of the node of this Ray; empty while it is not up."""
+        """Id of this Mac's node in Ray; empty while Ray is not up."""
         self.cause = ""
-        """Why Ray is not up, where it is needed."""
+        """Why Ray has ended or could not be started although it is needed; else empty."""
         self.changed: Callable[[], None] = lambda: None
         self.failed: Callable[[str, str], None] = lambda lease, why: None
 
@@ -131,12 +137,12 @@ class LocalRay:
 
     @property
     def pid(self) -> int | None:
-        """The process id of Ray's launcher; None while there is none."""
+        """Process id of Ray's launcher; None while Ray does not run."""
         return self._process.pid if self._process is not None else None
 
     @property
     def busy(self) -> bool:
-        """Whether the task that keeps Ray running is active."""
+        """Whether the task that runs and restarts Ray is active."""
         return self._task is not None and not self._task.done()
 
     def allow(self, *, on: bool) -> None:
@@ -153,7 +159,7 @@ class LocalRay:
             self._change()
 
     def set_running(self, *, on: bool) -> None:
-        """Set whether a job runs on this Mac now: Ray runs until the job has ended."""
+        """Set whether a lease is held on this Mac. A running Ray is not stopped while a lease is held."""
         if on != self._lent:
             self._lent = on
             self._change()
@@ -269,7 +275,11 @@ class LocalRay:
 
 
 class DriverProcess:
-    """Keeps the driver alive between `start` and `stop`. The next driver gets each request without an answer again."""
+    """Runs the driver between `start` and `stop`, and restarts it after each end.
+
+    Requests without an answer are sent again to the next driver. `failed` is called with the lease and the reason when
+    its actor could not be started.
+    """
 
     def __init__(self, files: Path, failed: Callable[[str, str], None]) -> None:
         self._files = files
@@ -279,7 +289,7 @@ class DriverProcess:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, address: str, variables: Mapping[str, str]) -> None:
-        """Run drivers of the Ray at this address (host:port) from now on."""
+        """Run a driver for the Ray at `address` (host:port), with the environment `variables`, until `stop`."""
         self._task = asyncio.get_running_loop().create_task(self._keep(address, variables))
 
     async def stop(self) -> None:
@@ -290,17 +300,17 @@ class DriverProcess:
 
     @property
     def pending(self) -> frozenset[str]:
-        """Leases whose actor was asked for and not answered yet."""
+        """Leases whose actor was requested, without an answer so far."""
         return frozenset(self._pending)
 
     def create(self, wanted: CreateActor) -> None:
-        """Start an actor, now or as soon as a driver is connected."""
+        """Start the actor of a lease, now or as soon as a driver is connected."""
         self._pending[wanted.lease] = wanted
         if self._writer is not None:
             self._writer.write(encode(wanted))
 
     def kill(self, lease: str) -> None:
-        """End an actor; without a driver it ends with its lease."""
+        """End the actor of a lease. Without a connected driver send nothing, because the actor ends with its lease."""
         self._pending.pop(lease, None)
         if self._writer is not None:
             self._writer.write(encode(KillActor(lease)))
@@ -320,22 +330,22 @@ class DriverProcess:
 
     async def _live(self, address: str, variables: Mapping[str, str]) -> int:
         """Run one driver from start to end; return its exit code."""
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-P",
                 "-m",
                 "node.video.ray.driver",
-                str(theirs.fileno()),
+                str(child_end.fileno()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 cwd=private_folder(self._files / "empty"),
                 start_new_session=True,
                 env=variables,
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=own_end)
         try:
             writer.write(encode(ConnectDriver(address)))
             messages = MessageReader(FromDriver)
@@ -352,7 +362,7 @@ class DriverProcess:
             await _end(process)
 
     def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
-        """Handle a message of the driver at `writer`."""
+        """Handle a message of the driver. Send to this driver over `writer`, once it is connected to Ray."""
         match message:
             case DriverConnected():
                 log.info("driver connected")
@@ -367,7 +377,7 @@ class DriverProcess:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Wait for a driver whose socket is closed, and kill it after EXIT_GRACE_SECONDS seconds."""
+    """Wait for a driver whose socket is closed, and kill it after `EXIT_GRACE_SECONDS`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EXIT_GRACE_SECONDS):
             await process.wait()

@@ -21,7 +21,7 @@ def _hold_on() -> None:
 
 
 def main() -> None:
-    """Run Ray with the arguments of this command line."""
+    """Run Ray's command line with the arguments of this process. End Ray when stdin ends."""
     threading.Thread(target=_hold_on, daemon=True).start()
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 

@@ -31,7 +31,7 @@ CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
 """Interpreter arguments that start Ray through `ray_child`."""
 QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
 HOST = "127.0.0.1"
-"""The address of every socket of Ray: no other machine reaches it."""
+"""Address of all sockets of Ray, which no other machine can reach."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Variables that Ray's processes inherit."""
 SLIM = {
@@ -61,7 +61,7 @@ def command(*words: str) -> list[str]:
 
 
 def numbered(numbers: Mapping[str, int]) -> list[str]:
-    """Return numbers as options of Ray's command line."""
+    """Return numbers as options of Ray's command line, `--NAME=NUMBER`."""
     return [f"--{name}={number}" for name, number in numbers.items()]
 
 
@@ -72,7 +72,7 @@ def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
 
 
 async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
-    """Start Ray in its own session, with a pipe as stdin. Raises OSError when that is not possible."""
+    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started."""
     return await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
@@ -85,16 +85,19 @@ async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path
 
 
 async def until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
-    """Return the output of Ray until it is up (with STARTED in it), has ended, or exceeds the timeout."""
-    said, out = bytearray(), _out(process)
+    """Return the output of Ray until Ray is up, has ended, or `seconds` have passed.
+
+    The output contains `STARTED` only if Ray is up.
+    """
+    output, out = bytearray(), _out(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while STARTED not in said and len(said) < MAX_OUTPUT_BYTES:
+            while STARTED not in output and len(output) < MAX_OUTPUT_BYTES:
                 piece = await out.read(4096)
                 if not piece:
                     break
-                said += piece
-    return bytes(said)
+                output += piece
+    return bytes(output)
 
 
 async def discard(process: asyncio.subprocess.Process) -> None:
@@ -108,14 +111,14 @@ def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
     return process.stdout
 
 
-def last_words(said: bytes) -> str:
-    """Return the last lines of the output, for a person."""
-    lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
+def last_words(output: bytes) -> str:
+    """Return the last lines of Ray's output, for a person."""
+    lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[:500] or "it printed nothing"
 
 
 async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """End the process and the remaining processes of its group.
+    """End Ray and the remaining processes of its group. `ended` is the task that waits for the end of `process`.
 
     The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """
@@ -131,9 +134,9 @@ async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -
 
 
 def short_folder(files: Path) -> Path:
-    """Return Ray's own folder below /tmp, because the paths of its sockets must fit into 103 bytes.
+    """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes.
 
-    Raises OSError when the folder belongs to another user.
+    The name of the folder derives from `files`. Raise `OSError` if the folder belongs to another user.
     """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below

@@ -1,7 +1,7 @@
-"""Ray actor of a video job: attends the worker of one lease.
+"""Ray actor of a video job: starts the worker of one lease and waits for its end.
 
-The actor holds no object of Ray's and no state for a client. The broker creates the actor on the node whose agent has
-granted the lease. The progress of the job is reported by that agent, over the link.
+The actor holds no object of Ray's and no state for a client. The driver of the node's Ray (`node.video.ray.driver`)
+creates the actor after the agent has granted the lease. The agent reports the progress of the job, over the link.
 
 The actor exits as soon as the process that started it has ended. Ray takes seconds to notice, and the worker's memory
 would stay leased for as long.
@@ -26,7 +26,10 @@ POLL_INTERVAL_SECONDS = 0.1
 
 
 class WorkerHost:
-    """Runs the attendant of one lease on a thread, and can therefore answer and end at any time."""
+    """Ray actor that runs the `WorkerParent` of one lease on a thread, and can therefore answer calls at any time.
+
+    `folder` is the folder of the lease. The process exits `LINGER_SECONDS` after the end of the worker.
+    """
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
         self._attendant = WorkerParent(Path(folder), lease, generation)
@@ -50,12 +53,12 @@ class WorkerHost:
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:
-        """Wait for the worker's end and return its reason."""
+        """Wait for the end of the worker. Return `exit CODE`, or why no worker ran."""
         self._ended.wait()
         return self._why
 
     def stop(self) -> None:
-        """End the worker at once."""
+        """Kill the worker at once."""
         self._attendant.stop()
 
 

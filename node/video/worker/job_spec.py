@@ -1,7 +1,7 @@
 """Job of the worker: parsed from a lease's `spec` and checked before any memory is leased. Pure functions.
 
-The coordinator has checked the same against the pool's limits. A node checks again, because it trusts no peer with its
-disk and its hours. Fields that are not set take the package's defaults.
+The coordinator has checked the same fields against the pool's limits. A node checks them again, because it does not
+rely on a peer. Fields that are not set take the package's defaults.
 """
 
 from typing import Annotated, cast
@@ -19,7 +19,7 @@ Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A video job."""
+    """Video job as in the `spec` of a lease. Sides are in pixels; None stands for the default of the package."""
 
     prompt: Text
     width: Side
@@ -32,19 +32,21 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     guidance_2: Guidance | None = None
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
-    """Seconds for the whole job; None takes the node's setting."""
+    """Maximum seconds for the whole job; None for the node's setting."""
     stall: Seconds | None = None
-    """Seconds without progress; None takes the node's setting."""
+    """Maximum seconds without progress; None for the node's setting."""
 
     def job(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, with the package's defaults for fields that are not set."""
-        asked = cast("dict[str, object]", msgspec.to_builtins(self))
-        known = {name: value for name, value in asked.items() if value is not None and name not in ("timeout", "stall")}
+        fields = cast("dict[str, object]", msgspec.to_builtins(self))
+        known = {
+            name: value for name, value in fields.items() if value is not None and name not in ("timeout", "stall")
+        }
         return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
 
 
 def read_spec(raw: bytes) -> JobSpec | str:
-    """Parse a job. Returns a sentence about the error when it is invalid."""
+    """Parse the `spec` of a lease. Return a sentence for a person if the job is invalid."""
     try:
         spec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,11 +1,11 @@
-"""Communication between the agent and the attendant of a worker: files in the lease's folder, and two locks.
+"""Communication between the agent and the parent process of a worker: files in the lease's folder, and two locks.
 
-    lease.json      written by the agent: the granted lease and its job. Without it no attendant may begin
-    claim.json      written once by the attendant: the worker that is ready for its job
-    go              written by the agent: the worker is watched now and may begin. Until then it takes no memory
-    events.jsonl    written by the attendant: events of the worker
+    lease.json      written by the agent: the granted lease and its job. Without this file no worker may be started
+    claim.json      written once by the parent: the worker that is ready for its job
+    go              written by the agent: the worker is watched and may begin. Until then the worker takes no memory
+    events.jsonl    written by the parent: events of the worker
     guard           locked by the agent for as long as it watches this lease
-    attended        locked by the attendant for as long as it lives
+    attended        locked by the parent for as long as its process lives
 
 The kernel releases a lock when its process ends, in every case. Each side therefore detects the end of its peer without
 a socket, whose path may be 103 bytes long on macOS. Neither side writes for a lease that it no longer holds.
@@ -28,7 +28,7 @@ MAX_LINE_BYTES = 64 * 1024
 
 
 class LeaseGrant(Struct, frozen=True, kw_only=True):
-    """A granted lease, as input of its attendant."""
+    """Granted lease, as the agent writes it to `lease.json` for the worker's parent process."""
 
     lease: str
     generation: int
@@ -39,14 +39,14 @@ class LeaseGrant(Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """Environment variables of the worker."""
     job: dict[str, object]
-    """Job that the worker reads as one line."""
+    """Job, which the worker reads from stdin as one line of JSON."""
 
 
 class WorkerClaim(Struct, frozen=True, kw_only=True):
-    """The worker that an attendant has started."""
+    """Claim of a lease in `claim.json`: the worker, and the parent process that has started it."""
 
     attendant: int
-    """Process id of the attendant."""
+    """Process id of the worker's parent process."""
     worker: int
     """Process id of the worker."""
     born: str
@@ -54,9 +54,10 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
 
 
 def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
-    """Lock a file and return the descriptor that holds the lock; None when another process holds it.
+    """Lock a file and return the descriptor that holds the lock; None if another process holds it.
 
-    With `wait` the call blocks until the lock is free.
+    Create the file if it is missing. With `wait`, block until the lock is free. Raise `OSError` if the file cannot be
+    opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -71,7 +72,7 @@ def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
 
 
 def locked(path: Path) -> bool:
-    """Return whether another process holds the lock."""
+    """Return whether another process holds the exclusive lock of a file. Create the file if it is missing."""
     descriptor = lock(path, shared=True)
     if descriptor is None:
         return True
@@ -80,7 +81,7 @@ def locked(path: Path) -> bool:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Create a file of mode 0600 atomically. Raises FileExistsError when it exists."""
+    """Create a file of mode 0600 atomically. Raise `FileExistsError` if it exists."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -92,12 +93,12 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def read_grant(folder: Path) -> LeaseGrant | None:
-    """Read the granted lease; None when there is none, or no longer."""
+    """Read the granted lease of a lease's folder; None if it is missing, invalid or no longer granted."""
     return _read(folder / GRANT, LeaseGrant)
 
 
 def read_claim(folder: Path) -> WorkerClaim | None:
-    """Read the claim of the lease; None when no attendant has claimed it."""
+    """Read the claim of a lease's folder; None if the lease is not claimed or the claim is invalid."""
     return _read(folder / CLAIM, WorkerClaim)
 
 
@@ -117,7 +118,10 @@ class FileTail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`."""
+        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`.
+
+        A call reads at most `16 * MAX_LINE_BYTES` bytes. Return an empty list if the file cannot be read.
+        """
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
@@ -125,7 +129,7 @@ class FileTail:
         except OSError:
             return []
         self._at += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
+        *complete, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
-        return [line for line in whole if len(line) <= MAX_LINE_BYTES]
+        return [line for line in complete if len(line) <= MAX_LINE_BYTES]

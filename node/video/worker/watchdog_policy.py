@@ -1,6 +1,7 @@
 """Watchdog of a video worker: decide whether the worker has to be ended, and why. Pure functions.
 
-`node.video.lease_manager` calls it several times a second, because it holds the lease and outlives the actor.
+`node.video.worker.worker_monitor` calls `step` several times a second. It runs in the agent, because the agent
+outlives the actor.
 
     footprint of all of the worker's processes > lease      ended at once         memory_lease_exceeded
     the footprint cannot be read three times in a row       ended                 monitor_failed
@@ -31,7 +32,7 @@ MAX_FAILED_READINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class WorkerBounds:
-    """Bounds of a worker."""
+    """Limits of a worker, beyond which the watchdog ends it."""
 
     lease: int
     """Maximum footprint in bytes."""
@@ -43,16 +44,16 @@ class WorkerBounds:
 
 @dataclass(frozen=True, slots=True)
 class WorkerObservation:
-    """Observation of one check."""
+    """State of a worker, as observed by one check."""
 
     footprint: int | None
-    """Footprint in bytes; None when unreadable."""
+    """Footprint of all processes of the worker in bytes; None if it cannot be read."""
     mark: object
     """Any value that changes with each sign of progress."""
     alive: bool = True
     """Whether a process of the worker is alive."""
     attended: bool = True
-    """Whether the worker's attendant is alive."""
+    """Whether the worker's parent process is alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class WatchdogState:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """Decision to end the worker."""
+    """End of a worker, decided or observed, with the code and message that the node reports."""
 
     code: str
     message: str
@@ -81,14 +82,17 @@ class EndWorker:
 
 
 def begin(now: float) -> WatchdogState:
-    """Return the initial state of a worker that starts now."""
+    """Return the initial state for a worker that starts at `now`, in seconds of a monotonic clock."""
     return WatchdogState(now, now)
 
 
 def step(
     state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float
 ) -> tuple[WatchdogState, EndWorker | None]:
-    """Judge one observation. `now` is in seconds of a monotonic clock."""
+    """Apply one observation. `now` is in seconds of a monotonic clock.
+
+    Return the next state, and the end if the worker has ended or must be ended, else None.
+    """
     if seen.mark != state.mark:
         state = replace(state, mark=seen.mark, moved=now)
     if not seen.alive:
@@ -105,7 +109,7 @@ def _gone(seen: WorkerObservation) -> EndWorker:
 
 
 def _beyond(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
-    """Return the end for the bound that a living worker has exceeded, None when it exceeds none."""
+    """Return the end for the bound that a living worker has exceeded; None if it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"the worker used {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
         return EndWorker(EXCEEDED, message, at_once=True)

@@ -65,14 +65,17 @@ class EventWriter:
         self._began = time.monotonic()
 
     def write_event(self, event: str, **facts: object) -> None:
-        """Write one event."""
+        """Write one event with `facts`, and with the seconds since the start of the worker."""
         line = json.dumps({"v": VERSION, "event": event, "at": round(time.monotonic() - self._began, 3), **facts})
         with self._lock:
             self._file.write(line + "\n")
 
 
 class ProgressReporter:
-    """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`."""
+    """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`.
+
+    `peak` returns the peak memory of MLX in bytes, which is reported as well.
+    """
 
     def __init__(self, line: EventWriter) -> None:
         self._line = line
@@ -80,7 +83,7 @@ class ProgressReporter:
         self.peak: Callable[[], int] = lambda: 0
 
     def count(self, kind: Any) -> None:
-        """Count every later call of this class."""
+        """Patch the class `kind` so that every later call of its instances is counted."""
         call: Callable[..., object] = kind.__call__
 
         def counted(this: object, *given: object, **named: object) -> object:
@@ -91,7 +94,7 @@ class ProgressReporter:
         kind.__call__ = counted
 
     def run(self) -> None:
-        """Report the count until the process ends."""
+        """Write the count as `beat` events until the process ends."""
         pause = threading.Event()
         while not pause.wait(PROGRESS_INTERVAL_SECONDS):
             self._line.write_event("beat", blocks=self.blocks, peak=self.peak())
@@ -106,7 +109,10 @@ def private_descriptor() -> int:
 
 
 def read_job() -> dict[str, Any] | None:
-    """Read the job from the one line of stdin; None when stdin ends before the line does."""
+    """Read the job from the one line of stdin; None if stdin ends before the line.
+
+    Raise `ValueError` for invalid JSON.
+    """
     data = b""
     while not data.endswith(b"\n"):
         piece = os.read(0, 65536)
@@ -117,14 +123,14 @@ def read_job() -> dict[str, Any] | None:
 
 
 def hold_on() -> None:
-    """Exit at once when stdin ends."""
+    """Read stdin until it ends, then exit the process at once."""
     while os.read(0, 4096):
         pass
     os._exit(EXIT_UNNEEDED)
 
 
 def call_supported(call: Callable[..., Any], **named: object) -> Any:
-    """Call a function with those of these arguments that its signature has."""
+    """Call a function with the arguments in `named` that its signature has. Ignore all other arguments."""
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
 
@@ -132,17 +138,18 @@ def call_supported(call: Callable[..., Any], **named: object) -> Any:
 def package_config(root: Path, config_class: Any) -> Any:
     """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
 
-    A quantized package has no configs of its components; a third-party repository does.
+    `root` is the folder of the package, `config_class` is the engine's `ModelConfig`. A quantized package has no
+    configs of its components; a third-party repository does.
     """
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
     base = config_class.wan2_2_t2v_a14b() if two else config_class.wan2_2_ti2v_5b()
-    shape, picture, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
+    shape, vae, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
     known = dict(base.transformer_overrides)
     known |= {name: shape[name] for name in TRANSFORMER if name in shape}
     known |= {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name) is not None}
     known["has_transformer_2"] = two
-    known["vae_config"] = _narrowed(known["vae_config"], picture)
+    known["vae_config"] = _narrowed(known["vae_config"], vae)
     return call_supported(
         config_class,
         priority=base.priority,
@@ -165,14 +172,14 @@ def _config(root: Path, part: str) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _narrowed(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: said.get(name, value) for name, value in known.items()}
+def _narrowed(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: given.get(name, value) for name, value in known.items()}
 
 
 def bound(mx: Any, size: int, *, wire: bool = True) -> int:
-    """Limit MLX's memory below the lease before any weight is loaded.
+    """Set the limits of MLX for a lease of `size` bytes. Call before any weight is loaded.
 
-    Returns the wired limit in bytes, 0 where none is set.
+    Return the wired limit in bytes; 0 without `wire`, because none is set then.
     """
     mx.set_memory_limit(size)
     mx.set_cache_limit(min(MAX_CACHE_BYTES, size // 8))
@@ -190,7 +197,7 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
 
 
 def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dict[str, Any]:
-    """Make the clip of a job and report its progress. Returns the facts of the clip."""
+    """Make the clip of a job and write its progress as events. Return the properties of the clip, as `save_clip`."""
     mx: Any = importlib.import_module("mlx.core")
     wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
     line.write_event(
@@ -246,7 +253,10 @@ def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dic
 
 
 def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail. Returns the actual sizes, because the engine rounds sizes without an error."""
+    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip.
+
+    Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
+    """
     out = Path(job["out"])
     part = out / "part.mp4"
     call_supported(video.save, path=part, overwrite=True, validate_health=True)
@@ -257,9 +267,9 @@ def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
 
 
 def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
-    """Decode the clip as a player would, return its measures and save its first picture.
+    """Decode the whole clip and save its first frame as `thumbnail`. Return its width, height, frames and fps.
 
-    The engine itself checks for black pictures.
+    Raise `ValueError` if the clip has no frames. The engine itself checks for black frames.
     """
     av: Any = importlib.import_module("av")
     with av.open(str(clip)) as opened:
@@ -275,7 +285,10 @@ def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
 
 
 def code_of(error: BaseException, *, began: bool) -> str:
-    """Return the code of a failure: invalid output, full disk, failed generation, or a broken package."""
+    """Return the code of a failure: invalid output, full disk, failed generation, or a broken package.
+
+    `began`: a transformer block was computed. Before that, any error but `ValueError` counts as a broken package.
+    """
     if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
         return "output_invalid"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -284,7 +297,7 @@ def code_of(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Make one clip and return the exit code."""
+    """Make the clip of the job on stdin and return the exit code."""
     line = EventWriter(private_descriptor())
     try:
         job = read_job()

@@ -43,7 +43,7 @@ POLL_INTERVAL_SECONDS = 0.2
 EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that a worker has to exit after its last event."""
 REPORT_TIMEOUT_SECONDS = 1.0
-"""Seconds that an attendant has, after its worker's end, to report the end or to exit as well."""
+"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well."""
 EXIT_POLL_SECONDS = 0.02
 COMPLETED = "completed"
 PHASES = {
@@ -61,7 +61,7 @@ KEPT = ("PATH", "USER", "LANG", "LC_ALL")
 
 
 def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """Return the environment of a worker: only the variables named here, with caches in its own scratch folder."""
+    """Return the environment variables of a worker: those in `KEPT`, offline mode, and folders below `scratch`."""
     kept = {name: inherited[name] for name in KEPT if name in inherited}
     ours = {"HOME": str(scratch), "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -70,7 +70,11 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 
 @dataclass(slots=True)
 class WorkerJob:
-    """State of a job, by the worker's events. `mark` changes with each sign of progress."""
+    """State of a job, by the worker's events.
+
+    `mark` changes with each sign of progress. `end` is None until an event ends the job. `made` is the properties of
+    the finished clip.
+    """
 
     phase: LeasePhase = LeasePhase.GRANTED
     step: int = 0
@@ -78,10 +82,10 @@ class WorkerJob:
     mark: tuple[object, ...] = ()
     end: EndWorker | None = None
     made: dict[str, Any] | None = None
-    said_at: float = 0.0
+    ended_at: float = 0.0
 
     def handle_event(self, line: bytes, now: float) -> None:
-        """Handle one event. An invalid event does not count as progress."""
+        """Apply one event of the worker, a line of JSON. Ignore an invalid event. `now` is in monotonic seconds."""
         try:
             event = cast("object", msgspec.json.decode(line))
         except msgspec.DecodeError:
@@ -110,8 +114,8 @@ class WorkerJob:
                 )
             case _:
                 return
-        if self.end is not None and not self.said_at:
-            self.said_at = now
+        if self.end is not None and not self.ended_at:
+            self.ended_at = now
 
     def _move(self, phase: LeasePhase, *what: object) -> None:
         blocks = self.mark[3:] if len(self.mark) > 3 else (0,)
@@ -125,12 +129,15 @@ def _how(code: int) -> str:
 
 
 class WorkerMonitor:
-    """Watch of one granted lease, from its folder to the death of its worker."""
+    """Monitor of one granted lease, from the creation of its folder to the end of its worker.
+
+    `footprint` is the bytes of the worker's processes at the last check.
+    """
 
     def __init__(
-        self, held: LeaseRecord, folder: Path, bounds: WorkerBounds, start_timeout: float, grace: float
+        self, record: LeaseRecord, folder: Path, bounds: WorkerBounds, start_timeout: float, grace: float
     ) -> None:
-        self.held = held
+        self.record = record
         self.folder = folder
         self.job = WorkerJob()
         self.worker: WorkerGroup | None = None
@@ -145,7 +152,10 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder, after which an attendant may begin. Raises OSError when that is not possible."""
+        """Create the folder of the lease in place of an existing one. The worker may start after that.
+
+        Raise `OSError` if that fails.
+        """
         shutil.rmtree(self.folder, ignore_errors=True)
         private_folder(self.folder)
         private_folder(self.folder / OUT)
@@ -155,16 +165,16 @@ class WorkerMonitor:
 
     @property
     def peak(self) -> int:
-        """Highest footprint in bytes."""
+        """Highest footprint of the worker in bytes; 0 before its start."""
         return self.state.peak if self.state is not None else 0
 
     @property
     def seconds(self) -> float:
-        """Seconds since the start of the worker."""
+        """Seconds since the start of the worker; 0 before it."""
         return time.monotonic() - self.state.began if self.state is not None else 0.0
 
     def check(self) -> EndWorker | None:
-        """Check once. Returns an end when the worker must be ended or has ended."""
+        """Check the worker once. Return its end if it has ended or must be ended, else None."""
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)
@@ -193,7 +203,7 @@ class WorkerMonitor:
         if not alive or not attended:
             for line in self._tail.lines():  # the last events may have arrived by now
                 self.job.handle_event(line, now)
-        if self.job.end is not None and (not alive or now - self.job.said_at >= EXIT_TIMEOUT_SECONDS):
+        if self.job.end is not None and (not alive or now - self.job.ended_at >= EXIT_TIMEOUT_SECONDS):
             return self.job.end
         if not alive:
             self._gone_at = self._gone_at or now
@@ -204,7 +214,10 @@ class WorkerMonitor:
         return end
 
     async def kill(self, end: EndWorker) -> None:
-        """End the worker's process group, and return when all of its processes have ended."""
+        """End the worker's process group because of `end`, and return when all of its processes have ended.
+
+        Remove the grant, so that no worker is started later.
+        """
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
@@ -219,7 +232,7 @@ class WorkerMonitor:
 
 
 def living(worker: WorkerGroup) -> tuple[int, ...]:
-    """Return the living processes of a worker's group; empty when the process id belongs to a later process."""
+    """Return the ids of a worker's living processes; empty if its process id belongs to a later process by now."""
     if worker.born and (now := born(worker.pid)) and now != worker.born:
         return ()
     return members(worker.pid)

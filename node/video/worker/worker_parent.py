@@ -1,8 +1,8 @@
-"""Attendant of one worker: starts it for a lease, passes its job once the agent watches, and forwards its events.
+"""Parent process of one worker: starts the worker, passes its job once the agent watches, and forwards its events.
 
-The worker runs in its own process group, with the attendant's pipe as stdin. It exits when the attendant ends, for any
-reason. The attendant ends the worker at once when the agent ends, because no process guards the memory then. The
-attendant holds no state for a client: the agent reports the progress of the job.
+The worker runs in its own process group, with a pipe of the parent as stdin. The worker exits when the parent ends, for
+any reason. The parent ends the worker at once when the agent ends, because no process guards the memory then. The
+parent holds no state for a client: the agent reports the progress of the job.
 
 Run by the Ray actor (`node.video.worker.actor`), or directly: `python -m node.video.worker.worker_parent FOLDER LEASE
 GENERATION`.
@@ -41,15 +41,15 @@ from node.video.worker.lease_files import (
 WORKER = Path(__file__).with_name("worker.py")
 LOOK = 0.05
 GO_SECONDS = 30.0
-"""Timeout in seconds of the agent's `go` file."""
+"""Seconds that a started worker waits for the agent's `go` file before it is ended."""
 
 
 class LeaseFenced(Exception):
-    """The lease was never granted, has ended, or has another attendant."""
+    """Raised when a lease was never granted, has ended, or already has a parent process."""
 
 
 class WorkerParent:
-    """Attendant of one worker. `run` returns the worker's exit code; `stop` may be called from any thread."""
+    """Parent of one worker, for a generation of a lease. `stop` may be called from any thread."""
 
     def __init__(self, folder: Path, lease: str, generation: int) -> None:
         self._folder = folder
@@ -60,9 +60,10 @@ class WorkerParent:
         self._lock: int | None = None
 
     def run(self) -> int:
-        """Attend the worker from claim to end.
+        """Run the worker from claim to end, and return its exit code; negative for a signal.
 
-        Raises Fenced when the lease is not granted to this attendant, OSError when the worker cannot be started.
+        Raise `LeaseFenced` if the lease is not granted or already has a parent process. Raise `OSError` if the worker
+        cannot be started.
         """
         grant = self._granted()
         self._lock = lock(self._folder / ATTENDED)
@@ -74,7 +75,7 @@ class WorkerParent:
             os.close(self._lock)
 
     def stop(self) -> None:
-        """End the worker at once."""
+        """Kill the worker at once, from any thread."""
         self._stopped.set()
         self._kill()
 
@@ -90,12 +91,12 @@ class WorkerParent:
             self._claim(process.pid)
             threading.Thread(target=self._until_unguarded, daemon=True).start()
             if self._may_go():
-                self._hand_over(process, grant)
+                self._send_job(process, grant)
                 self._forward(process)
         finally:
             self._kill()
             code = process.wait()
-            self._tell_end(code)
+            self._write_exit(code)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     with suppress(OSError):
@@ -133,14 +134,14 @@ class WorkerParent:
         self.stop()
 
     def _may_go(self) -> bool:
-        """Wait until the agent watches the worker. Returns whether it does."""
+        """Wait until the agent watches the worker. Return False at a stop, a timeout or the end of the lease."""
         deadline = time.monotonic() + GO_SECONDS
         while not self._stopped.wait(LOOK) and time.monotonic() < deadline and (self._folder / GRANT).exists():
             if (self._folder / GO).exists():
                 return True
         return False
 
-    def _hand_over(self, process: subprocess.Popen[bytes], grant: LeaseGrant) -> None:
+    def _send_job(self, process: subprocess.Popen[bytes], grant: LeaseGrant) -> None:
         assert process.stdin is not None  # noqa: S101  it was asked for
         with suppress(BrokenPipeError):  # the worker has ended, which its exit event reports
             process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
@@ -152,8 +153,8 @@ class WorkerParent:
         with os.fdopen(descriptor, "ab", buffering=0) as events:
             _copy(process.stdout, events)
 
-    def _tell_end(self, code: int) -> None:
-        """Write an exit event, unless the attendant itself ended the worker."""
+    def _write_exit(self, code: int) -> None:
+        """Write an exit event, unless this process itself ended the worker."""
         if not self._stopped.is_set() and (self._folder / EVENTS).exists():
             with (self._folder / EVENTS).open("ab") as events:
                 events.write(msgspec.json.encode({"event": "exit", "code": code}) + b"\n")
@@ -173,7 +174,7 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """Attend the lease that the command line names, and return the worker's exit code."""
+    """Run the worker of the lease that the command line names. Return its exit code; 1 without a grant."""
     folder, lease, generation = sys.argv[1:]
     try:
         return WorkerParent(Path(folder), lease, int(generation)).run()

@@ -25,7 +25,7 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
     thoughts: bool = True
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return message(job, answer, finished, self.thoughts)
 
@@ -51,7 +51,7 @@ class MessagesRoute:
 class CountRequest(NamedTuple):
     """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the ignored fields."""
 
-    asked: CountTokens
+    tokens: CountTokens
     ignored: tuple[str, ...]
 
 
@@ -67,8 +67,8 @@ def count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | 
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    asked = CountTokens(0, found.body.model, messages, created, tools.text, template)
-    return CountRequest(asked, nameable([*found.ignored, *tools.left_out]))
+    request = CountTokens(0, found.body.model, messages, created, tools.text, template)
+    return CountRequest(request, nameable([*found.ignored, *tools.left_out]))
 
 
 def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
@@ -135,8 +135,8 @@ def _thinks(thinking: ThinkingOptions | None) -> bool | None:
 
 def _grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
-    asked = body.output_config.format if body.output_config is not None else None
-    form = None if asked is None else schema_grammar(asked.schema_, "output_config.format.schema")
+    format_ = body.output_config.format if body.output_config is not None else None
+    form = None if format_ is None else schema_grammar(format_.schema_, "output_config.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -159,7 +159,7 @@ def _tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
     if not body.tools:
         return NO_TOOLS
     offered = (_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
-    return collect_tools(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
+    return collect_tools(offered, body.tools, strict=strict, include_text=choice is None or choice.type != "none")
 
 
 def _tool(tool: AnthropicTool) -> OfferedTool:

@@ -90,7 +90,9 @@ class MessageChunks:
     def closing(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream: stop reason, usage, and the end of the message."""
         reason, stop = stop_of(finished, self._pieces.calls)
-        usage = _usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.thought)
+        usage = _usage(
+            finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
+        )
         ended = event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
         return self._close() + ended + event("message_stop")
 
@@ -100,8 +102,8 @@ class MessageChunks:
 
     def _called(self, call: AnswerToolCall) -> bytes:
         """Render a block with a single delta: a call is sent when it is complete."""
-        whole = self._begin(Channel.TOOL_CALL, _use(call, {}))
-        return whole + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
+        opening = self._begin(Channel.TOOL_CALL, _use(call, {}))
+        return opening + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
 
     def _in(self, channel: Channel, block: Block) -> bytes:
         return b"" if self._open is channel else self._begin(channel, block)
@@ -126,15 +128,17 @@ class MessageChunks:
 
 def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
     """Encode the whole answer to a request without a stream. Without `thoughts`, reasoning is left out."""
-    said = assemble_answer(answer)
+    assembled = assemble_answer(answer)
     content: list[Block] = []
-    if said.reasoning and thoughts:
-        content.append({"type": "thinking", "thinking": said.reasoning, "signature": SIGNATURE})
-    if said.content:
-        content.append({"type": "text", "text": said.content})
-    content += [_use(call, arguments_of(call)) for call in said.calls]
-    reason, stop = stop_of(finished, len(said.calls))
-    usage = _usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.thought)
+    if assembled.reasoning and thoughts:
+        content.append({"type": "thinking", "thinking": assembled.reasoning, "signature": SIGNATURE})
+    if assembled.content:
+        content.append({"type": "text", "text": assembled.content})
+    content += [_use(call, arguments_of(call)) for call in assembled.calls]
+    reason, stop = stop_of(finished, len(assembled.calls))
+    usage = _usage(
+        finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
+    )
     return msgspec.json.encode(_message(job, content, reason, stop, usage))
 
 
@@ -169,12 +173,12 @@ def _message(job: RequestSpec, content: list[Block], reason: str | None, stop: s
     }
 
 
-def _usage(prompt: int, cached: int, output: int, thought: int = 0) -> Block:
+def _usage(prompt: int, cached: int, output: int, reasoning_tokens: int = 0) -> Block:
     """Return the token counts: Anthropic's input excludes cached tokens."""
     return {
         "input_tokens": max(0, prompt - cached),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": output,
-        "output_tokens_details": {"thinking_tokens": thought},
+        "output_tokens_details": {"thinking_tokens": reasoning_tokens},
     }

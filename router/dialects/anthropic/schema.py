@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS, MAX_TOOLS
-from router.dialects.openai.chat_schema import BILL, CACHE, WHO
+from router.dialects.openai.chat_schema import BILL, CACHE, KEY_IDENTIFIES_CLIENT
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
@@ -29,8 +29,8 @@ from router.dialects.shared.template import Effort
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **OTHER_SERVERS,
-        "user_profile_id": WHO,
-        "workspace_id": WHO,
+        "user_profile_id": KEY_IDENTIFIES_CLIENT,
+        "workspace_id": KEY_IDENTIFIES_CLIENT,
         "service_tier": BILL,
         "cache_control": CACHE,
         "context_management": "a conversation is never shortened: the model gets all of it",
@@ -224,4 +224,4 @@ class MessagesBody(CountBody):
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
-COUNT = FieldTable(CountBody, {**HARMLESS, "metadata": WHO}, NEUTRAL, INSTEAD)
+COUNT = FieldTable(CountBody, {**HARMLESS, "metadata": KEY_IDENTIFIES_CLIENT}, NEUTRAL, INSTEAD)

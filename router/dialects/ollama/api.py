@@ -7,7 +7,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
-from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, whole
+from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, complete_body
 from router.dialects.ollama.schema import (
     CHAT,
     GENERATE,
@@ -60,9 +60,9 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return whole(AnswerShape(job, self.chat), answer, finished)
+        return complete_body(AnswerShape(job, self.chat), answer, finished)
 
     def chunks(self, reader: AnswerReader) -> OllamaChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -85,7 +85,7 @@ class OllamaChatRoute:
         messages = _messages(found.body.messages)
         if isinstance(messages, Problem):
             return messages
-        tools = _tools(found.body, found.asked, strict=self._strict)
+        tools = _tools(found.body, found.fields, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
         return _request(found.body, messages, tools, found.ignored, strict=self._strict)
@@ -188,8 +188,8 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams,
     return params, [f"options.{name}" for name in found.ignored]
 
 
-def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
-    raw = cast("list[Body]", asked.get("tools") or [])
+def _tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
+    raw = cast("list[Body]", sent.get("tools") or [])
     offered = (OfferedTool(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool))
     return collect_tools(offered, body.tools, strict=strict)
 

@@ -45,13 +45,13 @@ class AnswerShape:
         self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
     ) -> Line:
         """Return a whole answer, or one line of a stream. `end` are the additional fields of the last line."""
-        said: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
+        message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
-            said["thinking"] = thinking
+            message["thinking"] = thinking
         made = [_call(call) for call in calls]
         if made:
-            said["tool_calls"] = made
-        return {**self._about, **({"message": said} if self._chat else said), "done": False, **(end or {})}
+            message["tool_calls"] = made
+        return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def end(self, finished: Finished) -> Line:
         """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds."""
@@ -105,10 +105,10 @@ class OllamaChunks:
         return error_of(problem, self._shape.job.request_id) + b"\n"
 
 
-def whole(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
+def complete_body(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Encode the whole answer to a request without a stream."""
-    said = assemble_answer(answer)
-    return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
+    assembled = assemble_answer(answer)
+    return msgspec.json.encode(shape.line(assembled.content, assembled.reasoning, assembled.calls, shape.end(finished)))
 
 
 def _call(call: AnswerToolCall) -> Line:

@@ -28,12 +28,12 @@ from router.dialects.shared.common_fields import (
 from router.dialects.shared.field_table import FieldTable
 
 _NO_LOGPROBS = "use /v1/chat/completions for log probabilities"
-_WHOLE = "a conversation that is too long is refused, never truncated"
+_NO_TRUNCATION = "a conversation that is too long is refused, never truncated"
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         "keep_alive": KEEP,
-        "truncate": _WHOLE,
-        "shift": _WHOLE,
+        "truncate": _NO_TRUNCATION,
+        "shift": _NO_TRUNCATION,
     }
 )
 CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -95,7 +95,7 @@ OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
             _NODE,
         ),
         "num_ctx": "a request can always use the whole context of the model",
-        "num_keep": _WHOLE,
+        "num_keep": _NO_TRUNCATION,
         "repeat_last_n": "penalties apply to the whole answer",
         "penalize_newline": "newlines are penalized like every token",
         "mirostat_eta": "used only by mirostat",

@@ -35,7 +35,7 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
     custom: frozenset[str] = frozenset()
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self.custom)
 
@@ -82,26 +82,26 @@ def plain_tools(raw: bytes) -> str | None:
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Parse a body like `parse`, but always with the complete parser."""
     found = CHAT.read(body, strict=strict)
-    return found if isinstance(found, Problem) else _request(found.body, found.asked, found.ignored, strict=strict)
+    return found if isinstance(found, Problem) else _request(found.body, found.fields, found.ignored, strict=strict)
 
 
-def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
+def _request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
     """Build the request; `asked` is the body as JSON."""
     messages = messages_of(body.messages)
     if isinstance(messages, Problem):
         return messages
-    tools = _tools(body, asked, strict=strict)
+    tools = _tools(body, fields, strict=strict)
     if isinstance(tools, Problem):
         return tools
-    said = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
-    effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, said)
+    reasoning_options = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
+    effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, reasoning_options)
     template = variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
     include_usage = usage_wanted(body)
     if isinstance(include_usage, Problem):
         return include_usage
-    include_usage = include_usage or (bool(body.stream) and _asks_usage(body.usage))
+    include_usage = include_usage or (bool(body.stream) and _usage_included(body.usage))
     if body.top_logprobs and not body.logprobs:
         return invalid("top_logprobs needs logprobs: true", "top_logprobs")
     grammar = _grammar(body, tools)
@@ -139,13 +139,13 @@ def _grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tools(body: ChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
+def _tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
     """Return the tools in their order, without text when there are none or none may be called."""
     if not body.tools:
         return NO_TOOLS
-    raw = cast("list[Body]", asked["tools"])
+    raw = cast("list[Body]", fields["tools"])
     offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
-    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
 
 
 def _offered(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
@@ -155,6 +155,6 @@ def _offered(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
     return OfferedTool(custom(one.name, one.description, one.format), origin=ClientTool(one.name, custom=True))
 
 
-def _asks_usage(usage: object) -> bool:
+def _usage_included(usage: object) -> bool:
     """Return whether OpenRouter's form of `stream_options.include_usage` is set."""
     return isinstance(usage, dict) and cast("Body", usage).get("include") is True

@@ -112,8 +112,8 @@ class ChatChunks:
             texts = [("content", "")]
         carrier = next((at for at, (field, _) in enumerate(texts) if field == "content"), 0)
         for at, (field, text) in enumerate(texts):
-            said = f'{{"{field}":{encode_basestring_ascii(text)}}}'
-            events += self._choice(choice, said, logprobs if at == carrier else "null")
+            piece = f'{{"{field}":{encode_basestring_ascii(text)}}}'
+            events += self._choice(choice, piece, logprobs if at == carrier else "null")
         return events + "".join(self._call(choice, channel, text) for channel, text in delta.pieces)
 
     def _call(self, choice: int, channel: int, piece: str) -> str:
@@ -227,8 +227,8 @@ def _logprobs(choice: int, answer: CompleteAnswer, job: RequestSpec) -> Logprobs
 
 
 def _reason(finished: Finished, choice: int, calls: int) -> str:
-    told = finished.reasons[choice] if choice < len(finished.reasons) else "stop"
-    return finish_reason(told, calls)
+    reason = finished.reasons[choice] if choice < len(finished.reasons) else "stop"
+    return finish_reason(reason, calls)
 
 
 def _json(value: object) -> str:
@@ -239,5 +239,5 @@ def usage_of(finished: Finished) -> UsageField:
     """Return the token counts of a finished request in OpenAI's shape."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
     return UsageField(
-        prompt, written, prompt + written, _UsageDetails(finished.cached_tokens), _Written(finished.thought)
+        prompt, written, prompt + written, _UsageDetails(finished.cached_tokens), _Written(finished.reasoning_tokens)
     )

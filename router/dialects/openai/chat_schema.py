@@ -37,11 +37,11 @@ TOOLS_NOTE = (
 )
 BILL = "there is one service tier"
 CACHE = "the prefix cache needs no hints"
-WHO = "the API key identifies the client"
+KEY_IDENTIFIES_CLIENT = "the API key identifies the client"
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **OTHER_SERVERS,
-        "safety_identifier": WHO,
+        "safety_identifier": KEY_IDENTIFIES_CLIENT,
         "metadata": "answers are not stored",
         "service_tier": BILL,
         "prompt_cache_retention": CACHE,

@@ -65,7 +65,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self._echoes())
 

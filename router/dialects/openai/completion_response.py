@@ -32,8 +32,8 @@ class CompletionChunks:
 
     def opening(self) -> bytes:
         """Encode the prompts of a request with `echo`, else nothing."""
-        told = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
-        return "".join(told).encode()
+        events = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
+        return "".join(events).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as chunks; may be empty."""
@@ -66,8 +66,8 @@ class CompletionChunks:
         return problem.event(self._job.request_id)
 
     def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
-        said = encode_basestring_ascii(text)
-        about = f'{{"index":{choice},"text":{said},"logprobs":{logprobs},"finish_reason":{reason}}}'
+        encoded = encode_basestring_ascii(text)
+        about = f'{{"index":{choice},"text":{encoded},"logprobs":{logprobs},"finish_reason":{reason}}}'
         return self._head + about + self._tail
 
 
@@ -96,8 +96,8 @@ def _about(job: RequestSpec) -> str:
 
 
 def _reasons(finished: Finished, choices: int) -> list[str]:
-    told = (finished.reasons + ("stop",) * choices)[:choices]
-    return ["length" if reason == "length" else "stop" for reason in told]
+    reasons = (finished.reasons + ("stop",) * choices)[:choices]
+    return ["length" if reason == "length" else "stop" for reason in reasons]
 
 
 class LegacyLogprobs(msgspec.Struct, gc=False):

@@ -36,29 +36,29 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     """Parsed body of `/v1/responses`, with the store for its answer."""
 
     outline: ResponseMeta | None = None
-    said: tuple[Message, ...] = ()
+    conversation: tuple[Message, ...] = ()
     """Conversation up to the answer, without the instructions."""
     kept: ResponseStore | None = None
     """Store for the answer; None if the answer is not stored."""
     owner: str = ""
     """Id of the API key."""
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer, and store it if requested; see `router.dialects.shared.interface.ParsedRequest`."""
-        body, said = response(cast("ResponseMeta", self.outline), job, answer, finished)
-        self._keep(body, said)
+        body, assembled = response(cast("ResponseMeta", self.outline), job, answer, finished)
+        self._keep(body, assembled)
         return body
 
     def chunks(self, reader: AnswerReader) -> ResponseChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return ResponseChunks(cast("ResponseMeta", self.outline), reader.job, self._keep)
 
-    def _keep(self, body: bytes, said: SingleChoiceAnswer) -> None:
+    def _keep(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
         if self.kept is None or self.outline is None:
             return
-        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in said.calls)
-        last = Message("assistant", said.content, tool_calls=calls, reasoning=said.reasoning)
-        self.kept.put(self.owner, f"resp_{self.outline.name}", entry(body, (*self.said, last)))
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in assembled.calls)
+        last = Message("assistant", assembled.content, tool_calls=calls, reasoning=assembled.reasoning)
+        self.kept.put(self.owner, f"resp_{self.outline.name}", entry(body, (*self.conversation, last)))
 
 
 class ResponsesRoute:
@@ -73,7 +73,7 @@ class ResponsesRoute:
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = RESPONSES.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
+        return found if isinstance(found, Problem) else self._request(found.body, found.fields, found.ignored, key)
 
     def get(self, key: str, name: str) -> bytes | Problem:
         """Return a stored answer of an API key as JSON, or a 404 problem. `name` is the id of the answer."""
@@ -87,11 +87,11 @@ class ResponsesRoute:
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
 
     def _request(
-        self, body: ResponsesBody, asked: Body, ignored: tuple[str, ...], key: str
+        self, body: ResponsesBody, fields: Body, ignored: tuple[str, ...], key: str
     ) -> ResponsesRequest | Problem:
-        said = self._said(body, key)
-        if isinstance(said, Problem):
-            return said
+        conversation = self._conversation(body, key)
+        if isinstance(conversation, Problem):
+            return conversation
         tools = _tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
@@ -109,7 +109,7 @@ class ResponsesRoute:
             top_p=body.top_p,
             one_call=body.parallel_tool_calls is False,
         )
-        messages = (Message("system", body.instructions), *said) if body.instructions else said
+        messages = (Message("system", body.instructions), *conversation) if body.instructions else conversation
         return ResponsesRequest(
             demand_of(body.model, messages, params, tools.text),
             messages,
@@ -120,13 +120,13 @@ class ResponsesRoute:
             template,
             body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
             nameable([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
-            ResponseMeta(secrets.token_hex(16), body, asked, tools.origins),
-            said,
+            ResponseMeta(secrets.token_hex(16), body, fields, tools.origins),
+            conversation,
             self.kept if body.store is not False else None,
             key,
         )
 
-    def _said(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
+    def _conversation(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
         """Return the conversation: the stored messages, then the new ones."""
         messages = messages_of(body.input)
         before = body.previous_response_id
@@ -141,10 +141,10 @@ class ResponsesRoute:
 
 def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
-    asked = body.text.format if body.text is not None else None
-    form: GrammarSpec | Problem | None = GrammarSpec("json_object") if isinstance(asked, JsonObject) else None
-    if isinstance(asked, SchemaFormat):
-        form = schema_grammar(asked.schema_, "text.format.schema")
+    spec = body.text.format if body.text is not None else None
+    form: GrammarSpec | Problem | None = GrammarSpec("json_object") if isinstance(spec, JsonObject) else None
+    if isinstance(spec, SchemaFormat):
+        form = schema_grammar(spec.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -155,7 +155,7 @@ def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | Non
 
 def _tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
     offered = (offer for tool in body.tools or () for offer in _offered(tool))
-    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
 
 
 def _offered(

@@ -77,7 +77,7 @@ def _message(item: Item) -> Message:
     if isinstance(item, OutputItem | CustomOutputItem):
         return Message("tool", _text(item.output), tool_call_id=item.call_id)
     thoughts = item.content or item.summary or ()
-    return Message("assistant", reasoning="\n".join(thought.text for thought in thoughts))
+    return Message("assistant", reasoning="\n".join(block.text for block in thoughts))
 
 
 def _text(content: Content) -> str:

@@ -32,10 +32,10 @@ class ResponseMeta:
     form.
     """
 
-    def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, ClientTool]) -> None:
+    def __init__(self, name: str, body: ResponsesBody, fields: Body, origins: Mapping[str, ClientTool]) -> None:
         self.name = name
         self._origins = origins
-        text = cast("Body", asked.get("text") or {})
+        text = cast("Body", fields.get("text") or {})
         self._echo: Shape = {
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
@@ -46,8 +46,8 @@ class ResponseMeta:
             "store": body.store is not False,
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}} | {key: value for key, value in text.items() if value is not None},
-            "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
             "top_p": body.top_p,
             "truncation": "disabled",
             "background": False,
@@ -103,13 +103,13 @@ def cut_short(finished: Finished) -> bool:
     return bool(finished.reasons) and finished.reasons[0] == "length"
 
 
-def whole_output(outline: ResponseMeta, said: SingleChoiceAnswer) -> list[Shape]:
+def complete_output(outline: ResponseMeta, assembled: SingleChoiceAnswer) -> list[Shape]:
     """Return the output items of a whole answer: reasoning, text, and calls."""
     output: list[Shape] = []
-    for channel, text in ((Channel.REASONING, said.reasoning), (Channel.CONTENT, said.content)):
+    for channel, text in ((Channel.REASONING, assembled.reasoning), (Channel.CONTENT, assembled.content)):
         if text:
             output.append(_text_item(channel, outline.item(len(output), channel), "completed", text))
-    for call in said.calls:
+    for call in assembled.calls:
         output.append(outline.call(outline.item(len(output), Channel.TOOL_CALL), "completed", call))
     return output
 
@@ -120,7 +120,7 @@ def usage_of(finished: Finished) -> Shape:
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": finished.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": finished.thought},
+        "output_tokens_details": {"reasoning_tokens": finished.reasoning_tokens},
         "total_tokens": finished.prompt_tokens + finished.completion_tokens,
     }
 
@@ -129,8 +129,8 @@ def response(
     outline: ResponseMeta, job: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream as JSON, and its content."""
-    said = assemble_answer(answer)
-    return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
+    assembled = assemble_answer(answer)
+    return msgspec.json.encode(outline.finished(job, complete_output(outline, assembled), finished)), assembled
 
 
 class ResponseChunks:
@@ -150,7 +150,7 @@ class ResponseChunks:
         self._output: list[Shape] = []
         self._open: Channel | None = None
         self._text: list[str] = []
-        self._said: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
+        self._texts: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
         self._calls: list[AnswerToolCall] = []
 
     def keepalive(self, why: str) -> bytes:
@@ -178,18 +178,18 @@ class ResponseChunks:
     def closing(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream. The last event repeats the whole answer."""
         events = self._close("incomplete" if cut_short(finished) else "completed")
-        whole = self._outline.finished(self._job, self._output, finished)
-        thought, content = ("".join(self._said[one]) for one in (Channel.REASONING, Channel.CONTENT))
-        said = SingleChoiceAnswer(thought, content, self._calls)
-        self._kept(msgspec.json.encode(whole), said)
-        return events + self._event(f"response.{whole['status']}", response=whole)
+        body = self._outline.finished(self._job, self._output, finished)
+        reasoning, content = ("".join(self._texts[one]) for one in (Channel.REASONING, Channel.CONTENT))
+        assembled = SingleChoiceAnswer(reasoning, content, self._calls)
+        self._kept(msgspec.json.encode(body), assembled)
+        return events + self._event(f"response.{body['status']}", response=body)
 
     def failing(self, problem: Problem) -> bytes:
         """Encode the event that ends a failed stream, with the reason."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
-        whole = self._outline.shape(self._job, "failed", self._output, error=error)
-        return self._close("incomplete") + self._event("response.failed", response=whole)
+        body = self._outline.shape(self._job, "failed", self._output, error=error)
+        return self._close("incomplete") + self._event("response.failed", response=body)
 
     def _begin(self, channel: Channel) -> bytes:
         self._open, self._text = channel, []
@@ -202,7 +202,7 @@ class ResponseChunks:
         if channel is None:
             return b""
         text = "".join(self._text)
-        self._said[channel].append(text)
+        self._texts[channel].append(text)
         item = _text_item(channel, self._id(channel), status, text)
         done = self._about(_NAMES[channel] + ".done", channel, {"text": text, **_LOGPROBS[channel]})
         done += self._about("response.content_part.done", channel, {"part": _part(channel, text)})

@@ -61,7 +61,7 @@ class ResponseStore:
     ) -> None:
         self._most, self._most_bytes = most, nbytes
         self._of_key, self._key_bytes = of_key, key_bytes
-        self._shelves: OrderedDict[str, KeyResponses] = OrderedDict()
+        self._by_key: OrderedDict[str, KeyResponses] = OrderedDict()
         self._order: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.nbytes = 0
 
@@ -76,30 +76,30 @@ class ResponseStore:
         self.drop(key, name)
         if kept.nbytes > min(self._key_bytes, self._most_bytes):
             return
-        shelf = self._shelves.setdefault(key, KeyResponses(OrderedDict()))
-        shelf.entries[name] = kept
-        shelf.nbytes += kept.nbytes
+        responses = self._by_key.setdefault(key, KeyResponses(OrderedDict()))
+        responses.entries[name] = kept
+        responses.nbytes += kept.nbytes
         self.nbytes += kept.nbytes
         self._order[key, name] = None
-        while len(shelf.entries) > self._of_key or shelf.nbytes > self._key_bytes:
-            self.drop(key, next(iter(shelf.entries)))
+        while len(responses.entries) > self._of_key or responses.nbytes > self._key_bytes:
+            self.drop(key, next(iter(responses.entries)))
         while len(self._order) > self._most or self.nbytes > self._most_bytes:
             self.drop(*next(iter(self._order)))
 
     def get(self, key: str, name: str) -> StoredResponse | None:
         """Return a stored answer of a key by its id; None if it is unknown."""
-        shelf = self._shelves.get(key)
-        return None if shelf is None else shelf.entries.get(name)
+        responses = self._by_key.get(key)
+        return None if responses is None else responses.entries.get(name)
 
     def drop(self, key: str, name: str) -> bool:
         """Delete an answer of a key. Return False if the key has none of that id."""
-        shelf = self._shelves.get(key)
-        gone = None if shelf is None else shelf.entries.pop(name, None)
-        if shelf is None or gone is None:
+        responses = self._by_key.get(key)
+        gone = None if responses is None else responses.entries.pop(name, None)
+        if responses is None or gone is None:
             return False
-        shelf.nbytes -= gone.nbytes
+        responses.nbytes -= gone.nbytes
         self.nbytes -= gone.nbytes
         del self._order[key, name]
-        if not shelf.entries:
-            del self._shelves[key]
+        if not responses.entries:
+            del self._by_key[key]
         return True

@@ -14,7 +14,7 @@ from router.dialects.shared.field_table import FieldTable
 MAX_PROMPT_CHARS = 8000
 """Maximum characters of a prompt; the text encoder uses 512 tokens."""
 MAX_SEED = 2**32 - 1
-_WHOLE = re.compile(r"-?[0-9]{1,12}")
+_INTEGER = re.compile(r"-?[0-9]{1,12}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")
 
 IGNORED: Mapping[str, str] = MappingProxyType({"user": "jobs belong to the API key that created them"})
@@ -36,9 +36,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _whole(value: object) -> object:
+def _whole_number(value: object) -> object:
     if isinstance(value, str):
-        if not _WHOLE.fullmatch(value):
+        if not _INTEGER.fullmatch(value):
             raise PydanticCustomError("whole", "this must be a whole number, not {value}", {"value": repr(value[:40])})
         return int(value)
     return value
@@ -52,9 +52,9 @@ def _number(value: object) -> object:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**6 else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(10**12), le=10**12)]
+WholeNumber = Annotated[int, BeforeValidator(_whole_number), Field(ge=-(10**12), le=10**12)]
 """Whole number. Its real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_SEED)]
+Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]
 
@@ -64,11 +64,11 @@ class VideoBody(StrictPart):
 
     prompt: Prompt
     model: Named | None = None
-    seconds: Whole | None = None
+    seconds: WholeNumber | None = None
     size: Annotated[str, Field(pattern=r"^[0-9]{1,5}x[0-9]{1,5}$")] | None = None
-    frames: Whole | None = None
-    fps: Whole | None = None
-    steps: Whole | None = None
+    frames: WholeNumber | None = None
+    fps: WholeNumber | None = None
+    steps: WholeNumber | None = None
     guidance: Guidance | None = None
     guidance_2: Guidance | None = None
     negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from router.admission.request_limits import MAX_IGNORED, MAX_NAME_CHARS, MAX_VALUES
 from router.dialects.shared.common_fields import ForeignPart, StrictPart
 from router.dialects.shared.strict_json import Body, read_object
-from router.dialects.shared.validation import asks_only_for_more, from_validation, unsupported
+from router.dialects.shared.validation import from_validation, has_only_unknown_fields, unsupported
 from router.errors import Problem
 
 B = TypeVar("B", bound=StrictPart)
@@ -44,7 +44,7 @@ class ParsedBody(NamedTuple, Generic[B]):
 
     body: B
     """Body as the pydantic model."""
-    asked: Body
+    fields: Body
     """Body as JSON, without the fields that are known to have no effect."""
     ignored: tuple[str, ...]
     """Names of the ignored fields."""
@@ -78,20 +78,20 @@ class FieldTable(Generic[B]):
 
     def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
-        asked = self._strip(found)
-        if isinstance(asked, Problem):
-            return asked
+        fields = self._strip(found)
+        if isinstance(fields, Problem):
+            return fields
         ignored = [name for name in found if name in self.ignored and found[name]]
         try:
-            return ParsedBody(self.body.model_validate(asked), asked, tuple(ignored))
+            return ParsedBody(self.body.model_validate(fields), fields, tuple(ignored))
         except ValidationError as error:
-            if strict or not asks_only_for_more(error) or _mistaken(asked, self.known):
+            if strict or not has_only_unknown_fields(error) or _mistaken(fields, self.known):
                 return from_validation(error, self.known, self.instead)
         try:
-            body = self.body.model_validate(asked, extra="allow")
+            body = self.body.model_validate(fields, extra="allow")
         except ValidationError as error:
             return from_validation(error, self.known, self.instead)
-        return ParsedBody(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
+        return ParsedBody(body, fields, tuple(dict.fromkeys([*ignored, *_extras(body)])))
 
     def rows(self) -> Iterator[FieldRow]:
         """Yield the rows of the manual's table, by name."""
@@ -105,14 +105,14 @@ class FieldTable(Generic[B]):
 
     def _strip(self, found: Body) -> Body | Problem:
         """Remove fields without an effect; refuse fields that are not offered."""
-        asked: Body = {}
+        fields: Body = {}
         for name, value in found.items():
             if name in self.neutral:
                 if not _neutral(value, self.neutral[name]):
                     return unsupported(name, self.instead)
             elif name not in self.ignored:
-                asked[name] = value
-        return asked
+                fields[name] = value
+        return fields
 
 
 def nameable(names: Iterable[str]) -> tuple[str, ...]:
@@ -129,9 +129,9 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
-def _mistaken(asked: Body, known: Collection[str]) -> bool:
+def _mistaken(fields: Body, known: Collection[str]) -> bool:
     """Return whether a body has more than MAX_IGNORED unknown fields, an overlong field name or a typing error."""
-    strange = [name for name in asked if name not in known]
+    strange = [name for name in fields if name not in known]
     if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True
     return any(difflib.get_close_matches(name, known, 1, MIN_TYPO_SIMILARITY) for name in strange)

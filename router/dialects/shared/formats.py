@@ -171,15 +171,15 @@ ToolChoice = Annotated[
 ]
 
 
-def format_of(asked: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
+def format_of(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
     """Convert a response format in OpenAI's shape to a grammar. `name` is its field in the body, for errors.
 
     Return None if the answer is not constrained, and a 400 problem for an invalid schema.
     """
-    if isinstance(asked, JsonObject):
+    if isinstance(spec, JsonObject):
         return GrammarSpec("json_object")
-    if isinstance(asked, JsonSchema):
-        return schema_grammar(asked.json_schema.schema_, f"{name}.json_schema.schema")
+    if isinstance(spec, JsonSchema):
+        return schema_grammar(spec.json_schema.schema_, f"{name}.json_schema.schema")
     return None
 
 
@@ -194,39 +194,39 @@ def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
     return text if isinstance(text, Problem) else GrammarSpec("json_schema", text)
 
 
-def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
+def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
     """Convert every given field to a grammar or a 400 problem, by the name of the field with `prefix`."""
     found: dict[str, GrammarSpec | Problem] = {}
-    if asked.json_ is not None:
-        name, schema = f"{prefix}json", asked.json_
+    if options.json_ is not None:
+        name, schema = f"{prefix}json", options.json_
         found[name] = GrammarSpec("json_schema", schema) if isinstance(schema, str) else schema_grammar(schema, name)
-    if asked.regex is not None:
-        found[f"{prefix}regex"] = GrammarSpec("regex", asked.regex)
-    if asked.choice is not None:
-        text = write(asked.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
+    if options.regex is not None:
+        found[f"{prefix}regex"] = GrammarSpec("regex", options.regex)
+    if options.choice is not None:
+        text = write(options.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
         found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec("choice", text)
-    if asked.grammar is not None:
-        found[f"{prefix}grammar"] = GrammarSpec("lark", asked.grammar)
-    if asked.json_object:
+    if options.grammar is not None:
+        found[f"{prefix}grammar"] = GrammarSpec("lark", options.grammar)
+    if options.json_object:
         found[f"{prefix}json_object"] = GrammarSpec("json_object")
     return found
 
 
 def single_grammar(
-    asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
+    specs: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
 ) -> GrammarSpec | Problem | None:
     """Return the only given grammar, with the pattern of its whitespace; None if there is none.
 
     Return a 400 problem for several grammars, for a grammar that is too long, and for whitespace without a JSON format.
     """
-    if len(asked) > 1:
-        names = sorted(asked)
+    if len(specs) > 1:
+        names = sorted(specs)
         return invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
-    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind.startswith("json") for one in asked.values()):
+    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind.startswith("json") for one in specs.values()):
         return invalid(
             "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
         )
-    for name, found in asked.items():
+    for name, found in specs.items():
         if isinstance(found, Problem):
             return found
         if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:

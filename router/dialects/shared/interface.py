@@ -93,7 +93,7 @@ class ParsedRequest(Protocol):
         """
         ...
 
-    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the answer to a request without a stream. `job` has all choices together."""
         ...
 

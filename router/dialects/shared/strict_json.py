@@ -47,10 +47,10 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
         return invalid(f"the body cannot be used: {str(error)[:200]}")
     if not isinstance(found, dict):
         return invalid("the body must be a JSON object")
-    whole = cast("Body", found)
-    if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
+    parsed = cast("Body", found)
+    if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
         return invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
-    return whole
+    return parsed
 
 
 def _too_wide(body: bytes) -> Problem | None:

@@ -77,7 +77,7 @@ class RequestedReasoning(NamedTuple):
     """Names of fields that have no known meaning and are ignored."""
 
 
-def combine_reasoning(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> RequestedReasoning:
+def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
     `said` has the fields `thinking`, `think` and `reasoning`. `effort` and `switch` are the values of the two plain
@@ -85,30 +85,30 @@ def combine_reasoning(effort: str | None, switch: bool | None, said: Mapping[str
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
-        found = _switch(said[name])
-        if found is None and said[name] is not None:
+        found = _switch(options[name])
+        if found is None and options[name] is not None:
             ignored.append(name)
         switch = found if switch is None else switch
-    reasoning = said["reasoning"]
+    reasoning = options["reasoning"]
     if isinstance(reasoning, dict):
-        asked = dict(cast("Body", reasoning))
-        wanted, enabled = asked.get("effort"), asked.get("enabled")
+        rest = dict(cast("Body", reasoning))
+        wanted, enabled = rest.get("effort"), rest.get("enabled")
         if isinstance(wanted, str) and wanted in EFFORTS:
             effort = effort or wanted
-            del asked["effort"]
+            del rest["effort"]
         if isinstance(enabled, bool):
             switch = enabled if switch is None else switch
-            del asked["enabled"]
-        ignored += [f"reasoning.{name}" for name, value in asked.items() if value is not None]
+            del rest["enabled"]
+        ignored += [f"reasoning.{name}" for name, value in rest.items() if value is not None]
     elif reasoning is not None:
         ignored.append("reasoning")
     return RequestedReasoning(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
 
 
-def _switch(said: object) -> bool | None:
-    if isinstance(said, bool):
-        return said
-    kind = cast("Body", said).get("type") if isinstance(said, dict) else None
+def _switch(value: object) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    kind = cast("Body", value).get("type") if isinstance(value, dict) else None
     return {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
 
 

@@ -78,10 +78,10 @@ def function(name: str, description: object = None, parameters: object = None, *
 
 def custom(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
     """Return a custom tool as a function with a text. A grammar of its input is shown to the model and not enforced."""
-    told = [description] if description else []
+    texts = [description] if description else []
     if isinstance(form, GrammarFormat):
-        told.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
-    return function(name, "\n\n".join(told) or None, INPUT)
+        texts.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
+    return function(name, "\n\n".join(texts) or None, INPUT)
 
 
 def as_written(tool: Body) -> Body:
@@ -102,7 +102,7 @@ def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterato
 
 
 def collect_tools(
-    offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
+    offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, include_text: bool = True
 ) -> ToolSet | Problem:
     """Check and combine the tools of a request. Return a 400 problem for too many or too long tools.
 
@@ -123,7 +123,7 @@ def collect_tools(
     origins = {one.name: one.origin for one in found if one.origin is not None}
     names = tuple(one.name for one in found)
     return ToolSet(
-        text if told else "",
+        text if include_text else "",
         names,
         any(one.strict for one in found),
         origins,

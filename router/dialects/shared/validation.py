@@ -56,7 +56,7 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
     return invalid(f"{path}: {first.msg}", path)
 
 
-def asks_only_for_more(error: ValidationError) -> bool:
+def has_only_unknown_fields(error: ValidationError) -> bool:
     """Return whether the only errors of a body are unknown fields that may be ignored.
 
     Fields of the prompt, fields of the answer's format, and fields for unsupported features such as audio are never

@@ -50,7 +50,7 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
     ),
     "large heads, many headers": (f"{HERE}::test_heads_without_end", f"{PORT}::test_a_head_of_two_mebibytes_is_431"),
     "bad UTF-8, NUL, depth, 1e400, duplicates, NaN": (
-        f"{HERE}::test_bodies_that_nobody_should_send",
+        f"{HERE}::test_invalid_bodies_are_rejected",
         f"{DIALECTS}::test_a_bad_body_is_a_400_in_the_shape_of_its_dialect",
     ),
     "long bodies": (f"{HERE}::test_long_bodies_are_not_read", f"{PORT}::test_more_than_eight_mebibytes_are_413"),
@@ -446,7 +446,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("operation", WITH_BODY)
-def test_bodies_that_nobody_should_send(served: Served, operation: str):
+def test_invalid_bodies_are_rejected(served: Served, operation: str):
     for body in BAD:
         answer = only(served, request(served, operation, body=body))
         long = operation == "POST /api/v1/page/visits" and len(body) > MAX_PUBLIC_BODY_BYTES
@@ -510,7 +510,7 @@ def test_clients_that_leave_at_once(served: Served, operation: str):
             dialed.sendall(sent)
     deadline = time.monotonic() + 10
     while not served.call(lambda: served.cluster.dispatcher.idle and served.cluster.dispatcher.ledger.empty):
-        assert time.monotonic() < deadline, "its ticket is still open"
+        assert time.monotonic() < deadline, "the dispatcher still holds the request"
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

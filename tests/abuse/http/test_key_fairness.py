@@ -125,7 +125,7 @@ def test_another_key_is_admitted_where_one_has_taken_all_memory():
     assert refusal.refused.numbers is not None
     squeeze(driver, refusal.refused.numbers.estimate - 64 * KIB)
     again = driver.ask("Hello!", FOUR, owner=GREEDY_KEY)
-    assert not driver.admitted(again), "of its own requests none gives way"
+    assert not driver.admitted(again), "a key does not preempt its own requests"
     other = driver.ask("Hello!", FOUR, owner=OTHER)
     assert driver.admitted(other)
     assert preemptions(driver) == 1

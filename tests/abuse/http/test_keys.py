@@ -65,7 +65,7 @@ def running(served: Served, key: str) -> object:
 def all_gone(served: Served, key: str) -> None:
     deadline = time.monotonic() + 10
     while not served.call(lambda: served.cluster.dispatcher.idle):
-        assert time.monotonic() < deadline, "a ticket is still open"
+        assert time.monotonic() < deadline, "the dispatcher still holds a request"
     assert running(served, key) == 0
     assert served.call(lambda: served.cluster.dispatcher.ledger.empty)
     assert served.call(lambda: len(served.cluster.dispatcher.queue)) == 0

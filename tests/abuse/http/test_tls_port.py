@@ -251,7 +251,7 @@ async def test_plain_http_gets_the_url_with_https(running: Pool, served_meanwhil
         dialed[1].transport.abort()
 
 
-async def test_a_client_that_says_nothing_has_one_patience_for_its_first_byte_and_its_handshake(
+async def test_a_silent_client_has_one_timeout_for_its_first_byte_and_its_handshake(
     running: Pool, served_meanwhile: None
 ):
     dialed = await dial(running, None)

@@ -21,7 +21,7 @@ from wire.report import Hardware
 
 
 def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
-    return line.ask(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
+    return line.enqueue(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
@@ -81,7 +81,7 @@ async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
 
         def crowd(code: str) -> None:
             codes.append(code)
-            (ticket,) = door.approvals.tickets.values()
+            (ticket,) = door.approvals.requests.values()
             ticket.gave_way = True
             ticket.wake()
 

@@ -18,7 +18,7 @@ import pytest
 from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cluster import link_server, registry
-from coordinator.cluster.link_server import MAX_STRANGERS
+from coordinator.cluster.link_server import MAX_UNLINKED
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
@@ -111,8 +111,8 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
     assert not port.application.registry.pool.members
 
 
-async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
-    """One address may have a quarter of MAX_STRANGERS. A machine that wants to join from there must retry until they
+async def test_many_peers_without_certificate_keep_no_node_out(tmp_path: Path) -> None:
+    """One address may have a quarter of MAX_UNLINKED. A machine that wants to join from there must retry until they
     have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
         crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
@@ -120,7 +120,7 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
         late = await port.link(port.member("late"))
         assert await (await port.dial()).ended(30) == []
         ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]
-        assert ends == ["too_slow"] * (MAX_STRANGERS // 4)
+        assert ends == ["too_slow"] * (MAX_UNLINKED // 4)
         await asyncio.wait_for(_enrolling(port), 30)
         late.send(a_report(1))
 
@@ -128,7 +128,7 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
 async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_server, "MAX_STRANGERS", -1)
+    monkeypatch.setattr(link_server, "MAX_UNLINKED", -1)
     assert await (await port.dial()).ended() == []
     line = await port.link(port.member("known"))
     line.send(a_report(1))
@@ -189,7 +189,7 @@ async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_p
         welcome = await line.until(Welcome)
         assert authority.sealed(welcome.generation, welcome.seal)
         line.close()
-    assert marks == [], "a node cannot end us by a word"
+    assert marks == [], "a node's message cannot end the coordinator"
     line = await port.dial(who)
     line.send(hello(who, generation=7, seal=authority.seal(7)))
     denied = the_no(await line.ended())
@@ -234,7 +234,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
-async def test_a_second_process_with_a_nodes_identity_expels_nobody(port: Port) -> None:
+async def test_a_second_process_with_a_nodes_identity_does_not_expel_the_first(port: Port) -> None:
     who = port.member("studio")
     first = await port.link(who)
     await port.until(lambda: port.state(who) == "ready")

@@ -181,7 +181,7 @@ async def test_what_is_not_tls_is_closed(tmp_path: Path) -> None:
         await still_works(door, tmp_path / "n")
 
 
-async def test_a_silent_stranger_is_told_and_closed(tmp_path: Path) -> None:
+async def test_a_silent_peer_without_certificate_is_denied_and_closed(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         (answer,) = await said(door)
         assert isinstance(answer, Denied)

@@ -35,7 +35,7 @@ async def _answer(line: Line, finished: tuple[int, int, int]) -> None:
     line.send(
         Admitted(asked.request, prompt, cached),
         Deltas((Delta(asked.request, 0, (1, 2, 3), ((0, "one"),)),)),
-        Finished(asked.request, ("stop",), prompt, completion, cached, thought=completion),
+        Finished(asked.request, ("stop",), prompt, completion, cached, reasoning_tokens=completion),
         a_report(2),
     )
 

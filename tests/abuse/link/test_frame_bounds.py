@@ -24,7 +24,7 @@ LIES: dict[str, Frame] = {
     "finished: prompt tokens": Finished(1, ("stop",), HUGE, 1),
     "finished: completion tokens": Finished(1, ("stop",), 1, HUGE - 1),
     "finished: negative tokens": Finished(1, ("stop",), -5, -5, -5),
-    "finished: thought tokens": Finished(1, ("stop",), 1, 1, thought=2**31),
+    "finished: thought tokens": Finished(1, ("stop",), 1, 1, reasoning_tokens=2**31),
     "finished: infinite time": Finished(1, ("stop",), 1, 1, timings=Timings(math.inf)),
     "finished: negative time": Finished(1, ("stop",), 1, 1, timings=Timings(decode=-1.0)),
     "finished: many reasons": Finished(1, ("stop",) * 5000, 1, 1),

@@ -55,7 +55,7 @@ async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Po
     assert (await ask(port, who, "/api/v1/status"))["nodes"]["ready"] == 1
     assert port.state(who) == "ready"
     assert not link.reader.at_eof()
-    await port.until(lambda: port.application.registry.links.strangers() == 0)
+    await port.until(lambda: port.application.registry.links.unlinked_count() == 0)
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ async def test_no_node_answers_for_another(port: Port) -> None:
     honest, liar = await _linked(port, "honest"), await _linked(port, "liar")
     asking = asyncio.create_task(_all(port, "node-1", 1000))
     asked = await honest.until(FetchRequest)
-    liar.send(FetchChunk(asked.ask, b"forged", last=True))
+    liar.send(FetchChunk(asked.number, b"forged", last=True))
     await asyncio.sleep(0.1)
-    honest.send(FetchChunk(asked.ask, b"true", last=True))
+    honest.send(FetchChunk(asked.number, b"true", last=True))
     assert await asking == b"true"
 
 
@@ -48,7 +48,7 @@ async def test_an_answer_that_never_ends_ends_its_link(port: Port, piece: bytes)
         line = await _linked(port, "liar")
         asking = asyncio.create_task(_all(port, "node-2", 10_000))
         asked = await line.until(FetchRequest)
-        line.send(*(FetchChunk(asked.ask, piece) for _ in range(20)))
+        line.send(*(FetchChunk(asked.number, piece) for _ in range(20)))
         await line.ended()
         await port.until(lambda: port.said("longer answer than the 10000 bytes"))
         asking.cancel()
@@ -58,7 +58,7 @@ async def test_a_window_without_a_byte_is_the_last(port: Port) -> None:
     line = await _linked(port, "liar")
     asking = asyncio.create_task(_all(port, "node-1", 10_000))
     asked = await line.until(FetchRequest)
-    line.send(FetchChunk(asked.ask, b"", last=True, next=5))
+    line.send(FetchChunk(asked.number, b"", last=True, next=5))
     assert await asyncio.wait_for(asking, 30) == b""
 
 

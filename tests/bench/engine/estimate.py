@@ -50,7 +50,7 @@ def ratios(resident: LoadedModel, tokens: int, past: int, random: Random) -> tup
     after = extent_of(cache)
     wrote = after.size - before.size
     peak = max(mx.get_peak_memory(), mx.get_active_memory())
-    estimate = resident.estimator.chunk(tokens, past, grows=after.room > before.room)
+    estimate = resident.estimator.chunk(tokens, past, grows=after.capacity > before.capacity)
     return (ground + wrote + estimate) / peak, estimate / max(1, peak - ground - wrote)
 
 

@@ -290,7 +290,7 @@ async def test_a_node_lost_in_the_middle_is_not_noticed(end: str):
     assert [sum(isinstance(frame, Generate) for frame in node.heard) for node in nodes] == [1, 1]
 
 
-async def test_a_node_lost_in_the_middle_with_nobody_to_go_on_is_an_honest_error():
+async def test_a_node_lost_in_the_middle_without_another_node_is_an_error():
     node = LoopbackNode("a", text=("word ",) * 10_000, step_seconds=0.005)
     async with (
         served(LoopbackCluster(node)) as cluster,

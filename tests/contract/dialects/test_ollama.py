@@ -245,7 +245,7 @@ async def test_a_stream_that_breaks_says_so_in_its_last_line(cluster: LoopbackCl
     assert isinstance(rest[-1]["error"], str)
 
 
-async def test_nobody_is_served_without_a_key(cluster: LoopbackCluster):
+async def test_no_client_is_served_without_a_key(cluster: LoopbackCluster):
     async with plain(cluster) as client:
         for method, path in (
             ("POST", "/api/chat"),

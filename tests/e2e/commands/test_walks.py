@@ -188,5 +188,5 @@ def test_a_developer(people: list[Person]):
     said = desk.type(f'{curl} {base}/v1/chat/completions -d \'{{"model":"none","messages":[]}}\'')
     assert "error" in said
     assert "mine-1" in studio.type("cluster explain mine-1")
-    assert desk.type("cluster nodes", code=4), "a key without rights is told so"
+    assert desk.type("cluster nodes", code=4), "a key without rights gets an error"
     up.interrupt()

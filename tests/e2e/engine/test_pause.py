@@ -42,7 +42,7 @@ def both_at_work(pool: Pool, threads: ThreadPoolExecutor, tokens: int) -> list[F
     return asked
 
 
-def test_a_node_is_paused_under_load_and_nobody_notices(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
+def test_a_node_is_paused_under_load_and_no_client_notices(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
     pool = cluster_pool
     pool.up()
     for name in ("studio", "mini"):

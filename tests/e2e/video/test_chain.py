@@ -49,7 +49,7 @@ not killed twice in a row."""
 
 
 @pytest.mark.parametrize("side", CELLS)
-def test_whoever_is_killed_and_whenever_the_memory_is_back(
+def test_memory_is_released_for_any_killed_process_at_any_time(
     cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
 ):
     with chain(cluster_pool, PORTS) as one:

@@ -141,7 +141,7 @@ def test_caps_place_two_jobs_and_one_whose_mac_loses_power_is_made_again_on_the_
     before = chats.whole
     lab.hosts.power_off(lab.hosts[3])
     until(lambda: lab.job(second)["status"] == "queued", 40, "the job of the dead Mac in the line again")
-    assert lab.lenders() == {"studio": first}, "what it had lent counts as free"
+    assert lab.lenders() == {"studio": first}, "the memory of the ended lease counts as free"
     lab.gate.open(2)
     lab.gate.open(1)
     for name in (first, second):

@@ -53,7 +53,7 @@ class Linked(Node):
         identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
         agent = self.agent = Agent(remember(identity, address), self.settings, "0", HARDWARE, self.folder / "log")
         agent.supervisor, agent.limiter, agent.poll = self.supervisor, self.limiter, self.poll
-        agent.lender, agent.ray = self.lender, self.studio.ray
+        agent.lease_manager, agent.ray = self.lender, self.studio.ray
         self.studio.connect(self._said, agent.video_changed)
         return agent
 
@@ -143,13 +143,13 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
                 if state.phase in ("loading", "denoising"):
                     ceilings.add(frame.memory.ceiling)
         assert {"loading", "denoising"} <= phases
-        assert max(footprints) > 50 * 2**20, "what the worker takes is told"
+        assert max(footprints) > 50 * 2**20, "the worker's footprint is reported"
         assert ceilings == {before - LEASE}
         assert ended.code == "completed"
 
         line.writer.close()
         line = await asyncio.wait_for(lines.get(), 30)
-        assert await line.until(LeaseEnded, 20) == ended, "said again, for it was not acknowledged"
+        assert await line.until(LeaseEnded, 20) == ended, "the end is sent again, because it was not acknowledged"
         for one in ended.artifacts:
             data = await fetched(line, one.name)
             assert (len(data), hashlib.sha256(data).digest()) == (one.size, one.sha256)
@@ -163,7 +163,7 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
             pass
         assert report.memory.ceiling == before
         line.send(LeaseRelease("l-9", 1, "cancelled"))
-        assert (await line.until(LeaseEnded, 20)).code == "worker_lost", "of what it knows nothing it says that"
+        assert (await line.until(LeaseEnded, 20)).code == "worker_lost", "the node reports an unknown lease as lost"
         line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, b"{}"))
         assert (await line.until(LeaseRefused, 20)).code == "lease_superseded"
 

@@ -102,12 +102,14 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert said[0]["wired"] == LEASE // 2
     assert said[0]["isolated"] == 1
     known = set(watch.worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
-    assert set(said[0]["names"]) <= known, "nothing of ours is told to a worker"  # type: ignore[arg-type]
+    assert set(said[0]["names"]) <= known, "a worker gets no environment variable of Macpool"  # type: ignore[arg-type]
     node.lender.resend_ends()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
     node.release("acknowledged")
     node.release("acknowledged")
-    assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], "to thanks nobody answers"
+    assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], (
+        "an acknowledgement has no answer"
+    )
     assert node.lender.artifact("artifact:l-1/video.mp4") is None
     assert node.lender.states() == ()
     leases = node.folder / "node" / "video" / "leases"
@@ -218,7 +220,7 @@ def held(phase: LeasePhase) -> dict[str, object]:
         ("attendant", LeasePhase.DECODING, "worker_lost", True),
     ],
 )
-async def test_the_lease_is_back_whoever_is_killed_and_whenever(
+async def test_the_lease_is_released_for_any_killed_process_at_any_time(
     make: Make, phase: LeasePhase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
     node = await make(real=real)
@@ -311,7 +313,7 @@ async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(
         await node.stop()
 
 
-async def test_a_lease_that_nobody_takes_up_is_given_back(make: Make):
+async def test_a_lease_that_no_worker_takes_is_released(make: Make):
     node = await make(attends=False, worker__start_timeout_seconds=1)
     before = node.ceiling
     node.ask()
@@ -361,7 +363,7 @@ async def test_a_paused_node_lends_nothing_new_and_ends_what_it_lends_when_its_g
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "node_paused"
     assert "paused by ann" in refused.message
-    assert node.lender.holding, "what was granted goes on"
+    assert node.lender.holding, "a granted lease continues"
     node.lender.end("paused by ann")
     ended = await node.ended()
     assert ended.code == "node_paused"
@@ -393,7 +395,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.frame(LeaseEnded)
     await node.until(lambda: node.limiter.leases == 0)
     code, said = await attend(node, "l-1", "1")
-    assert (code, "is not granted on this node" in said) == (1, True), "who comes late finds nothing"
+    assert (code, "is not granted on this node" in said) == (1, True), "a late worker finds no grant"
     node.frames.clear()
     node.ask(generation=0)
     refused = await node.answer()
@@ -454,9 +456,14 @@ async def test_a_lease_waits_for_what_is_in_use_and_ends_nothing(make: Make):
     assert refused.headroom < 10 * GIB
     assert "scripted-1 (in use)" in refused.waiting_for
     assert node.ceiling == before
-    assert node.supervisor.live == {1}, "the chat goes on"
+    assert node.supervisor.live == {1}, "the chat request continues"
     node.supervisor.end("the chat is over")
-    await node.until(lambda: not node.supervisor.live and node.supervisor.held >= node.supervisor.told > 0)
+    await node.until(
+        lambda: (
+            not node.supervisor.live
+            and node.supervisor.reported_limits_number >= node.supervisor.applied_limits_number > 0
+        )
+    )
     node.ask(10 * GIB, lease="l-2")
     began = time.monotonic()
     assert isinstance(await node.answer("l-2"), LeaseGranted)
@@ -473,7 +480,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
     assert not [one for one in node.frames if isinstance(one, LeaseGranted)]
     engine.resume()
     assert isinstance(await node.answer(), LeaseGranted)
-    assert node.supervisor.held == node.supervisor.told
+    assert node.supervisor.reported_limits_number == node.supervisor.applied_limits_number
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):

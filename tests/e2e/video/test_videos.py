@@ -167,7 +167,7 @@ def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_
     pool.nodes[held[second.id]["name"]].kill()
     lost = done(client, second.id)
     assert (lost.status, lost.error.code) == ("failed", "node_lost")
-    assert [one["job"] for one in leases(pool)] == [third.id], "what it had lent counts as free"
+    assert [one["job"] for one in leases(pool)] == [third.id], "the memory of the ended lease counts as free"
     chats(pool, client)
     gate.open(3)
     assert done(client, third.id).status == "completed"
@@ -196,7 +196,7 @@ def test_the_command_asks_waits_fetches_and_measures(real: Pool, tmp_path: Path)
     done_ = pool.run("video", "create", "a", "fox", *short, "--steps", "4", "--output-file", str(file), *state)
     assert done_.returncode == 0, done_.stderr
     assert file.read_bytes()[4:8] == b"ftyp"
-    assert "%" in done_.stderr, "a line for every phase where there is no terminal"
+    assert "%" in done_.stderr, "without a terminal each phase has one line"
     made = pool.cli("video", "create", "a", "fox", *short, "--steps", "400")
     phase(again(pool, pool.secret), made["id"], "denoising")
     assert made["id"] in pool.run("video", "leases", *state).stdout

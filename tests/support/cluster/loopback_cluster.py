@@ -164,7 +164,12 @@ class LoopbackCluster:
 
     def _view(self, node: LoopbackNode) -> NodeView:
         return view_of(
-            node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic(), labels=node.labels
+            node.report(),
+            node=node.id,
+            name=node.name,
+            state=node.state,
+            reported_at=time.monotonic(),
+            labels=node.labels,
         )
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
@@ -205,7 +210,9 @@ class LoopbackCluster:
         stops = (node.stop,) * asked.params.n if node.stop else ()
         self.say(
             node,
-            Finished(asked.request, (reason,) * asked.params.n, tokens, written, stops=stops, thought=node.thought),
+            Finished(
+                asked.request, (reason,) * asked.params.n, tokens, written, stops=stops, reasoning_tokens=node.thought
+            ),
         )
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:

@@ -163,7 +163,7 @@ class Driver:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the default model."""
-        return self.engine.door.tokenizer(self.engine.catalogue.known()[self.default])
+        return self.engine.preparer.tokenizer(self.engine.catalogue.known()[self.default])
 
     def turn(self) -> None:
         """Run one step of the engine."""

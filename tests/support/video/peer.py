@@ -182,13 +182,13 @@ class VideoPeer:
         name = frame.what.rpartition("/")[2]
         data = self.files.get(name)
         if data is None:
-            self.say(FetchChunk(frame.ask, b"", True, "there is no such file"))
+            self.say(FetchChunk(frame.number, b"", True, "there is no such file"))
             return
         begin = frame.offset if frame.offset >= 0 else max(0, len(data) + frame.offset)
         end = min(len(data), begin + frame.limit)
         for at in range(begin, end, PIECE):
-            self.say(FetchChunk(frame.ask, data[at : min(end, at + PIECE)]))
-        self.say(FetchChunk(frame.ask, b"", True, next=end if end < len(data) else 0))
+            self.say(FetchChunk(frame.number, data[at : min(end, at + PIECE)]))
+        self.say(FetchChunk(frame.number, b"", True, next=end if end < len(data) else 0))
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the received frames of a kind."""

@@ -145,12 +145,12 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.wired,
-            patience=SupervisorTimeouts(first=0.01, longest=0.01),
+            timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
         self.poll = MemoryPoll(self.limiter, self.machine, self.supervisor)
         self.studio = VideoSubsystem(self.settings, folder, self.limiter, self.poll, self.supervisor)
         self.studio.connect(self._said, self._changed.set)
-        self.lender = self.studio.lender
+        self.lender = self.studio.lease_manager
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
         self.engine_frames.append((decode(tag, encoded[5:]), request))
@@ -203,7 +203,12 @@ class Node:
         await self.supervisor.start()
         await self.studio.start()
         await self.studio.offer.looked.wait()
-        await self.until(lambda: self.supervisor.ready and self.supervisor.held >= self.supervisor.told)
+        await self.until(
+            lambda: (
+                self.supervisor.ready
+                and self.supervisor.reported_limits_number >= self.supervisor.applied_limits_number
+            )
+        )
         return self
 
     async def stop(self) -> None:
@@ -227,7 +232,7 @@ class Node:
         model: str = "",
     ) -> None:
         """Request a lease; its job has the lease's name."""
-        self.lender.ask(
+        self.lender.handle_request(
             LeaseRequest(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
         )
 

@@ -79,7 +79,7 @@ def test_the_scripts_keep_to_the_shell_that_every_system_has(script: Path):
     assert re.findall(r"\[\[|\bfunction \w|\blocal \w|<<<|\$'|=~|curl .*\| *(?:ba)?sh|\beval\b", text) == []
 
 
-def test_install_asks_uv_and_nobody_else(tmp_path: Path):
+def test_install_calls_only_uv(tmp_path: Path):
     done = run("install.sh", tmp_path, "--from", "./macpool", "--video")
     assert done.returncode == 0, done.stderr
     assert called(tmp_path, "uv") == [

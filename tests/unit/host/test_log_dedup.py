@@ -46,9 +46,11 @@ def test_too_many_subjects_count_as_one_until_old_ones_are_forgotten():
     assert admitted(repeats, BURST_EVENTS + 1, 0.0, peer="loud")[-1] is None
     others = [admitted(repeats, 1, 1.0, peer=f"other {number}") for number in range(BURST_EVENTS + 1)]
     assert others == [[0]] * BURST_EVENTS + [[None]]
-    assert admitted(repeats, 1, 1.0, peer=0) == [0], "who is known still counts for himself"
-    assert admitted(repeats, 2, WINDOW_SECONDS, peer="new") == [0, 0], "what is a window old makes room"
-    assert admitted(repeats, 1, WINDOW_SECONDS + 1, peer="loud") == [1], "but not before its number was told"
+    assert admitted(repeats, 1, 1.0, peer=0) == [0], "a known peer is still counted separately"
+    assert admitted(repeats, 2, WINDOW_SECONDS, peer="new") == [0, 0], "an entry older than the window is replaced"
+    assert admitted(repeats, 1, WINDOW_SECONDS + 1, peer="loud") == [1], (
+        "a peer is not forgotten before its count was logged"
+    )
 
 
 def test_of_a_full_memory_only_what_is_a_window_old_is_forgotten():

@@ -67,13 +67,13 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     assert told[0]["timestamp"].endswith("Z")
     assert all(line["exception"].startswith("KeyError: 'k'\ntest_log_setup.py:") for line in told[1:4])
     assert [line["level"] for line in told[1:]] == ["error", "error", "warning", "error", "info"]
-    assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the finished line is looked at, too"
+    assert told[5]["headers"] == {"x-api-key": "[hidden]"}, "the rendered line is redacted, too"
     assert "exception" not in told[4], "there was none"
     assert (told[2]["logger"], "exc_info" in told[1]) == ("library", False)
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_standard_error_that_is_a_long_file_begins_anew_with_the_next_warning(
+def test_standard_error_that_is_a_long_file_is_truncated_with_the_next_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with (tmp_path / "service.log").open("a") as screen:
@@ -128,7 +128,7 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] loaded +header=.*", first)
     assert [part for part in ("key=[hidden]", "model=tiny", "Bearer [hidden]") if part not in first] == []
     assert second.rstrip().endswith("] prepare")
-    assert trace[0] == "KeyError: [hidden]", "the message of such an event may be somebody's text"
+    assert trace[0] == "KeyError: [hidden]", "the message of such an event may quote a client's text"
     assert trace[1].startswith("test_log_setup.py:")
 
 
@@ -166,7 +166,7 @@ def test_a_line_for_a_terminal_ends_with_its_exception():
     assert terminal_line(None, "", {}) == ""
 
 
-def test_a_file_that_nobody_rotates_begins_anew(tmp_path: Path):
+def test_a_file_without_rotation_is_truncated(tmp_path: Path):
     file = tmp_path / "service.log"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:

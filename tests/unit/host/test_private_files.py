@@ -25,7 +25,7 @@ def test_folders_are_private_with_all_that_is_made_above_them(tmp_path: Path) ->
     tmp_path.chmod(0o755)
     made = private_folder(tmp_path / "a" / "b" / "c")
     assert [mode(one) for one in (made, made.parent, made.parent.parent)] == [0o700] * 3
-    assert mode(tmp_path) == 0o755, "what was there is somebody's choice"
+    assert mode(tmp_path) == 0o755, "the mode of an existing folder is kept"
     made.chmod(0o755)
     assert mode(private_folder(made)) == 0o700
 

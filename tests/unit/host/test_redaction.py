@@ -117,7 +117,7 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
 
 
 @pytest.mark.parametrize("event", ["prepare", "grammar", "text"])
-def test_of_an_exception_about_somebodys_text_no_message_is_kept(log_file: Path, event: str):
+def test_no_message_is_kept_of_an_exception_about_a_clients_text(log_file: Path, event: str):
     try:
         fail(PROMPT)
     except ValueError:
@@ -189,7 +189,7 @@ def lines(file: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_nobody_logs_a_secret_or_a_prompt(log_file: Path, capsys: pytest.CaptureFixture[str]):
+def test_no_process_logs_a_secret_or_a_prompt(log_file: Path, capsys: pytest.CaptureFixture[str]):
     log = structlog.get_logger("test")
     token = TOKEN
     log.warning("asked", messages=[{"content": PROMPT}], header=f"Bearer {KEY}", nested={"prompt": PROMPT}, token=token)

@@ -38,7 +38,7 @@ def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
     assert not psutil.pid_exists(child)
 
 
-def test_one_that_ended_is_held_anew():
+def test_an_ended_one_is_held_again():
     awake = SleepInhibitor((sys.executable, "-IS", "-c", "pass"))
     awake.hold(True)
     until(lambda: not awake.held, 10)

@@ -13,7 +13,7 @@ import pytest
 
 from host import sleep_watch
 from host.iokit import PowerNotice
-from host.sleep_watch import NoSleepNotices, Said, SleepWatch, open_notice, system_clocks
+from host.sleep_watch import Acknowledge, NoSleepNotices, SleepWatch, open_notice, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -56,7 +56,7 @@ class Owner:
         self.heard: list[str] = []
         self.changed = asyncio.Event()
 
-    def slept(self, said: Said):
+    def slept(self, said: Acknowledge):
         self.heard.append("sleeps")
         said()
         self.changed.set()
@@ -204,7 +204,9 @@ def test_macos_is_answered_after_the_goodbye(library: Path):
     notice.stop()
     answers = ctypes.CDLL(str(library)).answers
     assert heard == ["sleeps, answered so far 11", "wakes"]
-    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], "asked, told, and nothing is to be answered at wake"
+    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], (
+        "two notices are answered, and a wake-up needs no answer"
+    )
 
 
 def test_a_system_that_does_not_let_us_listen_is_none_that_tells(library: Path, tmp_path: Path):

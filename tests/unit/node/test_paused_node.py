@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 HI = (Message("user", "hi"),)
 
 
-async def test_a_paused_node_begins_nothing_whoever_asks(tmp_path: Path) -> None:
+async def test_a_paused_node_begins_nothing_for_any_key(tmp_path: Path) -> None:
     async with old_coordinator(tmp_path) as asker:
         asker.also = frozenset({LeaseRefused})
         state = asker.node("studio")
@@ -40,7 +40,7 @@ async def test_a_paused_node_begins_nothing_whoever_asks(tmp_path: Path) -> None
         node = Process([*command, *(word for one in settings for word in ("--set", one))], tmp_path / "node.err")
         try:
             told = await asker.ready()
-            assert told.draining, "who does not know of pauses is told to send nothing new"
+            assert told.draining, "an older coordinator is told that the node drains"
             for number, frame in (
                 (1, Generate(1, 1, "r", "scripted-1", HI, GenerationParams(), 0)),
                 (2, LoadModel(2, "scripted-1")),

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from router.errors import NO_KEY, Problem, failed, from_refused, invalid, whole_seconds, wrong_method
+from router.errors import NO_KEY, Problem, failed, from_refused, invalid, total_seconds, wrong_method
 from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
 
 NUMBERS = MemoryNumbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
@@ -65,7 +65,7 @@ def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
     ],
 )
 def test_retry_after_is_a_whole_number_that_clients_honour(seconds: float, shown: int):
-    assert whole_seconds(seconds) == shown
+    assert total_seconds(seconds) == shown
 
 
 def test_what_broke_is_a_server_error():

@@ -53,7 +53,7 @@ def test_names_keep_their_words() -> None:
     assert cluster_hint("0F0e0d0c-1111-2222") == "0f0e0d0c1111"
 
 
-def test_addresses_are_ranked_and_what_nobody_can_dial_is_left_out() -> None:
+def test_addresses_are_ranked_and_unreachable_ones_are_left_out() -> None:
     found = [
         ("lo0", "127.0.0.1"),
         ("en0", "fe80::1"),

@@ -157,7 +157,7 @@ def test_a_joined_message_leaves_its_number_and_its_bytes_to_the_next() -> None:
         assert list(splitter.feed(encode(first) + encode(last))) == [(13, plain[5:])]
     crowd = [encode(Fragment(number, plain[:4])) for number in range(codec.MAX_OPEN_MESSAGES)]
     list(splitter.feed(b"".join(crowd)))
-    assert list(splitter.feed(encode(Fragment(1, plain[4:9_700])))) == [], "one of those that are open goes on"
+    assert list(splitter.feed(encode(Fragment(1, plain[4:9_700])))) == [], "an open frame continues"
 
 
 def test_a_frame_of_whole_pieces_ends_with_its_last_piece() -> None:

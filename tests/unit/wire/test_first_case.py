@@ -97,4 +97,4 @@ def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_n
     assert [answer is None for answer in answers] == [True, False, False, False]
     assert all(isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM for answer in answers[1:])
     assert RESTING + ledger.reserved_bytes() + MARGIN <= CAP
-    assert admit(judge, ledger, 148) is None, "small ones go on meanwhile"
+    assert admit(judge, ledger, 148) is None, "small requests are admitted meanwhile"

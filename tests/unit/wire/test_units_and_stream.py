@@ -24,13 +24,13 @@ from wire.units import GIB, parse_size, show_size
     [("96GiB", 96 * GIB), ("12 GB", 12 * 10**9), ("80%", 800), ("0", 0), ("1.5KiB", 1536), (77, 77), ("5b", 5)],
 )
 def test_sizes_are_read(text: str | int, size: int) -> None:
-    assert parse_size(text, whole=1000) == size
+    assert parse_size(text, total=1000) == size
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GiB", "1e9", "nan", "101%", -5])
 def test_what_is_no_size_is_refused(text: str | int) -> None:
     with pytest.raises(ValueError):
-        parse_size(text, whole=1000)
+        parse_size(text, total=1000)
 
 
 def test_a_percentage_needs_a_whole() -> None:

@@ -53,7 +53,9 @@ def test_a_condition_begins_when_its_rule_has_held_for_its_seconds_and_not_befor
         assert conditions.active() == []
         assert conditions.flags() == {"Late": False}
     conditions.evaluate(m(a=1), 130.0)
-    assert [one.since for one in conditions.active()] == [100.0], "since it first held, not since it was told"
+    assert [one.since for one in conditions.active()] == [100.0], (
+        "since the condition began, not since its first log line"
+    )
     assert conditions.flags() == {"Late": True}
     conditions.evaluate(m(a=1), 500.0)
     assert [one.since for one in conditions.active()] == [100.0]
@@ -79,7 +81,7 @@ def test_a_condition_ends_at_once_for_the_node_that_is_well_and_stays_for_the_ot
     assert told[2:] == [("b", False)]
     assert conditions.flags() == {"AtOnce": True}
     conditions.evaluate({}, 3.0)
-    assert (names(conditions), told[3:]) == ([], [("a", False)]), "a node that is gone has no condition"
+    assert (names(conditions), told[3:]) == ([], [("a", False)]), "a removed node has no condition"
     assert conditions.flags() == {"AtOnce": False}
 
 

@@ -46,7 +46,7 @@ async def linked(port: Port, name: str, **report: Any) -> Line:
     return line
 
 
-async def test_a_request_under_way_and_its_end_are_told_with_their_numbers(port: Port):
+async def test_a_request_under_way_and_its_end_are_listed_with_their_numbers(port: Port):
     line = await linked(port, "one")
     key = port.application.admin.create_key("laptop", ["infer"], None)
     async with port.client_of(key["key"]) as client:

@@ -59,7 +59,7 @@ def test_a_restore_that_is_killed_anywhere_leaves_the_old_state_or_the_new_one(t
         found = shows(folder)
         assert found[0] in (old, new), step
         assert found[1:] == ((int(NOW) if found[0] == new else 0), {"n1"}, {"k1"})
-        assert not (folder / RESTORING).exists(), "whoever opens it next cleans up or finishes"
+        assert not (folder / RESTORING).exists(), "the next start cleans up or finishes the restore"
         assert (folder / "videos").exists() is (found[0] == old)
         seen.append(found[0])
         shutil.rmtree(folder)

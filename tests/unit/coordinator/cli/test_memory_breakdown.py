@@ -106,7 +106,7 @@ def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_h
     silent = dangers_of(view(off, Enforcement()))
     assert [text.split(":")[0] for text in silent] == ["memory.guard is off", "memory.margin is 0"]
     assert dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
-    assert dangers_of(view(Memory(), Enforcement())) == [], "a node that has said nothing yet"
+    assert dangers_of(view(Memory(), Enforcement())) == [], "a node has sent no report yet"
 
 
 def test_a_node_over_its_cap_is_a_danger():

@@ -40,7 +40,7 @@ def a_node(name: str, models: int, state: NodeState = NodeState.READY, **changes
         node=NodeId(name),
         name=name,
         state=state,
-        heard_at=0.0,
+        reported_at=0.0,
         cordoned=False,
         epoch=1,
         labels=frozenset(),
@@ -110,7 +110,7 @@ def test_nodes_fit_with_whole_names_and_states(screen: Any, width: int, models: 
     lines = screen(width, lambda: nodes.print_nodes(a_pool(models)))
     assert len(NARROW) == 7, "and without VIDEO where no node has a package for it"
     assert "VIDEO" not in lines[0]
-    assert len(lines) == 4, "a header and a line for each node: no advice where all is well"
+    assert len(lines) == 4, "a header and a line for each node: no advice without a problem"
     assert max(map(len, lines)) <= width
     for line, name, state in zip(lines[1:], NAMES, ("ready", "lost 5m", "ready, cordoned"), strict=True):
         assert line.startswith(name)

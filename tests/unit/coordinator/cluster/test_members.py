@@ -252,7 +252,7 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)
     monkeypatch.setattr("coordinator.cluster.registry.PAUSE_TIMEOUT_SECONDS", 0.05)
-    assert await registry.pause(who.node, None, "boss") is None, "its report does not say so"
+    assert await registry.pause(who.node, None, "boss") is None, "the node's report does not confirm the pause"
     assert await registry.pause(who.node, 0.0, "boss") == Sharing("always")
     line.close()
     await port.until(lambda: port.state(who) == "lost")

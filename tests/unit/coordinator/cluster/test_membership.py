@@ -16,9 +16,9 @@ from coordinator.cluster.membership import (
     MemberCordoned,
     MemberDisconnected,
     MemberEnrolled,
+    MemberGoodbye,
     MemberRemoved,
     MemberReported,
-    MemberSaidGoodbye,
     Membership,
     MembershipTick,
     MemberUncordoned,
@@ -42,7 +42,7 @@ EVENTS = st.one_of(
     st.builds(MemberConnected, st.integers(1, 40), st.sampled_from(["i", "j"]), st.booleans()),
     st.builds(MemberReported, st.integers(1, 40), st.booleans()),
     st.builds(MemberDisconnected, st.integers(1, 40)),
-    st.builds(MemberSaidGoodbye, st.integers(1, 40), st.sampled_from(["asleep", "leave", "stopping", "new word"])),
+    st.builds(MemberGoodbye, st.integers(1, 40), st.sampled_from(["asleep", "leave", "stopping", "new word"])),
 )
 
 
@@ -84,13 +84,16 @@ def test_what_cannot_happen_is_a_typed_error() -> None:
 @pytest.mark.parametrize(
     ("member", "wrong"),
     [
-        (Member(A, NodeState.READY, 0.0, heard=0.0), "linked without a link"),
+        (Member(A, NodeState.READY, 0.0, last_report_at=0.0), "linked without a link"),
         (Member(A, NodeState.LOST, 0.0, link=1, newest=1), "gone with a link"),
-        (Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
+        (Member(A, NodeState.READY, 0.0, last_report_at=0.0, link=1, newest=2), "link is not the newest"),
         (Member(A, NodeState.LEFT, 0.0), "left but enrolled"),
-        (Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
+        (
+            Member(A, NodeState.READY, 0.0, last_report_at=0.0, link=1, newest=1, streak=1),
+            "counts reports but is not suspect",
+        ),
         (Member(A, NodeState.READY, 0.0, link=1, newest=1), "alive without a report"),
-        (Member(A, NodeState.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
+        (Member(A, NodeState.ASLEEP, 0.0, silent_at=1.0), "fell but is not missing"),
     ],
 )
 def test_a_contradiction_is_found_in_a_member_a_pool_and_a_step(member: Member, wrong: str) -> None:
@@ -114,7 +117,7 @@ def test_a_step_that_the_table_does_not_know_is_an_error(monkeypatch: pytest.Mon
 
 
 def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
-    ready = Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=1)
+    ready = Member(A, NodeState.READY, 0.0, last_report_at=0.0, link=1, newest=1)
     assert ready.placeable
     assert not step(ready, MemberCordoned(), 0.0)[0].placeable
     assert not step(ready, MemberReported(1, draining=True), 0.0)[0].placeable
@@ -164,7 +167,7 @@ def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
     for at, state in ((4.0, NodeState.SUSPECT), (7.0, NodeState.SUSPECT), (9.9, NodeState.READY)):
         pool, _ = advance(pool, A, MemberReported(1), at)
         assert pool.members[A].state is state, at
-    assert (pool.members[A].reason, pool.members[A].streak, pool.members[A].fell) == ("", 0, None)
+    assert (pool.members[A].reason, pool.members[A].streak, pool.members[A].silent_at) == ("", 0, None)
 
 
 def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
@@ -181,7 +184,7 @@ def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
 def test_what_an_older_link_says_changes_nothing() -> None:
     pool, actions = advance(ready(), A, MemberConnected(2, "j"), 1.0)
     assert actions == (CloseLink(A, 1, "replaced by a newer link"), NodeGone(A, "replaced"), MemberChanged(A))
-    for event in (MemberReported(1), MemberDisconnected(1), MemberSaidGoodbye(1, "leave")):
+    for event in (MemberReported(1), MemberDisconnected(1), MemberGoodbye(1, "leave")):
         after, actions = advance(pool, A, event, 2.0)
         assert (after.members, actions) == (pool.members, ())
     pool, actions = advance(pool, A, MemberConnected(3, "j", takeover=True), 3.0)
@@ -195,9 +198,9 @@ def test_what_an_older_link_says_changes_nothing() -> None:
     [("asleep", NodeState.ASLEEP, True), ("leave", NodeState.LEFT, False), ("stopping", NodeState.LOST, True)],
 )
 def test_a_goodbye_says_what_a_node_does(reason: str, state: NodeState, enrolled: bool) -> None:
-    pool, actions = advance(ready(), A, MemberSaidGoodbye(1, reason), 1.0)
+    pool, actions = advance(ready(), A, MemberGoodbye(1, reason), 1.0)
     member = pool.members[A]
-    assert (member.state, member.enrolled, member.link, member.fell) == (state, enrolled, 0, None)
+    assert (member.state, member.enrolled, member.link, member.silent_at) == (state, enrolled, 0, None)
     assert [type(action) for action in actions] == [CloseLink, NodeGone, MemberChanged]
 
 
@@ -207,7 +210,7 @@ def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
         MemberDisconnected(1),
         MemberConnected(2, "i"),
         MemberReported(2),
-        MemberSaidGoodbye(2, "asleep"),
+        MemberGoodbye(2, "asleep"),
         MemberConnected(3, "i"),
         MemberReported(3),
     ):
@@ -221,8 +224,8 @@ def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
 
 
 def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
-    pool, _ = advance(both(), A, MemberSaidGoodbye(1, "leave"), 10.0)
-    pool, _ = advance(pool, B, MemberSaidGoodbye(1, "stopping"), 10.0)
+    pool, _ = advance(both(), A, MemberGoodbye(1, "leave"), 10.0)
+    pool, _ = advance(pool, B, MemberGoodbye(1, "stopping"), 10.0)
     assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER_SECONDS
     pool, actions = tick(pool, 9.0 + FORGET_AFTER_SECONDS)
     assert actions == ()
@@ -242,7 +245,7 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
         back, _ = advance(back, B, MemberReported(1), at)
     assert not back.self_suspect
     pool, _ = tick(pool, 3.0 + FORGET_AFTER_SECONDS)
-    assert not pool.self_suspect, "after 10 minutes it is theirs"
+    assert not pool.self_suspect, "after 10 minutes the nodes are the cause"
     alone, _ = tick(ready(), 3.0)
     assert not alone.self_suspect, "one node is no half"
 
@@ -276,8 +279,8 @@ def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float,
         ("ready", MemberDisconnected(1), NodeState.LOST, 5.0, 5.0),
         ("joining", MemberDisconnected(1), NodeState.LOST, 5.0, None),
         ("suspect", MemberDisconnected(1), NodeState.LOST, 5.0, 3.0),
-        ("suspect", MemberSaidGoodbye(1, "asleep"), NodeState.ASLEEP, 5.0, None),
-        ("suspect", MemberSaidGoodbye(1, "stopping"), NodeState.LOST, 5.0, 3.0),
+        ("suspect", MemberGoodbye(1, "asleep"), NodeState.ASLEEP, 5.0, None),
+        ("suspect", MemberGoodbye(1, "stopping"), NodeState.LOST, 5.0, 3.0),
     ],
 )
 def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
@@ -287,11 +290,11 @@ def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
     pools = {"ready": ready(), "joining": joining, "suspect": tick(ready(), 3.0)[0]}
     pool, _ = advance(pools[before], A, event, 5.0)
     member = pool.members[A]
-    assert (member.state, member.since, member.fell) == (state, since, fell)
+    assert (member.state, member.since, member.silent_at) == (state, since, fell)
 
 
 def test_a_new_node_has_10_s_to_connect_and_to_report_and_so_has_one_that_is_enrolled_again() -> None:
-    lost, _ = advance(ready(), A, MemberSaidGoodbye(1, "leave"), 1.0)
+    lost, _ = advance(ready(), A, MemberGoodbye(1, "leave"), 1.0)
     for begin, pool in ((0.0, Membership()), (100.0, lost)):
         pool, actions = advance(pool, A, MemberEnrolled(), begin)
         assert (actions, next_deadline(pool, begin)) == ((MemberChanged(A),), begin + 10.0)
@@ -306,7 +309,7 @@ def test_a_deadline_that_is_over_is_now() -> None:
     assert next_deadline(ready(), 100.0) == 100.0
 
 
-def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
+def test_while_the_coordinator_suspects_itself_no_node_is_forgotten() -> None:
     stranger = Member(NodeId("c"), NodeState.LOST, 0.0, enrolled=False)
     pool = Membership({**both(598.0).members, stranger.node: stranger})
     pool, _ = tick(pool, 601.0)

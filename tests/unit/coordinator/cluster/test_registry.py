@@ -193,7 +193,7 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     await first.stop()
     second = start()
     assert second.registry.pool.members == {}
-    assert second.store.denied(studio, serial), "the list of denied nodes says so, too"
+    assert second.store.denied(studio, serial), "the list of denied nodes has the certificate, too"
     denied = second.greet(studio)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("removed", True)
@@ -256,7 +256,7 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
     studio = one.join("studio")
     marks: list[SupersededMark] = []
     one.registry.on_superseded = marks.append
-    assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof says nothing"
+    assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof is ignored"
     assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal(0)), Welcome)
     assert marks == []
     seal = one.authority.seal(3)
@@ -320,7 +320,7 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     seen = one.seen(studio)
     assert seen is not before.node(studio)
     assert (seen.epoch, seen.name) == (number, "studio")
-    assert began <= seen.heard_at <= asyncio.get_running_loop().time()
+    assert began <= seen.reported_at <= asyncio.get_running_loop().time()
     assert one.registry.view().node(studio) is seen
 
 
@@ -517,7 +517,7 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
         "studio: memory.margin is 0: no memory is kept for short-lived buffers",
         f"studio: it is over its cap of {a_memory().cap // GIB}.0 GiB minus leases",
     ]
-    assert one.registry.warnings()[:2] == dangers, "what is dangerous stands first"
+    assert one.registry.warnings()[:2] == dangers, "dangers are listed first"
     one.registry.on_link_down(studio, number, "cable")
     assert not [text for text in one.registry.warnings() if text.startswith("studio")]
     assert one.registry.dangers() == []

@@ -119,7 +119,7 @@ def test_a_limit_that_no_engine_has_reported_is_told_as_a_guess(tmp_path: Path):
     assert "the system's default, 96.0 GiB, estimated until an engine reports it;" in found.text
 
 
-def test_a_firewall_that_does_not_know_us_matters_where_somebody_connects_to_us(tmp_path: Path):
+def test_a_firewall_without_a_rule_matters_where_clients_connect(tmp_path: Path):
     (tmp_path / "cluster.db").touch()
     found = BY_ID["firewall"].run(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": "(State = 1)"}))
     assert found.result == "warn"
@@ -280,7 +280,7 @@ def test_errors_of_the_last_hour_are_counted(tmp_path: Path):
 # all of them together
 
 
-def test_a_check_that_hangs_or_breaks_holds_up_nobody(tmp_path: Path):
+def test_a_check_that_hangs_or_breaks_delays_no_other_check(tmp_path: Path):
     never = threading.Event()
 
     def hang(_):

@@ -29,7 +29,7 @@ def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
-        return None if command[0] == sys.executable else here.ask(command, seconds)
+        return None if command[0] == sys.executable else here.run(command, seconds)
 
     return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
@@ -41,7 +41,7 @@ def with_device(state: Path, platform: str = "darwin", **changes: Any) -> HostPr
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         if "node.engine.process.device_info" in command:
             return ToolOutput(0, json.dumps({**DEVICE, **changes}))
-        return here.ask(command, seconds)
+        return here.run(command, seconds)
 
     return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
@@ -406,7 +406,7 @@ def test_the_fullest_disk_is_the_one_to_make_room_on(tmp_path: Path, monkeypatch
     assert found.fix.startswith("free space on the disk of /more,")
 
 
-def test_disks_that_nobody_tells_of_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unlisted_disks_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({}))
     found = checks.disk(silent(pretended(tmp_path)))
     assert (seen(found), found.numbers) == (("ok", "there is no folder yet", ""), {"free": None})

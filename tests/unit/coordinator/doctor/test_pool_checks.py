@@ -150,7 +150,7 @@ def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
-        return None if command[0] == sys.executable else here.ask(command, seconds)
+        return None if command[0] == sys.executable else here.run(command, seconds)
 
     return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
@@ -190,7 +190,7 @@ def dialling(
         dialled.append((host, port))
         return reach.get(host, 61)
 
-    return HostProbe(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
+    return HostProbe(here.session, here.platform, here.environ, here.run, dial, here.root, here.power), dialled
 
 
 GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
@@ -368,7 +368,7 @@ def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, ske
     assert found.text == f"{skew:+.1f} s compared with the last link"
 
 
-def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
+def test_an_unknown_clock_is_omitted(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
     answering.answers["/api/v1/version"] = {"version": "1"}
     assert checks.clock(pretended(tmp_path)).result == "not here"
     now = time.time()

@@ -9,9 +9,9 @@ from coordinator.http.connection_slots import (
     RESERVED_FILES,
     ConnectionSlot,
     ConnectionSlots,
+    connections_for,
     is_this_machine,
     origin,
-    room_for,
 )
 
 
@@ -19,12 +19,12 @@ def taken(places: ConnectionSlots, address: str, ended: list[ConnectionSlot]) ->
     place = places.take(address)
     assert place is not None
     place.end = lambda: ended.append(place)
-    place.greeted()
+    place.handshake_done()
     return place
 
 
 def test_an_address_without_a_key_has_few_places_and_its_longest_at_rest_ends():
-    places, ended = ConnectionSlots(most=100, strangers=3), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=3), list[ConnectionSlot]()
     mine = [taken(places, "192.0.2.1", ended) for _ in range(3)]
     others = [taken(places, "192.0.2.2", ended) for _ in range(3)]
     mine[0].work()
@@ -37,7 +37,7 @@ def test_an_address_without_a_key_has_few_places_and_its_longest_at_rest_ends():
 
 
 def test_a_connection_that_is_answered_never_ends_for_another():
-    places, ended = ConnectionSlots(most=100, strangers=3), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=3), list[ConnectionSlot]()
     for _ in range(3):
         taken(places, "192.0.2.1", ended).work()
     assert places.take("192.0.2.1") is None
@@ -45,7 +45,7 @@ def test_a_connection_that_is_answered_never_ends_for_another():
 
 
 def test_a_connection_that_is_answered_never_ends_for_another_address():
-    places, ended = ConnectionSlots(most=4, strangers=3), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=4, unauthenticated=3), list[ConnectionSlot]()
     busy = [taken(places, "192.0.2.1", ended), taken(places, "192.0.2.2", ended)]
     for one in busy:
         one.work()
@@ -55,7 +55,7 @@ def test_a_connection_that_is_answered_never_ends_for_another_address():
 
 
 def test_a_good_key_gives_an_address_more_places():
-    places, ended = ConnectionSlots(most=100, strangers=3), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=3), list[ConnectionSlot]()
     for _ in range(50):
         one = taken(places, "192.0.2.1", ended)
         one.work()
@@ -64,8 +64,8 @@ def test_a_good_key_gives_an_address_more_places():
     assert taken(places, "192.0.2.2", ended)
 
 
-def test_idle_strangers_of_many_addresses_never_keep_a_new_one_out():
-    places, ended = ConnectionSlots(most=100, strangers=3), list[ConnectionSlot]()
+def test_idle_unauthenticated_connections_of_many_addresses_never_keep_a_new_one_out():
+    places, ended = ConnectionSlots(most=100, unauthenticated=3), list[ConnectionSlot]()
     idle = [taken(places, f"198.51.100.{number}", ended) for number in range(100)]
     for _ in range(30):
         taken(places, "127.0.0.1", ended)
@@ -74,7 +74,7 @@ def test_idle_strangers_of_many_addresses_never_keep_a_new_one_out():
 
 
 def test_handshakes_are_bounded_in_all():
-    places, ended = ConnectionSlots(most=100, strangers=100, handshakes=5), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=100, handshakes=5), list[ConnectionSlot]()
     begun = list[ConnectionSlot]()
     for number in range(20):
         place = places.take(f"198.51.100.{number}")
@@ -112,9 +112,9 @@ def test_a_host_with_a_network_of_addresses_is_one(address: str, whose: str):
 
 
 def test_descriptors_are_kept_for_links_and_the_log():
-    assert room_for(1024) == 1024 - RESERVED_FILES
-    assert room_for(100_000) == 4096
-    assert room_for(64) == 16
+    assert connections_for(1024) == 1024 - RESERVED_FILES
+    assert connections_for(100_000) == 4096
+    assert connections_for(64) == 16
 
 
 def test_an_ipv6_network_of_64_bits_is_one_origin():
@@ -129,7 +129,7 @@ def test_this_machine_is_loopback_or_a_socket_without_an_address(address: str, o
 
 
 def test_new_connections_are_refused_and_counted_where_all_are_answered():
-    places, ended = ConnectionSlots(most=2, strangers=5), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=2, unauthenticated=5), list[ConnectionSlot]()
     assert (places.shed, places.refused) == (0, 0)
     busy = [taken(places, f"192.0.2.{number}", ended) for number in range(2)]
     for one in busy:
@@ -142,7 +142,7 @@ def test_new_connections_are_refused_and_counted_where_all_are_answered():
 
 
 def test_a_handshake_that_is_over_gives_way_to_none():
-    places, ended = ConnectionSlots(most=10, strangers=10, handshakes=1), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=10, unauthenticated=10, handshakes=1), list[ConnectionSlot]()
     first = taken(places, "192.0.2.1", ended)
     second = places.take("192.0.2.2")
     assert second is not None
@@ -154,7 +154,7 @@ def test_a_handshake_that_is_over_gives_way_to_none():
 
 
 def test_the_longest_at_rest_is_the_one_that_was_answered_first():
-    places, ended = ConnectionSlots(most=2, strangers=5), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=2, unauthenticated=5), list[ConnectionSlot]()
     first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
     first.rest()
     taken(places, "192.0.2.1", ended)
@@ -163,7 +163,7 @@ def test_the_longest_at_rest_is_the_one_that_was_answered_first():
 
 def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(places_module, "MAX_KNOWN_ADDRESSES", 2)
-    places, ended = ConnectionSlots(most=100, strangers=1), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=1), list[ConnectionSlot]()
     for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):
         place = taken(places, address, ended)
         assert not place.proven
@@ -178,7 +178,7 @@ def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addr
 
 
 def test_who_leaves_makes_room_for_its_address_and_is_not_remembered():
-    places, ended = ConnectionSlots(most=100, strangers=2), list[ConnectionSlot]()
+    places, ended = ConnectionSlots(most=100, unauthenticated=2), list[ConnectionSlot]()
     first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
     for one in (first, second):
         one.work()

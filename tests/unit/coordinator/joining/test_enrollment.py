@@ -453,7 +453,7 @@ def test_who_gave_way_to_another_address_is_told_so(cluster: EnrollmentContext) 
     first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
     for number in range(MAX_WAITING - 1):
         where = f"10.0.1.{number}"
-        cluster.approvals.ask(
+        cluster.approvals.enqueue(
             WaitingNode(str(number), "x", f"x{number}", HARDWARE, where, APPROVAL_TIMEOUT_SECONDS), 0.0
         )
     assert refusal(first.poll(0.0)) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)

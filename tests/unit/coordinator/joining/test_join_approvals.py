@@ -21,7 +21,7 @@ def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> WaitingNo
 
 
 def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
-    ticket = line.ask(waiting(code, now, address), now)
+    ticket = line.enqueue(waiting(code, now, address), now)
     assert isinstance(ticket, ApprovalRequest)
     return ticket
 
@@ -56,23 +56,23 @@ def test_the_line_is_bounded_and_expires() -> None:
     line = Approvals()
     for number in range(MAX_WAITING):
         asked(line, str(number), address=f"10.0.1.{number}")
-    assert line.ask(waiting("new"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    assert line.enqueue(waiting("new"), 0.0) == APPROVAL_TIMEOUT_SECONDS
     assert isinstance(line.approve("3", APPROVAL_TIMEOUT_SECONDS), WrongCode)
     assert not line.list(APPROVAL_TIMEOUT_SECONDS)
     asked(line, "new", APPROVAL_TIMEOUT_SECONDS)
 
 
-def test_nobody_can_draw_codes_until_one_fits() -> None:
+def test_codes_cannot_be_drawn_until_one_fits() -> None:
     line = Approvals()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), address=f"10.0.{number // 200}.{number % 200}"))
-    assert isinstance(line.ask(waiting("wanted", address="10.1.0.1"), 1.0), float)
+    assert isinstance(line.enqueue(waiting("wanted", address="10.1.0.1"), 1.0), float)
 
 
 def test_two_that_wait_never_share_a_code() -> None:
     line = Approvals()
     first = asked(line, "111111")
-    assert line.ask(waiting("111111"), 0.0) == 1.0
+    assert line.enqueue(waiting("111111"), 0.0) == 1.0
     line.withdraw(ApprovalRequest(waiting("111111")))
     assert line.list(0.0) == [first.waiting]
 
@@ -80,14 +80,14 @@ def test_two_that_wait_never_share_a_code() -> None:
 def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
     line = Approvals()
     tickets = [asked(line, f"a{number}") for number in range(MAX_WAITING_PER_ADDRESS)]
-    assert line.ask(waiting("one more"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    assert line.enqueue(waiting("one more"), 0.0) == APPROVAL_TIMEOUT_SECONDS
     assert len(line.list(0.0)) == MAX_WAITING_PER_ADDRESS
     asked(line, "other", address="10.0.0.8")
     for ticket in tickets:
         line.withdraw(ticket)
     for number in range(MAX_NEW_CODES_PER_ADDRESS - MAX_WAITING_PER_ADDRESS - 1):  # the refused one also counts
         line.withdraw(asked(line, f"b{number}", 1.0))
-    assert line.ask(waiting("a ninth code", 1.0), 1.0) == APPROVAL_TIMEOUT_SECONDS - 1.0
+    assert line.enqueue(waiting("a ninth code", 1.0), 1.0) == APPROVAL_TIMEOUT_SECONDS - 1.0
     asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS)
     asked(line, "another", 1.0, "10.0.0.9")
 
@@ -111,8 +111,8 @@ def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
     line.withdraw(asked(line, "other", 3.0, "10.0.0.8"))
     for number in range(MAX_NEW_CODES_PER_ADDRESS):
         line.withdraw(asked(line, f"a{number}", 5.0 + number))
-    assert line.ask(waiting("ninth", 20.0), 20.0) == 5.0 + APPROVAL_TIMEOUT_SECONDS - 20.0
-    assert line.ask(waiting("ninth", APPROVAL_TIMEOUT_SECONDS + 4.0), APPROVAL_TIMEOUT_SECONDS + 4.0) == 1.0
+    assert line.enqueue(waiting("ninth", 20.0), 20.0) == 5.0 + APPROVAL_TIMEOUT_SECONDS - 20.0
+    assert line.enqueue(waiting("ninth", APPROVAL_TIMEOUT_SECONDS + 4.0), APPROVAL_TIMEOUT_SECONDS + 4.0) == 1.0
     asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS + 5.0)
 
 
@@ -120,15 +120,15 @@ def test_a_refusal_for_all_addresses_says_when_the_oldest_code_of_all_is_over() 
     line = Approvals()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), float(number), f"10.0.{number // 200}.{number % 200}"))
-    assert line.ask(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == APPROVAL_TIMEOUT_SECONDS - 300.0
+    assert line.enqueue(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == APPROVAL_TIMEOUT_SECONDS - 300.0
 
 
 def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
     line = Approvals()
     for number in range(MAX_WAITING_PER_ADDRESS):
         asked(line, f"a{number}", 10.0 * number)
-    assert line.ask(waiting("more", 40.0), 40.0) == APPROVAL_TIMEOUT_SECONDS - 40.0
-    assert line.ask(waiting("more", APPROVAL_TIMEOUT_SECONDS - 0.5), APPROVAL_TIMEOUT_SECONDS - 0.5) == 1.0
+    assert line.enqueue(waiting("more", 40.0), 40.0) == APPROVAL_TIMEOUT_SECONDS - 40.0
+    assert line.enqueue(waiting("more", APPROVAL_TIMEOUT_SECONDS - 0.5), APPROVAL_TIMEOUT_SECONDS - 0.5) == 1.0
 
 
 def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() -> None:
@@ -137,7 +137,7 @@ def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() ->
     for number in range(MAX_WAITING - 2):
         asked(line, str(number), address=f"10.0.1.{number // 2}")
     last = asked(line, "last", address="10.0.2.1")
-    assert line.ask(waiting("second", address="10.0.0.1"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    assert line.enqueue(waiting("second", address="10.0.0.1"), 0.0) == APPROVAL_TIMEOUT_SECONDS
     line.withdraw(last)
     third = asked(line, "third", address="10.0.1.0")
     asked(line, "second", address="10.0.0.1")

@@ -41,7 +41,7 @@ def samples(text: str) -> Samples:
     read = read_openmetrics if text.endswith("# EOF\n") else read_text
     found = [sample for family in read(text) for sample in family.samples]
     named = {(one.name, tuple(sorted(one.labels.items()))): one.value for one in found}
-    assert len(named) == len(found), "a series stands there twice"
+    assert len(named) == len(found), "a series is listed twice"
     return named
 
 

@@ -196,13 +196,13 @@ async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
     member = port.member("a")
     await port.link(member)
     (stranger, denied) = (await port.dial(), await port.dial(member))
-    await port.until(lambda: port.application.registry.links.strangers() == 2)
+    await port.until(lambda: port.application.registry.links.unlinked_count() == 2)
     found = await scrape(port)
     assert (found["cluster_links"], found["cluster_unauthenticated_connections"]) == (1, 2)
     denied.send(hello(member, protocol=0))
     await denied.until(Denied)
     stranger.close()
-    await port.until(lambda: port.application.registry.links.strangers() == 0)
+    await port.until(lambda: port.application.registry.links.unlinked_count() == 0)
     found = await scrape(port)
     counts = [
         found[f"cluster_{name}"]
@@ -253,7 +253,7 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
         asking = asyncio.create_task(client.get("/prometheus/nodes/a"))
         asked = await line.until(FetchRequest)
         assert asked.what == "metrics"
-        line.send(FetchChunk(asked.ask, msgspec.msgpack.encode(measures), last=True))
+        line.send(FetchChunk(asked.number, msgspec.msgpack.encode(measures), last=True))
         found = numbers((await asking).text)
         assert found['gate_checks_total{site="prefill"}'] == 5
         assert found['gate_refusals_total{reason="no_headroom"}'] == 2
@@ -307,7 +307,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
             await metrics.node(node, "")
     assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
     targets = [target["labels"]["node"] for target in metrics.targets("127.0.0.1", "http")]
-    assert targets == ["silent", "joining", "lost"], "one that left is none any more"
+    assert targets == ["silent", "joining", "lost"], "a node that left is no target"
 
 
 async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
@@ -363,10 +363,10 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
     metrics.video = lambda: VideoSnapshot(used=True, kept=7)
-    picture = metrics.node_snapshot(view(port.member("a").node, heard_at=70.0), None)
-    assert (round(picture.wall - picture.heard, 6), time.time() - picture.wall < 60) == (30.0, True)
-    picture = metrics.node_snapshot(view(port.member("b").node, heard_at=130.0), None)
-    assert picture.heard == picture.wall, "no report comes from the future"
+    picture = metrics.node_snapshot(view(port.member("a").node, reported_at=70.0), None)
+    assert (round(picture.wall - picture.reported_at, 6), time.time() - picture.wall < 60) == (30.0, True)
+    picture = metrics.node_snapshot(view(port.member("b").node, reported_at=130.0), None)
+    assert picture.reported_at == picture.wall, "no report comes from the future"
     assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
     assert metrics.snapshot().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)

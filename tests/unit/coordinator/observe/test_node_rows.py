@@ -34,7 +34,7 @@ def a_view(
         node=NodeId("a"),
         name="a",
         state=state,
-        heard_at=0.0,
+        reported_at=0.0,
         cordoned=False,
         epoch=1,
         labels=frozenset(),
@@ -108,7 +108,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
-    seen = view_of(report, node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
+    seen = view_of(report, node=NodeId("n1"), name="a", state="ready", reported_at=0.0)
     member = Member(NodeId("n1"), NodeState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))

@@ -146,7 +146,7 @@ def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, pl
 
 @BOTH
 @pytest.mark.parametrize("what", ["foreign", "link", "folder", "other user", "other state", "state of another"])
-def test_files_of_somebody_else_are_refused_and_left(tmp_path: Path, platform: str, what: str):
+def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: str, what: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     host.unit.parent.mkdir(parents=True)
     if what == "foreign":
@@ -174,7 +174,7 @@ def test_files_of_somebody_else_are_refused_and_left(tmp_path: Path, platform: s
 
 
 @BOTH
-def test_a_unit_of_somebody_else_is_not_removed(tmp_path: Path, platform: str):
+def test_a_foreign_unit_is_not_removed(tmp_path: Path, platform: str):
     host = manager(tmp_path, platform)
     host.unit.parent.mkdir(parents=True)
     host.unit.write_text("somebody's")

@@ -113,7 +113,9 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     service = {name: values[-1] for name, values in unit["Service"].items()}
     assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
     assert service["NoNewPrivileges"] == "yes"
-    assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], "who is superseded stays down"
+    assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], (
+        "a superseded coordinator is not restarted"
+    )
     assert "MemoryDenyWriteExecute" not in service, "MLX compiles its kernels"
     assert "PrivateTmp" not in service, "Ray's sockets are where the command looks for them"
     assert service["ExecStart"].endswith('--state "/var/pool/state dir" --lan --models "/srv/100%% mine"')
@@ -173,7 +175,7 @@ def test_what_systemctl_prints(listing: str, found: tuple):
 
 
 @pytest.mark.parametrize("argument", ["--token", "--token=mpj1.x", "--token-file", "--state", "a\nb"])
-def test_what_everybody_could_read_stands_in_no_unit(argument: str):
+def test_no_unit_has_a_world_readable_secret(argument: str):
     assert refused_arguments(("--lan", argument)) is not None
     assert refused_arguments(("--lan", "--set", "memory.cap=80%")) is None
 

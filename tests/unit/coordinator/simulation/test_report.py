@@ -14,7 +14,9 @@ def test_shares_are_fair(asked: dict[str, float], whole: float):
     assert all(shares[key] <= asked[key] + 1e-6 for key in asked)
     assert math.isclose(sum(shares.values()), min(whole, sum(asked.values())), rel_tol=1e-6, abs_tol=1e-3)
     most = max(shares.values())
-    assert all(shares[key] >= min(asked[key], most) - 1e-3 for key in asked), "who got less had asked for less"
+    assert all(shares[key] >= min(asked[key], most) - 1e-3 for key in asked), (
+        "a key with a smaller share had a smaller demand"
+    )
 
 
 def test_quantiles_are_of_those_that_are_there():

@@ -12,7 +12,7 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(cluster, ["simulate", *words])
 
 
-def test_the_table_has_a_line_for_everybody():
+def test_the_table_has_a_line_for_each_member():
     done = run(STORY, "--policy", "balanced", "--policy", "round-robin")
     assert done.exit_code == 0, done.output
     table = done.stdout.splitlines()[3:]

@@ -36,7 +36,7 @@ class Mac:
         model = ModelSpec(name="chat", weights="4GiB", kv_per_token="1MiB", active=8.0)
         node = NodeSpec(**{"name": "mini", "chip": "M4", "memory": "24GiB", "loaded": ("chat",)} | spec)  # pyright: ignore
         self.machine = SimulatedNode(
-            "mini", node, (model,), self.loop, say=self.said.append, turn_of=self.turns.__getitem__
+            "mini", node, (model,), self.loop, send=self.said.append, turn_of=self.turns.__getitem__
         )
 
     def ask(self, number: int, prompt: int, output: int = 10, owner: WeightedKey = ADA) -> None:

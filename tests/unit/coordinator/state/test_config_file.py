@@ -183,7 +183,7 @@ def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
     )
     assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
     given = changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, NODE_SECTIONS)
-    assert given == [], "no file changes what a flag said"
+    assert given == [], "a flag overrides the file"
     node = json.loads(
         json.dumps(setting_rows(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], COORDINATOR_SECTIONS)))
     )

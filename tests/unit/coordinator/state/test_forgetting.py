@@ -107,8 +107,8 @@ def happen(pool: Cluster, step: str) -> None:
     elif step == "gone":
         pool.dispatcher.node_gone(sent[-1][0], "cut")
         pool.report()
-    elif step == "drop" and pool.dispatcher.tickets:
-        pool.dispatcher.close(pool.dispatcher.tickets[0])
+    elif step == "drop" and pool.dispatcher.unclosed_requests:
+        pool.dispatcher.close(pool.dispatcher.unclosed_requests[0])
 
 
 def test_the_search_finds_what_is_kept():
@@ -130,7 +130,7 @@ async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path:
         made.registry.remove(A)
         made.registry.tick(asyncio.get_running_loop().time() + 1e6)
         kept = [path for path in found(made.registry, A, "registry", set()) if "_store" not in path]
-        assert kept == [], "the store keeps who was removed, so that it cannot come back"
+        assert kept == [], "the store keeps a removed node, so that it cannot return"
 
 
 @pytest.mark.parametrize("what", ["affinity", "breakers", "ledger"])

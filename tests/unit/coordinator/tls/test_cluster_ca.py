@@ -70,7 +70,7 @@ async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
     assert authority.peer_of(at_coordinator) == PeerIdentity(authority.cluster, NODE)
 
 
-async def test_a_stranger_connects_but_is_nobody(tmp_path: Path) -> None:
+async def test_a_peer_without_certificate_connects_but_is_no_member(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
     greeting, _, at_coordinator = await shake(authority.server_context(), authority_context(authority.ca))
     assert greeting == b"hello"
@@ -204,7 +204,7 @@ def test_keys_are_private(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"authority.pem", "coordinator.pem"}
 
 
-def test_a_certificate_of_another_cluster_names_nobody_here(tmp_path: Path) -> None:
+def test_a_certificate_of_another_cluster_names_no_member(tmp_path: Path) -> None:
     ours, other = ClusterCa(tmp_path / "a", time.time), ClusterCa(tmp_path / "b", time.time)
     csr = new_request("a").csr
     assert ours.peer_of(ours.sign(csr, NODE)) == PeerIdentity(ours.cluster, NODE)

@@ -143,7 +143,9 @@ def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path:
     assert made.renew()
     assert "192.168.1.9" in made.names
     assert "192.168.1.7" not in made.names
-    assert HttpsCa(tmp_path, (), clock, lambda: here).fingerprint == first, "who trusts it goes on"
+    assert HttpsCa(tmp_path, (), clock, lambda: here).fingerprint == first, (
+        "clients that trust the authority keep their trust"
+    )
     assert HttpsCa(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
 
 

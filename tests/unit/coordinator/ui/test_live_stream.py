@@ -55,7 +55,7 @@ async def test_who_reads_slowly_misses_steps_and_never_the_newest():
     await slow.aclose()
 
 
-async def test_a_look_that_fails_stops_nobody():
+async def test_a_failing_check_stops_no_other_check():
     state, failed = {"n": 1}, asyncio.Event()
 
     def sections() -> dict[str, object]:
@@ -74,7 +74,7 @@ async def test_a_look_that_fails_stops_nobody():
     await stream.aclose()
 
 
-async def test_nobody_looks_when_nobody_watches():
+async def test_no_snapshot_is_made_without_a_viewer():
     looks: asyncio.Queue[int] = asyncio.Queue()
     live = LiveStream(lambda: looks.put_nowait(1) or {})
     for _ in range(2):  # the stream stops with the last viewer, and starts again with the next one

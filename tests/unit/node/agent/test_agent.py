@@ -142,7 +142,7 @@ def state(port: Port) -> str:
     return member.state.value
 
 
-async def test_a_machine_that_sleeps_says_so_dials_nobody_and_is_back_when_it_wakes(tmp_path: Path) -> None:
+async def test_a_machine_that_sleeps_sends_goodbye_dials_no_address_and_is_back_when_it_wakes(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, agent, _):
         links = port.application.registry.links
         said = asyncio.Event()
@@ -234,7 +234,7 @@ class Mac:
             log_file=self.folder / "engine.log",
             scratch=self.folder / "scratch",
             wired=self.limiter.wired,
-            patience=SupervisorTimeouts(first=0.01, longest=0.01),
+            timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
         self.poll = MemoryPoll(self.limiter, open_machine(self.settings), self.supervisor)
         self.agent.supervisor, self.agent.limiter, self.agent.poll = self.supervisor, self.limiter, self.poll
@@ -438,7 +438,7 @@ async def test_questions_are_answered_by_name(mac: Callable[..., Mac]):
         data, last = b"", await line.until(FetchChunk)
         while not last.last:
             data, last = data + last.payload, await line.until(FetchChunk)
-        assert last.ask == ask.ask
+        assert last.number == ask.number
         return data + last.payload, last
 
     whole, end = await answers(FetchRequest(1, "logs", 0, 1000))

@@ -117,16 +117,16 @@ async def test_what_a_token_does_to_an_identity_that_is_there(tmp_path: Path) ->
         assert known(folder, "m1", mine) is None
         kept = await join(door, folder, mine)
         assert known(folder, "m1", None) == kept
-        assert known(folder, "m1", mine) == kept, "the line that it joined with may be typed again"
+        assert known(folder, "m1", mine) == kept, "the join command may be repeated"
         with pytest.raises(OtherClusterError, match="cluster leave"):
             known(folder, "m1", foreign)
         with pytest.raises(IdentityMismatch):
             known(folder, "m2", None)
-        assert known(folder, "m2", mine) is None, "a copy gives way"
+        assert known(folder, "m2", mine) is None, "a copied identity is replaced"
         (folder / "identity.json").write_text("{")
         with pytest.raises(IdentityError, match="damaged"):
             known(folder, "m1", None)
-        assert known(folder, "m1", mine) is None, "a damaged one gives way"
+        assert known(folder, "m1", mine) is None, "a damaged identity is replaced"
 
 
 async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_again(

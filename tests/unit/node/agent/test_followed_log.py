@@ -22,7 +22,7 @@ def test_a_log_is_followed_from_where_the_last_window_ended(tmp_path: Path):
     assert window(file, 8, 2) == (b"th", 10, 10)
 
 
-def test_a_file_that_began_anew_is_read_from_its_beginning(tmp_path: Path):
+def test_a_truncated_file_is_read_from_its_beginning(tmp_path: Path):
     file = tmp_path / "node.log"
     file.write_bytes(b"new\n")
     assert window(file, 500) == (b"new\n", 0, 4)

@@ -157,7 +157,7 @@ def test_each_order_ends_one(driver: Driver):
     assert report(driver).counts.sheds == 3
 
 
-def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
+def test_over_hard_no_request_is_ended_where_freeing_memory_was_enough(driver: Driver):
     number = driver.ask("Hello!", LONG)
     driver.until(lambda: driver.ids[number, 0])
     free_buffers(64 * MIB)
@@ -168,7 +168,7 @@ def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
     assert report(driver).counts.sheds == 0
 
 
-def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
+def test_what_a_shed_freed_counts_against_no_request(driver: Driver):
     driver.answer(ANSWERS[0]["prompt"])
     number = driver.ask("word " * 4000)
     for _ in range(12):
@@ -180,9 +180,9 @@ def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
 
 
 def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver):
-    assert report(driver).held == 0
+    assert report(driver).limits_number == 0
     driver.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static", number=5))
-    assert report(driver).held == 5
+    assert report(driver).limits_number == 5
     free_buffers(32 * MIB)
     memory = report(driver).memory
     assert memory.cache >= 32 * MIB
@@ -195,9 +195,9 @@ def test_room_for_a_lease_is_made_of_idle_models_and_of_nothing_in_use(tmp_path:
     room = report(driver).memory.headroom
     assert room is not None
     driver.take(ReclaimMemory(1, room // 2))
-    assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 1), "it fits as it is"
+    assert (loaded(driver), report(driver).freed_order) == ({"a", "b", "c"}, 1), "it fits as it is"
     driver.take(ReclaimMemory(2, 2 * GIB))
-    assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 2), "nothing goes for what will not fit"
+    assert (loaded(driver), report(driver).freed_order) == ({"a", "b", "c"}, 2), "nothing goes for what will not fit"
     driver.take(ReclaimMemory(3, room + 512 * 1024))
     assert "b" not in loaded(driver), "the least recently used goes"
     assert "a" in loaded(driver), "the pinned stays"

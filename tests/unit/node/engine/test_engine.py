@@ -171,7 +171,7 @@ def test_a_request_that_needs_many_rows_is_not_passed_over_for_ever(driver: Driv
     many = driver.ask(WAIT, GenerationParams(n=8, max_tokens=2, logit_bias=ENDLESS))
     late = driver.ask(SHORT[0]["prompt"])
     driver.end(many)
-    assert driver.ended(late) is None, "who came later waits, too"
+    assert driver.ended(late) is None, "a later request waits, too"
     assert isinstance(driver.end(late), Finished)
 
 

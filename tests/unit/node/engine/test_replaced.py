@@ -94,7 +94,7 @@ def test_an_answer_that_another_model_began_is_not_continued(tmp_path: Path):
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
     assert "differs from the one that began the answer" in end.refused.message
-    assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished), "who begins is answered"
+    assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished), "a new request is answered"
 
 
 def test_a_model_that_is_gone_from_the_disk_goes_on(tmp_path: Path):

@@ -64,7 +64,7 @@ class Agent:
             log_file=self.log_file,
             scratch=folder / "scratch",
             wired=lambda: self.wired,
-            patience=patience,
+            timeouts=patience,
             **instead,
         )
 
@@ -421,7 +421,7 @@ async def test_an_engine_that_does_not_return_its_memory_is_replaced_without_bla
     await order(one, LoadModel, 1, "a")
     await order(one, LoadModel, 2, "b")
     await order(one, UnloadModel, 3, "a")
-    assert one.supervisor.pid == first, "while a model is here its memory cannot be told from what is missing"
+    assert one.supervisor.pid == first, "with a loaded model its memory cannot be distinguished from missing memory"
     one.supervisor.send(encode(UnloadModel(4, "b")), UnloadModel, 4)
     await one.until(lambda: recycled(one))
     assert one.supervisor.pid != first
@@ -521,7 +521,7 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     assert not loaded()
     assert (one.supervisor.state.restarts, one.supervisor.state.recycles) == (0, 1)
     assert one.supervisor.report is not None
-    assert {model.name for model in one.supervisor.report.models} == {name}, "what could be served is still told"
+    assert {model.name for model in one.supervisor.report.models} == {name}, "the servable models are still reported"
     os.kill(one.supervisor.pid or 0, signal.SIGKILL)
     await one.until(lambda: one.supervisor.state.restarts == 1 and one.supervisor.ready is not None)
     assert not loaded(), "a death brings nothing back"
@@ -627,7 +627,7 @@ async def test_only_the_request_in_the_forward_is_blamed(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_dies_outside_of_any_call_blames_nobody(agent: Callable[..., Agent], tmp_path: Path):
+async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, "elif isinstance(frame, Generate):\n    sys.exit(3)"))
     await one.supervisor.start()
     await one.ready()
@@ -734,9 +734,9 @@ async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repe
     one = agent()
     await one.supervisor.start()
     await one.ready()
-    assert one.supervisor.roomed == 0
-    assert [one.supervisor.make_room(GIB), one.supervisor.make_room(GIB)] == [1, 2]
-    await one.until(lambda: one.supervisor.roomed == 2)
+    assert one.supervisor.freed_order == 0
+    assert [one.supervisor.free_memory(GIB), one.supervisor.free_memory(GIB)] == [1, 2]
+    await one.until(lambda: one.supervisor.freed_order == 2)
 
 
 @pytest.mark.slow

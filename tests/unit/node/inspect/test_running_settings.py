@@ -42,7 +42,7 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
     assert found.value.memory.tier == "custom"
 
 
-def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Path) -> None:
+def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
     with locked(folder), published(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")
@@ -51,7 +51,9 @@ def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Pa
     (folder / FILE).write_bytes(left)
     assert running(folder, COORDINATOR_SECTIONS) is None, "its process has ended"
     with locked(folder, 8):
-        assert running(folder, COORDINATOR_SECTIONS) is None, "another one runs, and has not told its settings yet"
+        assert running(folder, COORDINATOR_SECTIONS) is None, (
+            "another process runs, and has not written its settings yet"
+        )
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"pid": "x", "settings": {}}'])

@@ -264,7 +264,7 @@ def test_dynamic_counts_each_byte_once_and_unknown_is_never_plenty(
         assert phys + free <= reach <= phys + free + lease
 
 
-def test_nobodys_bytes_and_nobodys_lease_add_nothing_to_the_reach():
+def test_bytes_and_leases_without_an_owner_add_nothing_to_the_reach():
     assert dynamic(5, 20) == 25
     assert dynamic(5, 20, lease=7) == 25
     assert dynamic(5, 20, worker=7) == 25
@@ -358,7 +358,7 @@ def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
     [MemoryTier(1, 0.5), MachineBounds(GIB), MetalDevice(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_was_settled_is_never_changed_but_settled_anew(
+def test_a_settled_value_is_replaced_and_never_changed(
     value: MemoryTier | MachineBounds | MetalDevice | MemoryCap | Ceiling | Margin,
 ):
     with pytest.raises(FrozenInstanceError):

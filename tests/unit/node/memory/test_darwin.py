@@ -72,7 +72,7 @@ def test_the_footprint_rises_by_what_is_touched(system: LibSystem):
     assert len(block) == 256 * MIB
 
 
-def test_high_water_marks_stay_after_the_memory_is_given_back_until_the_interval_is_begun_anew(system: LibSystem):
+def test_high_water_marks_stay_after_the_memory_is_released_until_the_next_interval(system: LibSystem):
     source = DarwinFootprint(os.getpid(), system)
     block = bytearray(os.urandom(64 * MIB))
     high = source.phys()
@@ -113,7 +113,7 @@ def test_the_pressure_is_the_systems_own_word(
     assert system.pressure() == word
 
 
-def test_a_mac_reads_its_limits_anew_at_each_look(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
+def test_a_mac_reads_its_limits_at_each_poll(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
     assert mac.bounds() == MachineBounds(128 * GIB, default_metal(128 * GIB))
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
@@ -139,7 +139,7 @@ def test_the_machine_is_described(system: LibSystem):
     assert system.chip_name() == "Apple M5 Max"
 
 
-def test_a_wired_limit_is_one_that_somebody_set(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
+def test_a_wired_limit_is_a_configured_one(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     assert system.wired_limit() is None
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
     assert system.wired_limit() == 110000 * MIB
@@ -162,6 +162,6 @@ def test_a_start_tells_namesakes_apart(system: LibSystem):
     assert system.born(child.pid)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert system.born(child.pid) == "", "a zombie is gone"
+    assert system.born(child.pid) == "", "a zombie counts as ended"
     child.communicate()
     assert system.born(child.pid) == ""

@@ -115,7 +115,7 @@ def test_who_was_never_asked_is_asked_before_it_is_ended():
     seen = EnforcerInput(1, replace(CAP, phys=101 * GIB))
     state, (action,) = step(EnforcerState(engine=1, over=1, looked_at=999.9), seen, 1000.0)
     assert action == SendOrder(ReduceMemory(1, HARD, GIB))
-    assert (state.asked, state.asked_at) == (1, 1000.0)
+    assert (state.order_number, state.ordered_at) == (1, 1000.0)
     state, actions = step(state, seen, 1000.0 + POLL_PERIOD_SECONDS / 2)
     assert actions == ()
     assert isinstance(step(state, seen, 1000.0 + POLL_PERIOD_SECONDS)[1][0], EndEngine)
@@ -145,7 +145,7 @@ def test_a_native_call_under_way_may_last_until_it_would_count_as_hung():
     assert run.levels(110) == [["end"]], "bounded"
 
 
-def test_a_call_that_ends_within_the_period_shortens_it_for_nobody():
+def test_a_call_that_ends_within_the_period_shortens_no_other_period():
     run = Run(answers=False)
     run.levels(110, 110)
     run.call_until = run.now + BUSY_POLL_SECONDS

@@ -98,7 +98,7 @@ def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any
     assert all(words in warning for warning in warnings)
 
 
-def test_metals_limit_is_read_anew_at_each_look():
+def test_metals_limit_is_read_at_each_poll():
     machine = SetMachine()
     one = limiter(machine, margin="auto")
     before = one.now(GIB)
@@ -165,7 +165,7 @@ def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_l
     assert one.now(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
     machine.sysctl, machine.metal = None, 96 * GIB
     one.report_metal(8, 112 * GIB)
-    assert one.now(GIB).cap == 96 * GIB, "what was raised is gone, and the default is not known yet"
+    assert one.now(GIB).cap == 96 * GIB, "the raised limit is gone, and the default is not known yet"
 
 
 def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_new_limit_allows(tmp_path: Path):
@@ -215,7 +215,7 @@ def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_tha
     machine.free = None
     found = one.now(GIB)
     assert (found.cap, found.ceiling, found.bound_by) == (96 * GIB, 1, UNREADABLE)
-    assert one.standing.remedy
+    assert one.current_ceiling.remedy
 
 
 def told(one: Limiter, phys: int | None = 0) -> list[MemoryLimits]:
@@ -332,7 +332,7 @@ def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monk
             assert one.worker_phys() == 0
             assert one.now(0).ceiling == before
         worker.communicate()
-    assert one.now(0).ceiling == 28 * GIB, "one that is gone holds nothing"
+    assert one.now(0).ceiling == 28 * GIB, "an ended lease holds no memory"
 
 
 def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():
@@ -403,7 +403,7 @@ def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
 def test_a_poll_returns_the_limits_of_this_moment_and_the_standing_ceiling_is_known_from_the_start():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine, cap="64GiB")
-    assert (one.standing.bytes, one.standing.bound_by, one.leases) == (64 * GIB, "setting", 0)
+    assert (one.current_ceiling.bytes, one.current_ceiling.bound_by, one.leases) == (64 * GIB, "setting", 0)
     seen: list[MemoryLimits] = []
     assert one.poll(0, seen.append) == seen[0]
     machine.free = 32 * GIB - 1

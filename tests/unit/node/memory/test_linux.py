@@ -11,8 +11,8 @@ from node.memory import linux
 from node.memory.linux import (
     LinuxFootprint,
     chip_name,
+    container_free_bytes,
     container_limit,
-    container_room,
     pressure,
     unevictable_memory,
 )
@@ -72,7 +72,7 @@ def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
     assert int(lifetime) >= -8 * MIB
     assert int(interval) >= -8 * MIB
     if begun == "True":
-        assert int(reset) >= 200 * MIB, "the interval began anew"
+        assert int(reset) >= 200 * MIB, "the interval started again"
     assert int(kept) == 0, "the mark of all time does not"
 
 
@@ -126,7 +126,7 @@ def test_the_chip_is_named(proc: Path):
 
 def test_without_a_cgroup_the_machine_counts(proc: Path, tmp_path: Path):
     assert container_limit(proc, tmp_path / "none") is None
-    assert container_room(proc, tmp_path / "none") is None
+    assert container_free_bytes(proc, tmp_path / "none") is None
 
 
 def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
@@ -135,9 +135,9 @@ def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
     write(cgroups / "outer" / "inner", memory__max="max", memory__current=GIB)
     write(cgroups / "outer", memory__max=8 * GIB, memory__current=5 * GIB)
     assert container_limit(proc, cgroups) == 8 * GIB
-    assert container_room(proc, cgroups) == 3 * GIB
+    assert container_free_bytes(proc, cgroups) == 3 * GIB
     write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
-    assert container_room(proc, cgroups) == 4 * GIB
+    assert container_free_bytes(proc, cgroups) == 4 * GIB
 
 
 def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
@@ -147,9 +147,9 @@ def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
     assert container_limit(proc, tmp_path / "cgroup") is None
     write(box, memory__limit_in_bytes=2 * GIB)
     assert container_limit(proc, tmp_path / "cgroup") == 2 * GIB
-    assert container_room(proc, tmp_path / "cgroup") == GIB
+    assert container_free_bytes(proc, tmp_path / "cgroup") == GIB
     write(box, memory__usage_in_bytes=3 * GIB)
-    assert container_room(proc, tmp_path / "cgroup") == 0
+    assert container_free_bytes(proc, tmp_path / "cgroup") == 0
 
 
 def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: Path, tmp_path: Path):
@@ -175,9 +175,9 @@ def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, 
 
 def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
-    monkeypatch.setattr(linux, "container_room", lambda: 3 * GIB)
+    monkeypatch.setattr(linux, "container_free_bytes", lambda: 3 * GIB)
     assert LinuxMachine(machine()).reclaimable() == 3 * GIB
-    monkeypatch.setattr(linux, "container_room", lambda: None)
+    monkeypatch.setattr(linux, "container_free_bytes", lambda: None)
     assert LinuxMachine(machine()).reclaimable() == 16 * GIB
 
 

@@ -19,7 +19,7 @@ FIGURE = MetalDevice(107 * GIB)
 SET = 112 * GIB
 
 
-def test_a_figure_is_found_again_by_the_machine_that_it_belongs_to_and_by_nobody_else(tmp_path: Path):
+def test_a_figure_is_found_again_only_by_the_machine_that_it_belongs_to(tmp_path: Path):
     folder = tmp_path / "node"
     assert read_device(folder, MAC, None) is None
     write_device(folder, MAC, FIGURE)

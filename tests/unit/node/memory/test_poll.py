@@ -97,7 +97,7 @@ class Node:
             scratch=folder / "scratch",
             wired=self.limiter.wired,
             command=command,
-            patience=AT_ONCE,
+            timeouts=AT_ONCE,
         )
         self.first_cap = self.limiter.cap.bytes
         self.poll = SeenPoll(self.limiter, self.machine, self.supervisor)
@@ -193,7 +193,7 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
-    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
+    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models can be unloaded"
     assert leases.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
 
 
@@ -234,7 +234,7 @@ async def test_a_new_engine_is_covered_and_so_is_the_one_after_a_death(
     first = node.supervisor.ready
     assert first is not None
     assert node.poll.state.level is MemoryLevel.OK
-    assert node.supervisor.held == 1
+    assert node.supervisor.reported_limits_number == 1
     report = node.supervisor.report
     assert report is not None
     assert report.memory.armed
@@ -243,7 +243,7 @@ async def test_a_new_engine_is_covered_and_so_is_the_one_after_a_death(
     await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
     report = node.supervisor.report
     assert report is not None
-    assert (report.memory.cap, report.memory.armed, report.held) == (90 * GIB, True, 1)
+    assert (report.memory.cap, report.memory.armed, report.limits_number) == (90 * GIB, True, 1)
 
 
 @pytest.mark.slow
@@ -358,7 +358,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
 
 
 @pytest.mark.slow
-async def test_over_soft_nobody_is_admitted_and_the_report_says_so(make: Callable[..., Awaitable[Node]]):
+async def test_over_soft_no_request_is_admitted_and_the_report_shows_it(make: Callable[..., Awaitable[Node]]):
     node = await make()
     node.machine.free = 2 * GIB
     await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)
@@ -377,9 +377,9 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     for size in (36 * GIB, 0, 36 * GIB):
         node.limiter.leases = size
         node.poll.poll_once()
-        numbers.append(node.supervisor.told)
-    assert numbers == [2, 3, 4], "each was told at once"
-    await node.until(lambda: node.supervisor.held == 4)
+        numbers.append(node.supervisor.applied_limits_number)
+    assert numbers == [2, 3, 4], "each limit was sent at once"
+    await node.until(lambda: node.supervisor.reported_limits_number == 4)
     assert node.supervisor.report
     assert node.supervisor.report.memory.leases == 36 * GIB
     assert node.supervisor.report.memory.ceiling == 54 * GIB
@@ -408,18 +408,18 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
     node = await make()
     node.machine.free = 60 * GIB
     node.poll.poll_once()
-    told = node.supervisor.told
+    told = node.supervisor.applied_limits_number
     source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
     for fails in ("engine", "machine", "both"):
-        standing = node.limiter.standing
+        standing = node.limiter.current_ceiling
         source.fails, node.machine.free = fails != "machine", 60 * GIB if fails == "engine" else None
         node.poll.poll_once()
-        assert node.limiter.standing == standing
+        assert node.limiter.current_ceiling == standing
         assert node.poll.state.level is (MemoryLevel.OK if fails == "machine" else MemoryLevel.UNKNOWN)
         source.fails, node.machine.free = False, 60 * GIB
         node.poll.poll_once()
         assert node.poll.state.level is MemoryLevel.OK
-    assert node.supervisor.told == told
+    assert node.supervisor.applied_limits_number == told
 
 
 @pytest.mark.slow
@@ -447,7 +447,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     assert isinstance(await node.end(1), Finished), "what ran was not disturbed"
     source.fails, node.machine.free = False, 128 * GIB
     node.poll.poll_once()
-    await node.until(lambda: node.supervisor.held == node.supervisor.told)
+    await node.until(lambda: node.supervisor.reported_limits_number == node.supervisor.applied_limits_number)
     node.generate(3, tokens=4)
     assert isinstance(await node.end(3), Finished)
     assert (node.poll.state.kills, node.poll.state.over_caps, node.supervisor.state.restarts) == (0, 0, 0)

@@ -28,7 +28,7 @@ def test_readings_within_one_period_are_one_poll_of_which_the_highest_counts():
     assert recent.highest(0.5) == 100
 
 
-def test_recent_falls_by_time_alone_when_nobody_polls():
+def test_recent_falls_by_time_alone_without_polls():
     recent = RecentPeak().with_reading(9, 10.0)
     assert recent.highest(10.0 + RECENT_POLLS * POLL_PERIOD_SECONDS - 0.01) == 9
     assert recent.highest(10.0 + RECENT_POLLS * POLL_PERIOD_SECONDS) == 0

@@ -344,7 +344,7 @@ def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: 
     assert not found.cause
 
 
-def test_a_changed_file_is_described_anew_and_an_unchanged_one_is_not(tmp_path: Path):
+def test_a_changed_file_is_described_again_and_an_unchanged_one_is_not(tmp_path: Path):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
     before = made.find("m")
@@ -493,7 +493,7 @@ def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: 
     assert not made.unchanged(found)
     shutil.rmtree(folder)
     assert not made.unchanged(found)
-    assert made.known()["m"].context == 4096, "the next scan finds that it is gone"
+    assert made.known()["m"].context == 4096, "the next scan does not find the model"
 
 
 def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed(

@@ -28,7 +28,7 @@ class Mac:
     def occupancy(self) -> Occupancy:
         return self.holding
 
-    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
+    def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         self.acts.append(act)
 
     def sharing_changed(self) -> None:
@@ -62,7 +62,7 @@ async def started(sharer: SharingController) -> SharingController:
 async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     sharer = await started(scene.sharer())
-    assert sharer.standing.shared
+    assert sharer.sharing_state.shared
     sharer.apply_order(Order(3600.0, "ann"))
     assert sharer.to_report().paused
     assert sharer.retry_after() == 3600.0
@@ -73,7 +73,7 @@ async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> N
     assert again.to_report().until == scene.now + 3600
     scene.now += 3600
     again.update()
-    assert again.standing.shared
+    assert again.sharing_state.shared
     assert not (await started(scene.sharer())).to_report().paused
 
 
@@ -91,7 +91,7 @@ async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> N
     assert file.remove()
     assert not file.remove()
     sharer.update()
-    assert sharer.standing.shared
+    assert sharer.sharing_state.shared
     assert scene.mac.told == 3
 
 
@@ -104,7 +104,7 @@ async def test_a_damaged_pause_still_is_one(tmp_path: Path, content: bytes) -> N
     assert sharer.to_report().paused
     assert "cluster resume" in sharer.to_report().why
     sharer.apply_order(Order(0.0))
-    assert sharer.standing.shared
+    assert sharer.sharing_state.shared
 
 
 async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ async def test_power_is_read_again_only_after_a_while(
         for _ in range(5):
             await looks.acquire()
     await sharer.stop()
-    assert sharer.standing.shared is not reads
+    assert sharer.sharing_state.shared is not reads
 
 
 async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"when": "plugged-in"}, power=PowerState(plugged=True))
-    assert (await started(scene.sharer())).standing.shared
+    assert (await started(scene.sharer())).sharing_state.shared
     scene.power = PowerState(plugged=False)
-    assert not (await started(scene.sharer())).standing.shared
+    assert not (await started(scene.sharer())).sharing_state.shared
     scene.settings = {"when": "idle", "idle_seconds": 60.0}
     scene.power = PowerState(idle_s=59.0)
-    assert not (await started(scene.sharer())).standing.shared
+    assert not (await started(scene.sharer())).sharing_state.shared
     scene.power = PowerState(idle_s=61.0)
-    assert (await started(scene.sharer())).standing.shared
+    assert (await started(scene.sharer())).sharing_state.shared
 
 
 async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
@@ -177,13 +177,13 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
         scene.power = PowerState(plugged=False, battery=charge)
         await sharer.read_power()
         sharer.update()
-        assert sharer.standing.shared is shared
+        assert sharer.sharing_state.shared is shared
     await sharer.stop()
 
 
 async def test_a_battery_is_not_low_before_it_was_below_its_line(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"min_battery_percent": 50}, power=PowerState(plugged=False, battery=52.0))
-    assert (await started(scene.sharer())).standing.shared
+    assert (await started(scene.sharer())).sharing_state.shared
 
 
 async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
     for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
         scene.now = local(hour, minute)
         sharer.update()
-        assert sharer.standing.shared is shared, (hour, minute)
+        assert sharer.sharing_state.shared is shared, (hour, minute)
     assert scene.mac.told == 3, "at the start, and at each change"
 
 
@@ -286,7 +286,7 @@ async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> Non
             read=lambda: read.append(1) or PowerState(plugged=True, idle_s=1e6),
         )
         await started(sharer)
-        assert (len(read), sharer.standing.shared) == (times, True)
+        assert (len(read), sharer.sharing_state.shared) == (times, True)
         read.clear()
 
 

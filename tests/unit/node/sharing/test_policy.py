@@ -115,7 +115,7 @@ def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> No
 
 
 @given(RULES, FACTS, st.floats(0, 2e9))
-def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(
+def test_a_paused_node_shares_nothing_and_every_refusal_has_its_reason(
     rule: SharingRule, facts: SharingInputs, now: float
 ) -> None:
     found = sharing_state(rule, facts, now)
@@ -211,7 +211,7 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
     assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
     assert charged([3, 2, 1], plugged=True) == [True] * 3
-    assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
+    assert charged([3, 80], plugged=None) == [False, True], "an unknown power source counts as battery"
     assert charged([3, 2], least=0) == [True] * 2
     why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert (
@@ -261,7 +261,7 @@ def test_what_is_done_once_nothing_is_taken() -> None:
     st.floats(0, 1e6),
     st.builds(GracePeriods, st.floats(0, 1e4), st.floats(0, 1e4)),
 )
-def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
+def test_no_request_is_ended_early_and_a_full_engine_is_never_released(
     shared: bool, holds: Occupancy, waited: float, grace: GracePeriods
 ) -> None:
     acts = due(shared, holds, waited, grace)

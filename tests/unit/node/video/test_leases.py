@@ -28,7 +28,7 @@ def test_a_lease_fits_exactly_up_to_the_headroom():
     refused = leases.check_fits(ask(60 * GIB + 1), MEMORY, (), frozenset())
     assert refused is not None
     assert (refused.code, refused.need, refused.headroom) == ("no_headroom", 60 * GIB + 1, 60 * GIB)
-    assert refused.retry_after == leases.ROOM_RETRY_SECONDS
+    assert refused.retry_after == leases.HEADROOM_RETRY_SECONDS
 
 
 @given(st.integers(1, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 40 * GIB))

@@ -11,11 +11,11 @@ from router.admission.api_keys import (
     SCOPES,
     ApiKey,
     KeyRing,
+    anonymous_key,
     credential,
     digest_of,
     new_key,
     new_secret,
-    nobody_known,
     session_of,
 )
 from router.admission.rate_limits import KeyLimits
@@ -168,7 +168,7 @@ def test_a_ring_finds_keys_by_their_ids_with_their_names_and_limits():
     ids = (plain.id, limited.id, "anonymous", "aaaaaaaa")
     assert [keys.of(one) for one in ids] == [plain, limited, None, None]
     assert [keys.limits(one) for one in ids] == [None, KeyLimits(concurrency=2), None, None]
-    keys.anonymous = nobody = nobody_known(3.0)
+    keys.anonymous = nobody = anonymous_key(3.0)
     assert [keys.of(one) for one in ids] == [plain, limited, nobody, None]
     assert keys.names() == {plain.id: "me", limited.id: "limited", "anonymous": "anonymous"}
     keys.put(replace(nobody, name="a key of that id"))
@@ -177,7 +177,7 @@ def test_a_ring_finds_keys_by_their_ids_with_their_names_and_limits():
 
 def test_clients_without_a_key_are_anonymous_where_that_is_allowed_and_wrong_keys_stay_wrong():
     keys, key, text = ring()
-    keys.anonymous = nobody = nobody_known(3.0)
+    keys.anonymous = nobody = anonymous_key(3.0)
     assert nobody == ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", 3.0)
     shown = ("", "sk-of-another-server", "mp_", text + "A", text)
     assert [keys.check(one) for one in shown] == [nobody, nobody, None, None, key]

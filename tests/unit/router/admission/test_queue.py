@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.queue import (
-    HOLD_ROOM_AFTER_SECONDS,
+    HOLD_HEADROOM_AFTER_SECONDS,
     MAX_OVERTAKES,
     MIN_KEY_SHARE,
     MIN_QUEUE_LENGTH,
@@ -64,7 +64,7 @@ def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved
         return refused.retry_after
 
     assert told(3.0) == MIN_QUEUE_LENGTH * 0.5, "two left in each second"
-    assert told(3.7) > MIN_QUEUE_LENGTH * 0.5, "nobody has left since"
+    assert told(3.7) > MIN_QUEUE_LENGTH * 0.5, "no entry has left since"
     assert told(100.0) == 60.0
 
 
@@ -113,7 +113,7 @@ def test_a_key_may_have_a_share_of_its_own():
     assert refused.code is RefusalCode.OVER_SHARE
     queue = moving()
     refused = queue.offer("one more", "k", 1, 3.0, 63.0, 2, share=2)
-    assert isinstance(refused, Refused), "it lends nothing to a key that has a share of its own"
+    assert isinstance(refused, Refused), "a free place is not for a key with a share of its own"
     assert refused.code is RefusalCode.OVER_SHARE
 
 
@@ -204,10 +204,10 @@ def taken(queue: AdmissionQueue[str], patience: float) -> int:
 
 
 def test_a_key_that_waits_alone_may_have_more_while_the_line_moves():
-    assert taken(moving(), 60.0) == MIN_QUEUE_LENGTH - MIN_KEY_SHARE, "others find a share's worth of room"
-    assert taken(moving(), 15.0) == 30, "who comes later would wait for nothing"
+    assert taken(moving(), 60.0) == MIN_QUEUE_LENGTH - MIN_KEY_SHARE, "other keys find the places of one share"
+    assert taken(moving(), 15.0) == 30, "a later request would wait in vain"
     stuck: AdmissionQueue[str] = AdmissionQueue()
-    assert taken(stuck, 60.0) == MIN_KEY_SHARE, "nobody has left yet"
+    assert taken(stuck, 60.0) == MIN_KEY_SHARE, "no entry has left yet"
 
 
 def test_a_key_has_no_more_than_its_share_where_another_one_waits():
@@ -280,15 +280,15 @@ def test_room_is_kept_for_one_request_of_a_key_in_each_round():
         offer(queue, item, item[0])
     for _ in range(2):
         kept: list[str] = []
-        queue.place_waiting(HOLD_ROOM_AFTER_SECONDS, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
+        queue.place_waiting(HOLD_HEADROOM_AFTER_SECONDS, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
         assert kept == ["a0", "b0"]
 
 
 def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entry = offer(queue, "large", now=100.0)
-    assert not queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS - 0.1)
-    assert queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS)
+    assert not queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS - 0.1)
+    assert queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS)
     for _ in range(MAX_OVERTAKES):
         assert not queue.overdue(entry, 100.1)
         queue.count_overtake()
@@ -412,7 +412,7 @@ def test_a_key_of_long_prompts_gets_no_more_tokens_than_a_key_of_short_ones(cost
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), max_size=40), st.data())
-def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[str, int]], data: st.DataObject):
+def test_every_request_is_tried_once_and_the_count_stays_true(requests: list[tuple[str, int]], data: st.DataObject):
     queue: AdmissionQueue[str] = AdmissionQueue()
     inside: list[str] = []
     for number, (key, cost) in enumerate(requests):

@@ -46,7 +46,7 @@ def ask(cluster: Cluster, *, key: str = "k", stream: bool = True, **params: obje
 
 
 def finish(cluster: Cluster, **changes: object) -> None:
-    end = replace(Finished(0, ("stop",), 25, 3, 10, TIMINGS, thought=2), **changes)
+    end = replace(Finished(0, ("stop",), 25, 3, 10, TIMINGS, reasoning_tokens=2), **changes)
     cluster.say(lambda number: replace(end, request=number))
 
 
@@ -83,7 +83,7 @@ async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     assert counters.keys == {("k", "tiny"): 28}
     assert one.dispatcher.usage.drain() == {("k", "tiny"): UsageTotals(1, 0, 25, 10, 3)}
     assert one.dispatcher.usage.drain() == {}, "what was written to the database is not written again"
-    story = one.dispatcher.history.stories[-1]
+    story = one.dispatcher.history.records[-1]
     assert (story.request_id, story.key, story.model, story.stream, story.outcome, story.message) == (
         "r1",
         "k",
@@ -134,7 +134,7 @@ async def test_each_end_is_one_outcome(
     assert one.dispatcher.counters.models["tiny"].outcomes == {outcome: 1}
     used = one.dispatcher.usage.drain()["k", "tiny"]
     assert (used.requests, used.failed) == (1, failed)
-    assert len(one.dispatcher.history.stories) == 1
+    assert len(one.dispatcher.history.records) == 1
 
 
 async def test_a_refusal_by_a_node_is_a_retry_and_no_failure(two: Cluster):
@@ -162,7 +162,7 @@ async def test_a_lost_node_and_the_resumed_answer_are_counted_once(two: Cluster)
     finish(two)
     assert (counters.requests, counters.first_tokens) == ({"ok": 1}, 1)
     assert two.dispatcher.usage.drain()["k", "tiny"] == UsageTotals(1, 0, 25, 10, 3)
-    assert [what for _, what, _ in two.dispatcher.history.stories[-1].steps][-1] == "resumed"
+    assert [what for _, what, _ in two.dispatcher.history.records[-1].steps][-1] == "resumed"
 
 
 async def test_a_move_off_a_node_that_drains_is_counted_once(two: Cluster):
@@ -220,7 +220,7 @@ async def test_a_reader_that_does_not_read_is_counted_and_its_node_told():
 async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Cluster):
     ask(one, max_tokens=5, n=2)
     one.say(lambda number: Admitted(number, 10**9, 10**9))
-    finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, thought=10**9)
+    finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, reasoning_tokens=10**9)
     used = one.dispatcher.usage.drain()["k", "tiny"]
     most = 100 + 4096 + 32
     assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (most, most, 10)
@@ -249,7 +249,7 @@ async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: 
     one.speak()
     one.speak()
     assert ticket.wrote == 2
-    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, thought=0)
+    finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, reasoning_tokens=0)
     (rate,) = one.dispatcher.quotas.rates("k", one.now)
     assert rate.remaining == 1000 - 2
 
@@ -277,11 +277,11 @@ async def test_a_refusal_that_may_quote_the_request_is_kept_without_its_words(on
     for code in QUOTING:
         ask(one)
         one.say(lambda number, code=code: Refusal(number, Refused(code, "secret words"), None))
-        story = one.dispatcher.history.stories[-1]
+        story = one.dispatcher.history.records[-1]
         assert (story.outcome, story.message) == (code.value, QUOTING[code])
     ask(one)
     one.say(lambda number: Refusal(number, Refused(RefusalCode.NO_MODEL, "not here"), None))
-    assert one.dispatcher.history.stories[-1].message == "not here"
+    assert one.dispatcher.history.records[-1].message == "not here"
 
 
 async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_runs():
@@ -317,7 +317,7 @@ async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Clust
 
 async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are_told(one: Cluster):
     troubles: list[tuple[str, str]] = []
-    one.dispatcher.on_trouble = lambda ticket, code: troubles.append((ticket.job.request_id, code))
+    one.dispatcher.on_failure = lambda ticket, code: troubles.append((ticket.job.request_id, code))
     ticket = ask(one)
     one.say(lambda number: Failed(number, "node_stopping", "its Mac is shut down"))
     assert isinstance(ticket.outcome, RequestFailure)

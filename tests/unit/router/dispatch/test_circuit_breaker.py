@@ -65,7 +65,7 @@ def test_a_dead_engine_fails_all_that_it_had_at_once():
     assert breakers.barred_nodes(6.0) == []
 
 
-def test_a_good_answer_or_a_time_of_peace_begins_anew():
+def test_a_good_answer_or_a_quiet_period_resets_the_count():
     breakers, now = failing(MAX_FAULTS - 1)
     breakers.record_success(NODE, 77)
     breakers.record_fault(NODE, 78, now + 10)
@@ -83,7 +83,7 @@ def test_one_probe_at_a_time_closes_it_or_opens_it_for_longer():
     assert breakers.barred_nodes(now) == [NODE]
     breakers.record_fault(NODE, 2, now)
     breakers.record_success(NODE, 1)
-    assert breakers.barred_nodes(now) == [NODE], "what was begun before says nothing"
+    assert breakers.barred_nodes(now) == [NODE], "a request sent before the failure proves nothing"
     breakers.record_fault(NODE, 50, now)
     assert breakers.barred_nodes(now + 2 * MIN_OPEN_SECONDS - 0.1) == [NODE]
     now += 2 * MIN_OPEN_SECONDS

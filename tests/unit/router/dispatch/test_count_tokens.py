@@ -49,7 +49,7 @@ async def test_a_cordoned_or_lost_node_is_not_asked():
     assert counted(node) == 0
 
 
-async def test_a_model_that_nobody_has_is_a_404():
+async def test_a_model_that_no_node_has_is_a_404():
     cluster = LoopbackCluster(LoopbackNode("a", models=(a_model(loaded=False, cause="no"),)))
     found = await count(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)

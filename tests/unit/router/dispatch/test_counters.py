@@ -33,7 +33,7 @@ def test_a_step_is_one_gap_for_all_streams_in_it():
     assert gaps(counters) == (3, 0.06)
 
 
-def test_nobody_waited_between_two_requests():
+def test_no_request_waited_between_two_requests():
     counters = Counters()
     counters.stepped(A, "m", 7, 1, 1.0)
     counters.stepped(A, "m", 8, 1, 100.0)

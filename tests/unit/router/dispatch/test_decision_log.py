@@ -33,7 +33,7 @@ def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
         NodeId(name),
         name,
         "ready",
-        heard_at=0.0,
+        reported_at=0.0,
         memory=memory,
         engine=EngineState("mlx", "ready"),
         models={"tiny": a_model(prefill_speed=speed)},
@@ -98,7 +98,7 @@ def test_the_rings_are_bounded():
         history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
     assert len(history.decisions) == MAX_DECISIONS_KEPT
     assert history.decisions_about("r0") == []
-    assert history.stories.maxlen == MAX_REQUESTS_KEPT
+    assert history.records.maxlen == MAX_REQUESTS_KEPT
 
 
 # Steps of a request
@@ -131,7 +131,7 @@ async def test_a_request_tells_its_way():
     assert story.steps[-1][0] == pytest.approx(1.0)
 
 
-async def test_a_refused_and_a_waiting_request_have_a_story_too():
+async def test_a_refused_and_a_waiting_request_have_a_record_too():
     one = Cluster(A)
     one.memory[A] = a_memory(0)
     one.report()
@@ -156,7 +156,7 @@ async def test_what_goes_on_elsewhere_says_so():
     assert way(ticket)[3] == ("resumed", f"node-{other}")
 
 
-async def test_a_story_is_bounded():
+async def test_a_record_is_bounded():
     one = Cluster(A)
     ticket = one.submit()
     for number in range(200):

@@ -111,7 +111,7 @@ async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_th
         assert isinstance(ticket.outcome, Refused)
         assert ticket.outcome.code is RefusalCode.NO_ROOM
     passes(mac, 1)
-    assert not mac.dispatcher.ledger.turns, "nobody waits for it any more"
+    assert not mac.dispatcher.ledger.turns, "no request waits for the model"
     assert mac.dispatcher.counters.swaps == {"done": 0, "dropped": 1}
     assert ask(mac, "one").node == A
 
@@ -137,7 +137,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     for _ in range(int(2 * MIN_SLICE_SECONDS)):
         passes(mac, 1)
         await asyncio.sleep(0)
-    assert mac.dispatcher.ledger.held_on(other.number) is None
+    assert mac.dispatcher.ledger.node_of_hold(other.number) is None
     assert ask(mac, "one").node == A
 
 
@@ -156,7 +156,7 @@ async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster)
     passes(mac, mac.settings.keepalive_seconds - 1)
     assert not other.ready
     passes(mac, 2)
-    assert other.ready, "nudged, although it waits in the queue"
+    assert other.ready, "a keep-alive is due, although the request is queued"
 
 
 async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
@@ -194,7 +194,7 @@ async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Clus
     mac.dispatcher.receive(A, Refusal(other.request, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
     await asyncio.sleep(0)
     assert other.node is None
-    assert ask(mac, "one").node is None, "the turn goes on"
+    assert ask(mac, "one").node is None, "the model swap continues"
     passes(mac, 1)
     assert mac.last() == (A, other.request)
 

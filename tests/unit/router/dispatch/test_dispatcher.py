@@ -96,7 +96,7 @@ class Cluster:
             node=node,
             name=f"node-{node}",
             state=self.state.get(node, "ready"),
-            heard_at=self.now,
+            reported_at=self.now,
             labels=self.labels.get(node, frozenset()),
         )
 
@@ -239,17 +239,17 @@ async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int
     whole, stream = BufferedRequest(job, WeightedKey(), 1, 0.0), StreamingRequest(job, WeightedKey(), 1, 0.0)
     whole.add(delta)
     stream.add(delta)
-    assert 1000 < whole.held <= 2000
-    assert 1000 < stream.held <= 2000
+    assert 1000 < whole.buffered <= 2000
+    assert 1000 < stream.buffered <= 2000
     whole.discard()
-    assert (whole.held, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
+    assert (whole.buffered, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
 
 
-async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
+async def test_an_unrequested_answer_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
     assert isinstance(ticket, BufferedRequest)
     ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
-    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.held) == ({}, {}, 0)
+    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.buffered) == ({}, {}, 0)
     one.finish()
 
 
@@ -377,9 +377,9 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     one.now += 6
     one.report()
     await turn()
-    assert one.dispatcher.ledger.held_on(large.number) == A
+    assert one.dispatcher.ledger.node_of_hold(large.number) == A
     small = one.submit()
-    assert small.entry is not None, "the room is kept, so nobody new takes it"
+    assert small.entry is not None, "the headroom is held, so no new request takes it"
     roomy(one, A)
     await turn()
     assert large.node == small.node == A
@@ -393,12 +393,12 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     one.now += 6
     one.report()
     await turn()
-    assert [one.dispatcher.ledger.held_on(ticket.number) for ticket in waiting] == [A, None, None]
+    assert [one.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting] == [A, None, None]
     need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
     one.memory[A] = a_memory(need + need // 2)
     one.report()
     await turn()
-    assert [ticket.node for ticket in waiting] == [A, None, None], "there is room for one, and it is the first one's"
+    assert [ticket.node for ticket in waiting] == [A, None, None], "one request fits, and the first one is placed"
 
 
 async def test_one_of_two_keys_goes_to_a_node_whatever_is_in_front_of_it_there(one: Cluster):
@@ -433,7 +433,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     assert "other API keys use" in early.outcome.message
     for ticket in (*others, *greedy[:5]):
         one.dispatcher.close(ticket)
-    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
+    assert one.submit(prompt_tokens=1500, key="greedy").node == A, "no other key has requests"
 
 
 async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_stays_free(one: Cluster):
@@ -460,7 +460,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the
         assert isinstance(outcome, Refused)
         assert outcome.code is RefusalCode.OVER_SHARE
         assert outcome.retry_after
-    assert one.submit(prompt_tokens=4000, key="ada").node == A, "there is room for others"
+    assert one.submit(prompt_tokens=4000, key="ada").node == A, "other keys have headroom"
 
 
 async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
@@ -503,7 +503,7 @@ async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
     two.now += 6
     two.report()
     await turn()
-    held = [two.dispatcher.ledger.held_on(ticket.number) for ticket in waiting]
+    held = [two.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting]
     assert held[1] is None
     assert {held[0], held[2]} == {A, B}
 
@@ -729,7 +729,7 @@ async def test_what_is_about_no_live_request_is_ignored(two: Cluster):
     assert taken(ticket) == []
     two.refuse()
     two.say(lambda number: Finished(number, ("stop",), 1, 1), node=owner, request=request)
-    assert ticket.outcome is None, "what an earlier node still says is not about this attempt"
+    assert ticket.outcome is None, "a frame of an earlier node does not change this attempt"
 
 
 async def test_text_for_a_reader_that_is_stuck_is_bounded():
@@ -767,10 +767,10 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     assert isinstance(ticket, StreamingRequest)
     async with asyncio.timeout(30):
         await ticket.wait()
-    assert ticket.nudged
+    assert ticket.keepalive_due
     assert ticket.ready
     ticket.take()
-    assert not ticket.nudged
+    assert not ticket.keepalive_due
     full(cluster, A)
     waiting = cluster.submit()
     cluster.now += 1
@@ -791,7 +791,7 @@ async def test_one_frame_wakes_a_reader_once(one: Cluster):
     assert woken == [3]
 
 
-async def test_shutdown_tells_everybody(two: Cluster):
+async def test_shutdown_notifies_every_client(two: Cluster):
     running = two.submit()
     full(two, A, B)
     waiting = two.submit()
@@ -954,7 +954,7 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
         50,
         30,
     )
-    story = one.dispatcher.history.stories[-1]
+    story = one.dispatcher.history.records[-1]
     assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens) == (200, 50, 30)
     over = one.submit(max_tokens=1000)
     assert isinstance(over.outcome, Refused)

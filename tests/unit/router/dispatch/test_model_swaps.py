@@ -94,7 +94,7 @@ class World:
             node,
             str(node),
             self.states.get(node, "ready"),
-            heard_at=self.now,
+            reported_at=self.now,
             memory=memory,
             engine=EngineState("x", "ready"),
             models=models,
@@ -125,7 +125,7 @@ class World:
             else:
                 self.ledger.turns[action.turn.node] = action.turn
             if isinstance(action, SendRequest):
-                ticket = action.turn.ticket
+                ticket = action.turn.request
                 self.waiting = [one for one in self.waiting if one[0] != ticket]
                 self.runs(action.turn.node, action.turn.model, ticket=ticket)
         return list(actions)
@@ -177,7 +177,7 @@ def test_nothing_is_sent_before_the_last_answer_has_ended():
         world.running[N1]["a"].pop()
     (asked,) = world.step(1.0)
     assert isinstance(asked, SendRequest)
-    assert (asked.turn.ticket, asked.candidate.node) == (2, N1)
+    assert (asked.turn.request, asked.candidate.node) == (2, N1)
     assert world.step(0.1) == [], "its report does not show the model yet"
     world.loaded[N1], world.loading[N1] = set(), {"b"}
     (ended,) = world.step(0.1)
@@ -249,7 +249,7 @@ def test_a_node_turns_to_one_model_and_two_models_turn_two_nodes():
     world.waits("b")
     world.waits("c")
     assert world.begun(SLICE) == [(N1, "b", {"a"})]
-    assert world.begun(SLICE) == [], "its memory is promised"
+    assert world.begun(SLICE) == [], "the memory is reserved"
     world.node(N2, "d")
     world.runs(N2, "d")
     world.step()
@@ -313,7 +313,7 @@ def test_a_slice_ends_before_who_waits_gives_up():
     assert world.begun(0.2) == [(N1, "b", {"a"})]
 
 
-def test_a_turn_is_dropped_when_nobody_waits_or_the_node_goes_or_room_is_elsewhere():
+def test_a_swap_ends_when_no_request_waits_or_the_node_is_lost_or_another_has_headroom():
     for case in ("left", "away", "elsewhere", "smaller"):
         world = busy()
         world.waits("b", "eve")
@@ -339,7 +339,7 @@ def test_a_turn_goes_on_for_the_next_request_when_the_first_leaves():
     del world.waiting[0]
     (changed,) = world.step(0.1)
     assert isinstance(changed, BeginTurn)
-    assert changed.turn.ticket == second
+    assert changed.turn.request == second
     assert changed.turn.began == world.now - 0.1
 
 
@@ -433,7 +433,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     world.ledger.reserve(N1, 1, 1, GIB)
     monkeypatch.setattr(model_swaps, "MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
-    assert [one.ticket for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
+    assert [one.request for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
     assert picture.keys == {
         "b": {f"key {number}": number for number in range(1, MAX_REQUESTS_EXAMINED + 3)},

@@ -29,7 +29,7 @@ def say(ticket: StreamingRequest | BufferedRequest, choice: int, text: str) -> N
 
 
 def end(number: int, *reasons: str, stops: tuple[str, ...] = ()) -> Finished:
-    return Finished(number, reasons, 10, 2, 1, stops=stops, thought=1)
+    return Finished(number, reasons, 10, 2, 1, stops=stops, reasoning_tokens=1)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2), st.text("abc", min_size=1, max_size=3)), max_size=20))
@@ -70,7 +70,7 @@ def test_it_ends_when_all_have_with_everything_added_up():
     assert isinstance(whole, Finished)
     assert whole.reasons == ("stop", "stop", "length", "stop")
     assert whole.stops == ("", "", "", "x")
-    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.thought) == (20, 4, 2, 2)
+    assert (whole.prompt_tokens, whole.completion_tokens, whole.cached_tokens, whole.reasoning_tokens) == (20, 4, 2, 2)
 
 
 def test_the_first_that_fails_ends_it():
@@ -100,14 +100,14 @@ def test_being_read_or_blocked_or_open_is_said_to_all():
     joined = multi_prompt.MergedStream(tickets)
     joined.blocked = False
     joined.opened = True
-    tickets[1].nudged = True
-    assert joined.nudged
+    tickets[1].keepalive_due = True
+    assert joined.keepalive_due
     assert joined.ready
     assert not joined.waits_for
     tickets[1].swap = "waiting for a model swap on studio (one -> two)"
     assert joined.waits_for == "waiting for a model swap"
     joined.take()
-    assert [(one.blocked, one.opened, one.nudged, one.takes) for one in tickets] == [(False, True, False, 1)] * 2
+    assert [(one.blocked, one.opened, one.keepalive_due, one.takes) for one in tickets] == [(False, True, False, 1)] * 2
     assert (joined.blocked, joined.opened) == (False, True)
 
 

@@ -163,7 +163,7 @@ async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
     text = "16 token counts of this API key are open, which is the limit: wait for one to end"
     assert await full == Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
     counts.append(await nodes.count("another"))
-    assert not counts[-1].done(), "others find room beside it"
+    assert not counts[-1].done(), "other keys are not limited by it"
     last = await nodes.count("yet another")
     assert await last == Refused(
         RefusalCode.QUEUE_FULL, "64 token counts are open, which is the limit: wait for one to end"

@@ -22,10 +22,10 @@ def test_add_collects_texts_and_calls_and_counts_them():
     whole = ticket()
     for piece in ("Hel", "lo"):
         assert whole.add(delta(Channel.CONTENT, piece)) is False
-    assert whole.held == 5
+    assert whole.buffered == 5
     for call in ("{}", "[]"):
         whole.add(delta(Channel.TOOL_CALL, call))
-    assert whole.held == 5 + 2 * (2 + DELTA_BYTES)
+    assert whole.buffered == 5 + 2 * (2 + DELTA_BYTES)
     assert whole.answer() == CompleteAnswer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, whole.fingerprint)
 
 
@@ -36,10 +36,10 @@ def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
         for _ in range(2):
             whole.add(delta(Channel.CONTENT, "a", logprobs=(logprob,)))
         assert whole.answer().logprobs == kept
-        assert (whole.held > 2) is asked
+        assert (whole.buffered > 2) is asked
 
 
 def test_add_leaves_out_choices_that_were_not_asked_for():
     whole = ticket()
     assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
-    assert (whole.held, whole.answer().texts) == (0, {})
+    assert (whole.buffered, whole.answer().texts) == (0, {})

@@ -96,7 +96,7 @@ async def test_a_request_is_taken_over_once(joining: Cluster):
     assert on(joining, tickets, B) == moved
 
 
-async def test_nobody_is_moved_to_gain_little(joining: Cluster):
+async def test_no_request_is_moved_to_gain_little(joining: Cluster):
     tickets = batch(joining, ROWS + 1)
     comes(joining)
     assert on(joining, tickets, B) == []
@@ -222,7 +222,7 @@ class Uneven(Cluster):
         return view if node == A else dataclasses.replace(view, models={"tiny": view.models["tiny"]})
 
 
-async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
+async def test_a_request_for_a_model_that_no_other_node_has_delays_no_other():
     cluster = Uneven(A, B)
     cluster.models = (a_model(), a_model("rare"))
     cluster.engine = EngineState("x", "ready", rows=ROWS)

@@ -88,7 +88,7 @@ async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
     for number in range(600):
         say(ticket, f"n{number}.")
     assert transport.bodies == []
-    assert ticket.held > 600 * 256
+    assert ticket.buffered > 600 * 256
     ticket.end(FINISHED)
     transport.free.set()
     await stream.done
@@ -97,17 +97,17 @@ async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
         text.index(f"n{number}.".encode()) for number in range(600)
     )
     assert text.endswith(b"[DONE]\n\n")
-    assert ticket.held == 0
+    assert ticket.buffered == 0
     assert len(transport.bodies) > 2, "much is given out in pieces, so that a slow reader shows progress"
 
 
 async def test_a_nudge_is_a_comment():
     transport = Transport()
     ticket, _ = pumped(transport)
-    ticket.nudged = True
+    ticket.keepalive_due = True
     ticket.flush()
     assert transport.bodies == [b": waiting\n\n"]
-    ticket.nudged, ticket.swap = True, "waiting for a model swap on studio (one -> two)"
+    ticket.keepalive_due, ticket.swap = True, "waiting for a model swap on studio (one -> two)"
     ticket.flush()
     assert transport.bodies[1:] == [b": waiting for a model swap\n\n"], "no other model's name, and no node's"
     say(ticket, "one")

@@ -79,7 +79,7 @@ reports = st.builds(
 
 
 def seen(report: Report, name: str = "studio"):
-    return view_of(report, node=NodeId("n1"), name=name, state="ready", heard_at=1.0)
+    return view_of(report, node=NodeId("n1"), name=name, state="ready", reported_at=1.0)
 
 
 @given(reports)
@@ -249,4 +249,4 @@ def test_another_engine_process_or_link_is_another_life_of_a_node():
 
     lives = {life(epoch, restarts, recycles) for epoch in (1, 2) for restarts in (0, 1) for recycles in (0, 1)}
     assert len(lives) == 8
-    assert life(1, 0, 0, heard_at=9.0, cordoned=True) == life(1, 0, 0), "a report is no other life"
+    assert life(1, 0, 0, reported_at=9.0, cordoned=True) == life(1, 0, 0), "a report is no other life"

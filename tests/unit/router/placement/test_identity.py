@@ -42,7 +42,7 @@ def test_the_model_that_most_members_hold_is_served():
     assert identity(*three) == "y"
     assert identity(three[0], three[1]) == "x", "of equals the smallest"
     assert identity(node("a", "x"), node("b", "y", cause="broken")) == "x"
-    assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "who left holds nothing"
+    assert identity(node("a", "x"), node("b", "y"), node("c", "y", "left")) == "x", "a node that left does not count"
     assert identity(node("a", "x"), node("b", "y", cause="broken"), node("c", "y", cause="broken")) == "x"
     assert identity() == ""
     assert identity(node("a", ""), node("b", "y"), node("c", "")) == "y", (
@@ -50,17 +50,19 @@ def test_the_model_that_most_members_hold_is_served():
     )
 
 
-def test_sleep_changes_nothing_until_nobody_can_serve_it():
+def test_sleep_changes_nothing_until_no_node_can_serve_it():
     asleep = replace(node("b", "y"), state="asleep")
     assert identity(node("a", "x"), asleep, node("c", "y")) == "y"
     assert identity(node("a", "x"), asleep, replace(node("c", "y"), state="lost")) == "x"
     assert identity(node("a", "x"), asleep, replace(node("c", "y"), cordoned=True)) == "x"
-    assert identity(node("a", "x", "lost"), replace(node("b", "y"), draining=True)) == "x", "nobody can: still one"
+    assert identity(node("a", "x", "lost"), replace(node("b", "y"), draining=True)) == "x", (
+        "without a ready node a name is still chosen"
+    )
     assert identity(node("a", "x", "suspect"), node("b", "y")) == "x", "a silence of seconds is no reason"
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
-def test_the_choice_does_not_depend_on_the_order_and_is_held_by_somebody(held: list[tuple[str, str]]):
+def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list[tuple[str, str]]):
     nodes = [node(str(at), *one) for at, one in enumerate(held)]
     chosen = {ClusterView(tuple(order)).identity("tiny").fingerprint for order in itertools.permutations(nodes)}
     assert len(chosen) == 1

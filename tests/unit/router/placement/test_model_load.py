@@ -21,7 +21,7 @@ NOW = 1000.0
 def node(name: str, model: Model | None, memory: Memory | None = None, **changes: Any) -> NodeView:
     facts: dict[str, Any] = {
         "state": "ready",
-        "heard_at": NOW,
+        "reported_at": NOW,
         "memory": memory or a_memory(),
         "engine": EngineState("mlx", "ready"),
         "models": {model.name: model} if model else {},

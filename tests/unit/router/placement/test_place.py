@@ -41,7 +41,7 @@ READY = EngineState("scripted", "ready")
 def node(name: str, memory: Memory | None = None, *models: Model, **changes: Any) -> NodeView:
     facts: dict[str, Any] = {
         "state": "ready",
-        "heard_at": NOW,
+        "reported_at": NOW,
         "memory": memory or a_memory(),
         "engine": READY,
         "models": {model.name: model for model in models or (a_model(),)},
@@ -174,7 +174,7 @@ REASONS = [
     ({"state": "paused", "sharing": Sharing(paused=True, why="somebody plays")}, "is paused: somebody plays"),
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
-    ({"heard_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "sent its last report 3.1 s ago"),
+    ({"reported_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "sent its last report 3.1 s ago"),
     ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
     ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
     (
@@ -232,7 +232,7 @@ def test_an_estimated_prompt_is_never_longer_than_the_context():
 
 
 def test_a_report_that_is_just_fresh_counts():
-    assert chosen(decide(node("a", heard_at=NOW - MAX_REPORT_AGE_SECONDS))) == "a"
+    assert chosen(decide(node("a", reported_at=NOW - MAX_REPORT_AGE_SECONDS))) == "a"
 
 
 MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
@@ -335,7 +335,7 @@ def test_what_was_promised_since_the_report_counts():
 def test_a_refusal_corrects_the_headroom_until_the_next_report():
     corrections = {NodeId("a"): HeadroomCorrection(NOW, 20 * MIB)}
     assert isinstance(decide(node("a"), corrections=corrections), NoPlacement)
-    assert chosen(decide(node("a", heard_at=NOW + 0.1), corrections=corrections)) == "a"
+    assert chosen(decide(node("a", reported_at=NOW + 0.1), corrections=corrections)) == "a"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_correction_withholds_what_the_view_overstates(
 def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report():
     trials = AttemptHistory(refused={NodeId("a"): NOW})
     assert why(decide(node("a"), trials=trials), "a") == "refused this request and has not reported since"
-    assert chosen(decide(node("a", heard_at=NOW + 0.1), trials=trials)) == "a"
+    assert chosen(decide(node("a", reported_at=NOW + 0.1), trials=trials)) == "a"
 
 
 def test_a_hold_keeps_others_out_and_its_owner_in():
@@ -417,7 +417,7 @@ def test_while_a_node_reads_a_model_in_its_weights_count_once(policy: str):
     reading = a_model(loaded=False, loading=True, weights=4 * GIB)
     assert chosen(decide(node("a", a_memory(room), reading), policy=policy)) == "a"
     queued = node("a", a_memory(room), reading, a_model("other", loaded=False, loading=True))
-    assert isinstance(decide(queued, policy=policy), NoPlacement), "of two loads nobody knows which has begun"
+    assert isinstance(decide(queued, policy=policy), NoPlacement), "of two loads the started one is not known"
 
 
 def test_a_node_that_has_it_wins_over_one_that_must_load_it():
@@ -520,17 +520,17 @@ def idle(name: str, room: int, *models: Model, **changes: Any) -> NodeView:
 def asked(*nodes: NodeView, **more: Any) -> str | None:
     result = decide(*nodes, **more)
     assert isinstance(result, NoPlacement)
-    return None if result.ask is None else result.ask.name
+    return None if result.candidate is None else result.candidate.name
 
 
 def test_an_idle_node_that_could_give_other_models_back_is_asked():
     assert asked(idle("a", 1 * GIB), idle("b", 2 * GIB)) == "b"
     assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=1))) is None
     assert asked(idle("small", 1 * GIB, a_model(loaded=False, weights=23 * GIB), a_model("other"))) == "small", (
-        "which counts, and says for good that it is too large"
+        "the node counts the tokens and refuses for good"
     )
     empty = node("empty", a_memory(1 * GIB), a_model(loaded=False, weights=9 * GIB))
-    assert asked(empty) is None, "it has nothing to give back"
+    assert asked(empty) is None, "the node has nothing to evict"
     for running, waits in ((1, 0), (0, 1), (1, 1)):
         assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=running, waiting=waits))) is None
     near, far = a_model(loaded=False, weights=2 * GIB), a_model(loaded=False, weights=9 * GIB)
@@ -924,8 +924,8 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     guess = decide(node("a", None, model), ask=ResourceDemand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
     assert guess.refused.code is RefusalCode.NO_ROOM
-    assert guess.ask is not None, "so it does not wait in line, and somebody counts"
-    assert guess.ask.node == "a"
+    assert guess.candidate is not None, "the request is not queued, and a node counts its tokens"
+    assert guess.candidate.node == "a"
     small = node("small", a_memory(cap=16 * GIB), model)
     for nodes in ((node("a", None, model), small), (small, node("a", None, model))):
         answer = refused(decide(*nodes, ask=ResourceDemand("tiny", 0, 40_000)))
@@ -1102,7 +1102,7 @@ some_nodes = st.builds(
     name=st.just("n"),
     state=st.sampled_from(["ready", "ready", "ready", "suspect", "asleep", "lost"]),
     cordoned=st.booleans(),
-    heard_at=st.sampled_from([NOW, NOW - 2, NOW - 10]),
+    reported_at=st.sampled_from([NOW, NOW - 2, NOW - 10]),
     memory=some_memories,
     engine=st.sampled_from([READY, EngineState("x", "ready", queued_tokens=900), EngineState("x", "failed")]),
     models=some_models.map(lambda model: {"tiny": model}) | st.just({}),
@@ -1147,7 +1147,7 @@ def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
     committed."""
     model = one.models.get("tiny")
     usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
-    if model is None or not usable or NOW - one.heard_at > MAX_REPORT_AGE_SECONDS:
+    if model is None or not usable or NOW - one.reported_at > MAX_REPORT_AGE_SECONDS:
         return False
     if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
         return False

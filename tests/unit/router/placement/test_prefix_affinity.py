@@ -107,7 +107,7 @@ def test_an_eviction_is_followed_once():
     assert index.shares(new) == {A: 1.0}
     index.read(old, A, b"old", 100, 0)
     index.apply_report(A, 1, 1, (b"old",))
-    assert index.shares(old) == {A: 1.0}, "the report tells of the same eviction again"
+    assert index.shares(old) == {A: 1.0}, "the report repeats the eviction"
 
 
 def test_more_evictions_than_are_told_by_name_forget_all_of_the_node():
@@ -211,7 +211,7 @@ def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_prove
     index.read(chain(user("e" * 99), session="s"), A, b"5", 100, 50)
     assert share(100) == (0.4375 + 0.5) / 2, "of a shorter prompt all was expected"
     index.read(chain(user("f" * 399), session="s"), B, b"6", 100, 0)
-    assert index.shares(chain(user("?" * 399), session="s")) == {B: 1.0}, "another node begins anew"
+    assert index.shares(chain(user("?" * 399), session="s")) == {B: 1.0}, "another node starts with the initial trust"
 
 
 def test_a_session_counts_only_where_it_knows_more_than_the_text():
@@ -297,7 +297,7 @@ def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
     assert index.shares(prompt) == {B: 1.0}
 
 
-def test_of_the_other_nodes_nothing_is_forgotten_and_a_node_that_returns_begins_anew():
+def test_other_nodes_are_kept_and_a_returning_node_starts_without_history():
     one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
     index = known((A, one, b"1"), (B, two, b"2"))
     index.apply_report(A, 1, 5, (b"x",) * 5)

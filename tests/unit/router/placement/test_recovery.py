@@ -193,7 +193,7 @@ async def test_it_goes_on_only_with_the_model_that_began_it():
     cluster.settled()
 
 
-async def test_what_nobody_has_read_may_begin_anew_with_another_model(two: Cluster):
+async def test_an_unread_answer_may_start_again_with_another_model(two: Cluster):
     models(two, b=a_model(fingerprint="another", prefill_speed=1.0))
     ticket = two.submit(stream=False)
     say(two, 1)
@@ -216,7 +216,7 @@ async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Clu
     assert len(two.generates()) == 1
 
 
-async def test_a_node_that_says_what_nobody_asked_for_cannot_be_followed(two: Cluster):
+async def test_a_node_that_sends_unrequested_frames_is_rejected(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     say(two, 2, choice=5)
@@ -230,7 +230,7 @@ async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
     ticket.params = type(ticket.params)(max_tokens=4)
     say(two, *range(6))
     ticket.discard_excess()
-    assert ticket.heard == []
+    assert ticket.generated_ids == []
     assert not ticket.resumable
 
 
@@ -288,7 +288,7 @@ async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two:
     lose(two)
     assert ticket.entry is not None
     where = other(two)
-    assert two.dispatcher.ledger.held_on(ticket.number) == where
+    assert two.dispatcher.ledger.node_of_hold(ticket.number) == where
     assert len(two.generates()) == 1
     roomy(two, where)
     await turn()
@@ -358,7 +358,7 @@ async def test_the_deadline_ends_it_honestly():
     cluster.settled()
 
 
-async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be_sent_again():
+async def test_an_unread_request_is_refused_at_the_deadline_so_that_it_may_be_sent_again():
     cluster = Cluster(A, B, queue_timeout_seconds=0.05)
     ticket = cluster.submit(stream=False)
     say(cluster, 1)
@@ -376,7 +376,7 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
 # migration
 
 
-async def test_a_node_that_drains_is_emptied_and_nobody_notices(two: Cluster):
+async def test_a_node_that_drains_is_emptied_and_no_client_notices(two: Cluster):
     ticket = two.submit()
     first = two.last()
     say(two, 1)
@@ -430,7 +430,7 @@ async def test_moves_count_as_losses(two: Cluster):
 async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     """Make a node suspect for `seconds`, in two sweeps."""
     cluster.state[node] = "suspect"
-    heard_at = cluster.now
+    reported_at = cluster.now
     view = cluster.dispatcher.view
     cluster.report(node)
     cluster.dispatcher.set_view(
@@ -440,7 +440,7 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
                     one.id,
                     one.name,
                     one.state,
-                    heard_at=heard_at,
+                    reported_at=reported_at,
                     memory=one.memory,
                     engine=one.engine,
                     models=one.models,
@@ -451,7 +451,7 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
             )
         )
     )
-    cluster.now = heard_at + seconds
+    cluster.now = reported_at + seconds
     cluster.report(other_than(node))
     cluster.dispatcher.sweep()
     cluster.now += 0.01
@@ -599,7 +599,7 @@ class Story:
             dispatcher.move(node)
         elif action == "late" and self.old:
             where, number = self.old[which % len(self.old)]
-            if all(one.node is None or one.request != number for one in dispatcher.tickets):
+            if all(one.node is None or one.request != number for one in dispatcher.unclosed_requests):
                 dispatcher.receive(where, Deltas((Delta(number, 0, (99,), ((0, "late "),)),)))
                 dispatcher.receive(where, Failed(number, "engine_crashed", "late"))
         elif action == "take":

@@ -52,7 +52,7 @@ def test_every_node_whose_account_changed_is_told_once():
     ledger.hold(7, A, 300)
     assert ledger.take_touched() == {A}
     ledger.hold(7, B, 300)
-    assert ledger.take_touched() == {A, B}, "nothing is kept on the first any more"
+    assert ledger.take_touched() == {A, B}, "the first node has no hold"
     ledger.drop_hold(7)
     assert ledger.take_touched() == {B}
     ledger.release(1)
@@ -66,8 +66,8 @@ def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     ledger.hold(8, B, 200)
     ledger.release(1)
     ledger.forget(A)
-    assert (ledger.held_on(7), ledger.holder(A), ledger.unacknowledged(A)) == (None, None, 0)
-    assert (ledger.held_on(8), ledger.holder(B), ledger.holders()) == (B, 8, {8})
+    assert (ledger.node_of_hold(7), ledger.holder(A), ledger.unacknowledged(A)) == (None, None, 0)
+    assert (ledger.node_of_hold(8), ledger.holder(B), ledger.holders()) == (B, 8, {8})
     assert ledger.take_touched() == {B}
 
 
@@ -76,7 +76,7 @@ def test_a_hold_counts_for_all_but_its_owner():
     ledger.hold(7, A, 300)
     assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
     ledger.hold(7, B, 200)
-    assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.held_on(7)) == (0, 200, B)
+    assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.node_of_hold(7)) == (0, 200, B)
     assert (ledger.holder(A), ledger.holder(B)) == (None, 7)
     ledger.drop_hold(7)
     ledger.drop_hold(7)
@@ -211,12 +211,12 @@ def test_promises_and_holds_are_listed():
     ledger.reserve(B, 2, 2, 100)
     ledger.hold(7, A, 10)
     assert (ledger.promised(), ledger.holders()) == ({1, 2}, {7})
-    assert (ledger.held_on(7), ledger.held_on(8)) == (A, None)
+    assert (ledger.node_of_hold(7), ledger.node_of_hold(8)) == (A, None)
     assert ledger.unacknowledged(A) == 110
 
 
 def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({"old", "idle"})) -> SwapTurn:
-    return SwapTurn(node, "studio", model, leaving, ticket=1, began=0.0)
+    return SwapTurn(node, "studio", model, leaving, request=1, began=0.0)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_forgotten_node_leaves_no_account_hold_or_swap():
     ledger.turns[A] = turn(A)
     ledger.forget(A)
     assert ledger.account(A) is not kept
-    assert (ledger.held_on(7), ledger.held_on(8)) == (None, B)
+    assert (ledger.node_of_hold(7), ledger.node_of_hold(8)) == (None, B)
     assert ledger.take_touched() == {B}
     assert A not in ledger.turns
 

@@ -49,7 +49,7 @@ def a_node(number: int, random: Random, most: int) -> NodeView:
         NodeId(f"n{number}"),
         f"n{number}",
         random.choice(("ready", "ready", "ready", "asleep")),
-        heard_at=NOW - random.choice((0.0, 0.0, 0.5, MAX_REPORT_AGE_SECONDS + 1)),
+        reported_at=NOW - random.choice((0.0, 0.0, 0.5, MAX_REPORT_AGE_SECONDS + 1)),
         memory=memory,
         engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000)), rows=random.choice((0, 1, 32))),
         models={model.name: model} if random.random() < 0.9 else {},
@@ -114,7 +114,7 @@ def test_where_needs_are_straight_lines_it_is_as_good_as_the_exact_rule(seed: in
             NodeId(str(number)),
             str(number),
             "ready",
-            heard_at=NOW,
+            reported_at=NOW,
             memory=a_memory(random.randint(0, 999) * MIB),
             engine=EngineState("mlx", "ready"),
             models={"tiny": a_model()},
@@ -136,7 +136,7 @@ def equal_nodes(count: int = COUNT) -> tuple[NodeView, ...]:
             NodeId(str(number)),
             str(number),
             "ready",
-            heard_at=NOW,
+            reported_at=NOW,
             memory=a_memory(),
             engine=EngineState("mlx", "ready"),
             models={"tiny": a_model()},
@@ -157,7 +157,7 @@ def test_it_follows_reports_and_promises():
         result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
         assert isinstance(result, Placement)
         assert result.chosen.name == last
-        assert len(result.candidates) == 1, "nobody else was even examined"
+        assert len(result.candidates) == 1, "no other node was examined"
     ledger.release(3)
     ledger.reserve(NodeId(last), 1000, 1000, 9 * GIB)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
@@ -167,7 +167,7 @@ def test_it_follows_reports_and_promises():
         NodeId("7"),
         "7",
         "ready",
-        heard_at=NOW,
+        reported_at=NOW,
         memory=a_memory(16 * GIB),
         engine=EngineState("mlx", "ready"),
         models={"tiny": a_model(prefill_speed=1e5)},
@@ -218,7 +218,7 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
         NodeId("5"),
         "5",
         "ready",
-        heard_at=NOW,
+        reported_at=NOW,
         memory=a_memory(),
         engine=EngineState("mlx", "ready", queued_tokens=4000),
         models={"tiny": a_model()},
@@ -228,7 +228,7 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
     assert quick.chosen.name != "5"
 
 
-def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_some():
+def test_a_node_without_free_rows_never_leads_while_others_have_some():
     *full, free = (replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
     free = replace(free, engine=EngineState("mlx", "ready", rows=32))
     ledger, view = ReservationLedger(), ClusterView((*full, free))
@@ -241,7 +241,7 @@ def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_som
         exact, quick = both(view, ResourceDemand("tiny", 0, 10), ledger, columns)
         for result in (exact, quick):
             assert isinstance(result, Placement)
-            assert result.chosen.node == free.id, "it has one more, and room for many"
+            assert result.chosen.node == free.id, "the node has one more request, and headroom for many"
     assert isinstance(quick, Placement)
     assert [one.node for one in quick.candidates] == [free.id], "it led at once"
 
@@ -264,7 +264,7 @@ def test_every_policy_ranks_by_arrays(policy: str):
         NodeId("9"),
         "9",
         "ready",
-        heard_at=NOW,
+        reported_at=NOW,
         memory=a_memory(99 * GIB, cap=128 * GIB),
         engine=EngineState("mlx", "ready"),
         models={"tiny": a_model()},
@@ -303,7 +303,7 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
             NodeId(name),
             name,
             "ready",
-            heard_at=NOW,
+            reported_at=NOW,
             memory=a_memory(),
             engine=EngineState("mlx", "ready"),
             models={"tiny": model},

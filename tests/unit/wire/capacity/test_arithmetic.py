@@ -69,7 +69,9 @@ def test_the_level_is_ok_exactly_where_headroom_is_not_negative(memory: Memory, 
     room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
     assert room is not None
     assert (level(memory) is MemoryLevel.OK) == (room >= 0)
-    assert (level(memory) is MemoryLevel.OK) == isinstance(judge(memory, 0), Fits), "what is over a line admits nothing"
+    assert (level(memory) is MemoryLevel.OK) == isinstance(judge(memory, 0), Fits), (
+        "a node above a limit admits nothing"
+    )
     if level(memory) is MemoryLevel.OVER_HARD:
         assert max(memory.active, memory.phys or 0) > max(1, memory.cap - leases)
 
@@ -127,7 +129,7 @@ def test_the_excess_is_over_the_cap_less_leases_which_is_never_less_than_a_byte(
     assert excess(Memory(cap=100, phys=None)) == -100, "an unreadable footprint adds nothing"
 
 
-def test_what_is_given_back_at_once_is_not_in_the_way_of_whoever_asks():
+def test_freed_memory_does_not_delay_the_next_request():
     memory = Memory(cap=100, ceiling=100, margin=10, phys=80, active=30, recent=20)
     assert occupied(memory) == 80
     assert occupied(replace(memory, reusable=30)) == 50
@@ -135,7 +137,7 @@ def test_what_is_given_back_at_once_is_not_in_the_way_of_whoever_asks():
     assert occupied(replace(memory, phys=None, reusable=30)) is None
     assert judge(replace(memory, reusable=30), 40) == Fits(100, 0)
     assert isinstance(judge(replace(memory, reusable=30), 41), Refused)
-    assert judge(replace(memory, reusable=90), 90) == Fits(100, 0), "nobody has less than nothing"
+    assert judge(replace(memory, reusable=90), 90) == Fits(100, 0), "free memory is never negative"
 
 
 def test_what_was_promised_or_squeezed_or_has_passed_makes_soft_and_never_hard() -> None:
@@ -304,7 +306,7 @@ def test_padding_may_waste_a_quarter_or_256_mib_to_the_token():
     assert not joinable(BatchGroup(1, 100, 100), 49, KvParameters(GIB))
     assert joinable(BatchGroup(1, 400, 400), 144, KvParameters(MIB))
     assert not joinable(BatchGroup(1, 400, 400), 143, KvParameters(MIB))
-    assert joinable(BatchGroup(2, 100, 200), 134, KvParameters(GIB)), "whoever is longer pads the others"
+    assert joinable(BatchGroup(2, 100, 200), 134, KvParameters(GIB)), "a longer row pads the others"
     assert joinable(BatchGroup(1, 50, 50), 100, KvParameters(GIB))
     assert not joinable(BatchGroup(1, 49, 49), 100, KvParameters(GIB))
 
@@ -358,7 +360,7 @@ def test_what_fits_now_can_ever_fit(memory: Memory, prompt: int) -> None:
         assert can_ever_fit(memory, model, prompt, 100)
 
 
-def test_what_the_engine_takes_before_any_model_is_nobodys_to_have() -> None:
+def test_memory_of_the_engine_before_any_model_is_available_to_no_request() -> None:
     memory, model = Memory(cap=100, ceiling=100, margin=10, base=20), Model("m", weights=30, kv_per_token=1)
     assert most_bytes(memory) == 70
     assert can_ever_fit(memory, model, 30, 10)
@@ -393,7 +395,7 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
     many = replace(model, groups=(BatchGroup(64, 10_000, 640_000),))
     assert request_transient(many, 10_000, 1) == step_transient(TRANSIENT, 65, 10_001)
     assert request_transient(many, 1, 1) == step_transient(TRANSIENT, 65, 10_000), "its step is that of all"
-    assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "alone there is nobody to step with"
+    assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "a lone row decodes alone"
     assert request_transient(model, 1, 300, 64) == step_transient(TRANSIENT, 64, 301)
 
 
@@ -404,7 +406,9 @@ def test_a_batch_wider_than_measured_is_charged_with_what_the_margin_was_narrowe
     assert request_transient(model, 50, 50) == request_transient(plain, 50, 50), "the fourth row is covered"
     wider = replace(model, groups=(BatchGroup(4, 100, 400),))
     assert request_transient(wider, 50, 50) == request_transient(replace(wider, uncovered=0), 50, 50) + GIB
-    assert request_transient(model, 50, 50, 6) == request_transient(plain, 50, 50, 6) + GIB, "five in a batch of theirs"
+    assert request_transient(model, 50, 50, 6) == request_transient(plain, 50, 50, 6) + GIB, (
+        "five rows have a batch of their own"
+    )
     assert request_need(wider, 50, 50) - request_need(replace(wider, uncovered=0), 50, 50) == GIB
 
 

@@ -31,7 +31,7 @@ def order(*waiting: WaitingRequest, **taken: int) -> list[int]:
     return list(service_order(waiting, taken))
 
 
-def test_everybodys_first_comes_before_anybodys_second():
+def test_every_keys_first_request_comes_before_any_second():
     assert order(*[WaitingRequest(ADA)] * 3, WaitingRequest(BOB)) == [0, 3, 1, 2]
 
 
@@ -60,7 +60,7 @@ def test_answers_that_were_begun_come_first():
 
 
 @given(WAITING)
-def test_everybody_gets_a_turn_and_the_first_of_an_owner_first(waiting: list[WaitingRequest]):
+def test_every_key_gets_a_turn_and_its_first_request_first(waiting: list[WaitingRequest]):
     places = order(*waiting)
     assert sorted(places) == list(range(len(waiting)))
     for name in "abcd":
@@ -69,7 +69,7 @@ def test_everybody_gets_a_turn_and_the_first_of_an_owner_first(waiting: list[Wai
 
 
 @given(st.lists(st.sampled_from([ADA, BOB]), max_size=24))
-def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[WeightedKey]):
+def test_no_key_is_more_than_a_row_ahead_while_both_wait(owners: list[WeightedKey]):
     had, left = Counter[str](), Counter(owner.name for owner in owners)
     for place in order(*map(WaitingRequest, owners)):
         name = owners[place].name
@@ -89,11 +89,11 @@ def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, token
     return had
 
 
-def test_where_nobody_has_a_crowd_the_oldest_prompt_is_read():
+def test_without_a_key_with_many_requests_the_oldest_prompt_is_prefilled():
     assert read(PrefillFairness(), [ADA] * CROWDED_PROMPTS + [BOB], 8) == {"ada": 8}
 
 
-def test_beside_a_crowd_everybody_has_as_much_read():
+def test_beside_many_requests_each_key_has_as_much_prefilled():
     assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
 
 
@@ -139,7 +139,7 @@ def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_n
     assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
     assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
     assert preemption_order(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request gives nothing up"
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request is not preempted"
     assert preemption_order(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
     assert preemption_order(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
     assert preemption_order(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]

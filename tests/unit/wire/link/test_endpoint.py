@@ -97,7 +97,7 @@ def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() 
     for number in range(IMMEDIATE_WRITES - 1):
         end.send(Ping(number))
         line.run()
-        assert len(line.written) == number + 1, "nobody waits as long as there are few"
+        assert len(line.written) == number + 1, "with few frames no write is delayed"
     for number in range(50):
         end.send(Ping(number))
         line.run(COALESCE_SECONDS / 10)
@@ -112,7 +112,7 @@ def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() 
     assert len(line.written) == before + 1, "the rush is over"
 
 
-def test_what_nobody_waits_for_leaves_with_the_next_frame_in_its_place() -> None:
+def test_a_deferred_frame_is_sent_in_order_with_the_next_frame() -> None:
     line = Line()
     end = End(line)
     end.send_with_next(encode(Ping(1)))
@@ -126,7 +126,7 @@ def test_what_nobody_waits_for_leaves_with_the_next_frame_in_its_place() -> None
     assert len(line.written) == 1, "it left once"
 
 
-def test_what_nobody_waits_for_leaves_in_a_moment_when_nothing_follows() -> None:
+def test_a_deferred_frame_is_sent_in_a_moment_when_nothing_follows() -> None:
     line = Line()
     end = End(line)
     end.send_with_next(encode(Ping(1)))
@@ -205,7 +205,7 @@ def test_what_was_gathered_for_a_connection_that_closed_is_not_written() -> None
         assert line.written == []
 
 
-def test_a_peer_that_reads_again_starts_anew() -> None:
+def test_a_peer_that_reads_again_has_a_new_deadline() -> None:
     line = Line()
     end = End(line)
     for _ in range(3):

@@ -12,7 +12,7 @@ import pytest
 from coordinator.api.routes.requests import WallClock, summary
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.database import MemberRow
-from router.admission.api_keys import nobody_known
+from router.admission.api_keys import anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.decision_log import RequestRecord, read_line
@@ -103,7 +103,7 @@ async def test_over_its_rate_a_key_gets_a_429_with_the_time(built: Application, 
     async with client(built, made["key"]) as one:
         first = await one.post("/v1/chat/completions", json=chat())
         second = await one.post("/v1/chat/completions", json=chat())
-    assert first.json()["error"]["code"] == "over_share", "nobody serves it, and it may not wait"
+    assert first.json()["error"]["code"] == "over_share", "no node serves the model, and the request may not wait"
     assert second.status_code == 429
     assert second.json()["error"]["code"] == "rate_limited"
     assert int(second.headers["retry-after"]) in (59, 60)
@@ -351,13 +351,13 @@ async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.
 async def test_without_a_key_nothing_is_answered_unless_it_was_allowed(built: Application):
     async with client(built, "sk-anything") as junk:
         assert (await junk.get("/v1/models")).status_code == 401
-        built.admin.ring.anonymous = nobody_known(0.0)
+        built.admin.ring.anonymous = anonymous_key(0.0)
         assert (await junk.get("/v1/models")).status_code == 200
         assert (await junk.get("/v1/models", headers={"authorization": ""})).status_code == 200
         assert (await junk.get("/api/v1/nodes")).status_code == 403
         assert (await junk.post("/api/v1/keys", json={"name": "mine"})).status_code == 403
         wrong = await junk.get("/v1/models", headers={"authorization": "Bearer mp_abcdefgh_wrong"})
-        assert wrong.status_code == 401, "a key of ours that is wrong stays wrong"
+        assert wrong.status_code == 401, "a wrong key in our format is rejected"
 
 
 async def test_a_second_key_of_one_name_is_refused_until_the_first_is_revoked(admin: httpx.AsyncClient):

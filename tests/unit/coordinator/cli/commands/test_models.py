@@ -101,7 +101,7 @@ def test_models_says_how_every_node_stands_to_each(server: Server):
     assert "studio, mini (loading, 43%), air (not loaded) lost, old (cannot load)" in wide
     assert "old cannot load a/b: truncated" in text
     assert "4.0 GiB" in text
-    assert "prefill" not in wide, "a coordinator of before says no speeds"
+    assert "prefill" not in wide, "an older coordinator reports no speeds"
 
 
 def test_models_says_how_fast_a_node_is(server: Server):

@@ -159,7 +159,7 @@ def test_first_come_first_served_and_one_question_at_a_time():
     story.submit(3, 1, 2)
     first = story.place("a")
     assert first.id == "video_1"
-    assert story.board.head is None, "nobody is placed while a node has yet to answer"
+    assert story.board.head is None, "no job is placed while a node has not answered"
     story.tell(
         LeaseAnswered(
             "a", LeaseRefused(first.lease, 1, "no_headroom", "no", retry_after=5, waiting_for="waiting for x")
@@ -288,11 +288,11 @@ def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so(
     actions = story.tell(JobCancelled("video_1"))
     assert GiveBackLease("a", job.lease, job.generation, "cancelled") in actions
     assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
-    assert story.job(1).generation == job.generation + 1, "what its worker still says is late"
+    assert story.job(1).generation == job.generation + 1, "later reports of the worker are outdated"
     story.submit(2)
     with pytest.raises(ValueError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
-    assert story.report("a", state_of(job)) == [], "it was told already"
+    assert story.report("a", state_of(job)) == [], "the end was reported already"
     assert story.end(job, "cancelled")[-1] == GiveBackLease("a", job.lease, job.generation, ACKNOWLEDGED)
     assert story.place("a").id == "video_2"
     assert story.job(1).state == JobState.FAILED
@@ -329,12 +329,12 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
             actions = story.tell(JobTick())
         else:
             actions = story.end(job, "start_failed")
-            assert story.board.hold_of("a") is None, "the node has said that it ended"
+            assert story.board.hold_of("a") is None, "the node has reported the end of the lease"
             story.grant(job)
             assert story.board.holds == {}
         assert any(isinstance(one, GiveBackLease) and one.lease == job.lease for one in actions)
         assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED)
-        assert event == "node" or story.board.hold_of("a") is not None, "until the node says that it ended"
+        assert event == "node" or story.board.hold_of("a") is not None, "until the node reports the end of the lease"
         story.end(job, "start_failed")
     assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
 
@@ -358,7 +358,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
 
 
-def test_a_head_without_room_gives_up_only_when_nobody_runs():
+def test_a_head_without_headroom_fails_only_when_nothing_runs():
     story = Story()
     story.submit(1)
     story.tell(JobWaits("video_1", "waiting: b makes another video", True))
@@ -381,7 +381,7 @@ def refused(story: Story, job: VideoJob) -> None:
 
 
 def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
-    story = Story(room_seconds=60.0)
+    story = Story(headroom_seconds=60.0)
     story.submit(1, 2)
     began = story.now
     while story.job(1).state == JobState.QUEUED:
@@ -396,7 +396,7 @@ def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_tu
 
 
 def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
-    story = Story(room_seconds=60.0, attempts=3)
+    story = Story(headroom_seconds=60.0, attempts=3)
     story.submit(1)
     refused(story, story.place())
     assert story.job(1).room_by == story.now + 60

@@ -46,7 +46,7 @@ def test_the_node_with_most_room_is_asked():
     assert chosen(a_node("a", 40 * GIB), a_node("b", 60 * GIB)) == "b"
 
 
-def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
+def test_a_node_without_headroom_gets_the_request_only_when_no_node_has_headroom():
     """Only the node knows which idle models it would unload."""
     assert chosen(a_node("a", 10 * GIB), a_node("b", 36 * GIB)) == "b"
     assert chosen(a_node("a", 10 * GIB), a_node("b", 2 * GIB)) == "a"
@@ -72,7 +72,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
     board = a_board(pauses={"a": 10.0})
     found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
-    assert not found.busy, "a node that refuses has no room, and the time to find room runs"
+    assert not found.busy, "a refusing node has no headroom, and the time limit for headroom runs"
     assert chosen(a_node("a"), board=board, now=11.0) == "a"
 
 
@@ -80,7 +80,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
     ("changes", "why"),
     [
         ({"state": "lost"}, "it is lost"),
-        ({"heard_at": -10.0}, "silent"),
+        ({"reported_at": -10.0}, "silent"),
         ({"cordoned": True}, "cordoned"),
         ({"draining": True}, "drained"),
         ({"memory": a_memory(80 * GIB, 128 * GIB, guard=False)}, "guard is off"),
@@ -98,11 +98,11 @@ def test_what_it_waits_for_is_named(changes: dict[str, Any], why: str):
     assert why in phase
 
 
-def test_a_model_that_nobody_has_any_more_is_waited_for():
+def test_a_model_that_no_node_has_now_is_waited_for():
     assert "wan" in chosen(a_node("a", video=VideoState(True)))
 
 
-def test_nobody_is_chosen_while_a_node_has_yet_to_answer():
+def test_no_job_is_chosen_while_a_node_has_not_answered():
     asked = a_job(1, state=JobState.LEASING)
     assert choose(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
     assert choose(JobTable(), ClusterView(), {}, 0.0, 0.0) is None

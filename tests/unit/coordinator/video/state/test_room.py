@@ -55,7 +55,7 @@ class World:
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "silent", "full", "moody", "grants"]), max_size=3))
 @settings(max_examples=1000, deadline=None)
 def test_a_lease_is_granted_or_refused_for_good_within_room_seconds(seed: int, kinds: list[str]):
-    story = Story(room_seconds=60.0, lease_seconds=10.0, attempts=1)
+    story = Story(headroom_seconds=60.0, lease_seconds=10.0, attempts=1)
     for number in range(1, 4):
         story.tell(JobSubmitted(a_job(number, size=36 * GIB)))
     world = World(random.Random(seed), story, {f"node-{place}": kind for place, kind in enumerate(kinds)})

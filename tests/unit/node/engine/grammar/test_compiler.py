@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from node.engine.grammar import sandbox
 from node.engine.grammar.compiler import MAX_CACHED_GRAMMARS, MAX_SCHEMA_CHARS, GrammarCompiler
-from node.engine.grammar.constrained_splitter import CallPlaces, ThoughtStart
+from node.engine.grammar.constrained_splitter import CallPlaces, ReasoningStart
 from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
 from node.engine.requests.preflight import RequestShape, never_fits
@@ -248,13 +248,13 @@ def test_a_schemas_own_options_are_not_taken(tokenizer: Tokenizer, grammars: Gra
 
 
 def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: GrammarCompiler):
-    def thought(prompt: TokenizedPrompt) -> ThoughtStart:
-        return grammars.compile(tokenizer, GrammarSpec("json_object"), "", prompt, one=False).outline.thought
+    def thought(prompt: TokenizedPrompt) -> ReasoningStart:
+        return grammars.compile(tokenizer, GrammarSpec("json_object"), "", prompt, one=False).outline.reasoning
 
-    assert thought(TokenizedPrompt((1,), thinking=True)) is ThoughtStart.OPEN
-    assert thought(TokenizedPrompt((1,), thinking=False)) is ThoughtStart.MAY
-    assert thought(TokenizedPrompt((1,), thinking=False, thought=True)) is ThoughtStart.NONE
-    assert thought(TokenizedPrompt((1,), thinking=False, plain=True)) is ThoughtStart.NONE
+    assert thought(TokenizedPrompt((1,), thinking=True)) is ReasoningStart.OPEN
+    assert thought(TokenizedPrompt((1,), thinking=False)) is ReasoningStart.MAY
+    assert thought(TokenizedPrompt((1,), thinking=False, opens_reasoning=True)) is ReasoningStart.NONE
+    assert thought(TokenizedPrompt((1,), thinking=False, plain=True)) is ReasoningStart.NONE
 
 
 # calls

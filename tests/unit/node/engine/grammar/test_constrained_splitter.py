@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ThoughtStart
+from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ReasoningStart
 
 THINK, CALL = ("<think>", "</think>"), ("<call>", "</call>")
 
@@ -27,15 +27,15 @@ def cut(outline: MarkerLayout, text: str, *at: int) -> list[tuple[str, str]]:
 
 def test_a_thought_and_then_words():
     text = "I <think> of </call>.</think>{a: <think>, <call>}"
-    assert cut(MarkerLayout(THINK, ThoughtStart.OPEN), text) == [
+    assert cut(MarkerLayout(THINK, ReasoningStart.OPEN), text) == [
         ("reasoning", "I <think> of </call>."),
         ("normal", "{a: <think>, <call>}"),
     ]
-    assert cut(MarkerLayout(THINK, ThoughtStart.NONE), text) == [("normal", text)]
+    assert cut(MarkerLayout(THINK, ReasoningStart.NONE), text) == [("normal", text)]
 
 
 def test_a_thought_only_before_everything_else():
-    may = MarkerLayout(THINK, ThoughtStart.MAY)
+    may = MarkerLayout(THINK, ReasoningStart.MAY)
     assert cut(may, "<think>a</think>b<think>c") == [("reasoning", "a"), ("normal", "b<think>c")]
     assert cut(may, "b<think>a</think>") == [("normal", "b<think>a</think>")]
     assert cut(may, "<thi") == [("normal", "<thi")]
@@ -59,9 +59,9 @@ def test_calls_first_or_anywhere():
         st.sampled_from(["<think>", "</think>", "<call>", "</call>", '"', "\\", "a", "\n", "<", "</"]), max_size=12
     ),
     st.lists(st.integers(0, 60), max_size=8),
-    st.sampled_from(list(ThoughtStart)),
+    st.sampled_from(list(ReasoningStart)),
     st.sampled_from(list(CallPlaces)),
 )
-def test_cuts_change_nothing(parts: list[str], at: list[int], thought: ThoughtStart, calls: CallPlaces):
+def test_cuts_change_nothing(parts: list[str], at: list[int], thought: ReasoningStart, calls: CallPlaces):
     outline, text = MarkerLayout(THINK, thought, CALL, calls), "".join(parts)
     assert cut(outline, text, *at) == cut(outline, text)

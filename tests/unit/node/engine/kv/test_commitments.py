@@ -42,12 +42,12 @@ def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
     (row,) = ledger.commit(1000, 1)
     row.written = 100
     plain, whole = ledger.written_bytes(), promised(ledger)
-    row.room = 355
+    row.capacity_tokens = 355
     assert ledger.written_bytes() == plain, "what a row of 100 tokens may have anyhow"
-    row.room = 800
-    assert ledger.written_bytes() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
+    row.capacity_tokens = 800
+    assert ledger.written_bytes() == plain + (800 - 355) * KV, "only growing layers allocate in advance"
     assert promised(ledger) == whole
-    row.joined, row.room = True, 0
+    row.joined, row.capacity_tokens = True, 0
     assert ledger.written_bytes() == plain
 
 

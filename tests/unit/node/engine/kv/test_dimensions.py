@@ -46,7 +46,7 @@ def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: st
         cache = written(model, tokens)
         extent = extent_of(cache)
         layers = sum(1 for layer in cache if hasattr(layer, "keys") and not hasattr(layer, "max_size"))
-        held = extent.room // layers
+        held = extent.capacity // layers
         in_window = measured.window_per_token * min(held, measured.window) if measured.window else 0
         if not measured.window:
             assert nbytes_of(cache) == measured.fixed + measured.per_token * held

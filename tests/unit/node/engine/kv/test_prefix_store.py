@@ -48,7 +48,7 @@ def test_a_sequence_serves_its_own_scope_alone():
     assert kept.replaced("m", asked, "mallory") == []
     kept.store(other)
     assert kept.find("m", asked, cut=True, scope="mallory").entry is other
-    assert kept.evict(10) == 10, "bytes are counted, and given back, in the order of their use over all scopes"
+    assert kept.evict(10) == 10, "bytes are counted and evicted in order of use over all scopes"
     assert kept.find("m", asked, cut=True, scope="alice").entry is None
     kept.drop("m")
     assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
@@ -102,7 +102,7 @@ def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
         kept.store(one)
     kept.find("m", pack([*START, 0, 9]), cut=True)
     assert kept.evict(12) == 11 + 12
-    assert [one.alive for one in entries] == [True, False, False, True]
+    assert [one.is_stored for one in entries] == [True, False, False, True]
     state = kept.state()
     assert (state.nbytes, state.entries, state.stores, state.evictions) == (23, 2, 4, 2)
     assert state.evicted == (entries[1].prompt_hash, entries[2].prompt_hash)
@@ -117,8 +117,8 @@ def test_what_was_given_back_holds_nothing():
     found = kept.find("m", pack([*START, 1, 2]), cut=True)
     kept.evict(1)
     assert found.entry is not None
-    assert not found.entry.alive
-    assert found.entry.value is None, "who has found it must not keep its memory"
+    assert not found.entry.is_stored
+    assert found.entry.value is None, "an earlier match must not keep the entry's memory"
 
 
 def test_a_model_that_leaves_takes_its_own_with_it():
@@ -160,10 +160,10 @@ def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int
             kept.evict(size)
         elif doing == "f":
             found = kept.find("m", pack([*START, *ids, 9]), cut=bool(size % 2))
-            assert found.entry is None or found.entry.alive
+            assert found.entry is None or found.entry.is_stored
         else:
             kept.discard(kept.replaced("m", pack([*START, *ids])))
-        alive = [one for one in stored if one.alive]
+        alive = [one for one in stored if one.is_stored]
         assert kept.nbytes == sum(one.nbytes for one in alive)
         assert len(kept) == len(alive) == len({one.key for one in alive})
 
@@ -212,7 +212,7 @@ def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
     short, long = entry(), entry(1, 2, 3)
     kept.store(short)
     kept.store(long)
-    assert short.alive, "a beginning stays beside what begins with it"
+    assert short.is_stored, "a beginning stays beside what begins with it"
     asked = pack([*START, 1, 2, 9])
     assert kept.find("m", asked, cut=True) == PrefixHit(long, MIN_PREFIX_TOKENS + 2, MIN_PREFIX_TOKENS + 2)
     assert kept.find("m", asked, cut=False) == PrefixHit(short, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS + 2)
@@ -234,7 +234,7 @@ def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     assert kept.state() == CacheState(total, MAX_EVICTIONS_REPORTED + 2, 2, 42, MAX_EVICTIONS_REPORTED + 2, 0, ())
     assert (kept.evict(0), kept.evict(10)) == (0, 10)
     kept.store(replace(entries[1], value="newer", nbytes=5))
-    assert (kept.nbytes, len(kept), entries[1].alive) == (total - 10 - 11 + 5, MAX_EVICTIONS_REPORTED + 1, False)
+    assert (kept.nbytes, len(kept), entries[1].is_stored) == (total - 10 - 11 + 5, MAX_EVICTIONS_REPORTED + 1, False)
     kept.drop("m")
     hashes = [one.prompt_hash for one in (*entries[2:], entries[1])]
     assert kept.state() == CacheState(

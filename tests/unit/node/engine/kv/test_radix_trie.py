@@ -39,7 +39,7 @@ def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int]
         assert match.below in kept
         assert list(match.below)[:best] == asked[:best]
     beginnings = {key for key in kept if key == tuple(asked[: len(key)])}
-    assert match.whole == max((key for key in beginnings if len(key) <= most), key=len, default=None)
+    assert match.exact == max((key for key in beginnings if len(key) <= most), key=len, default=None)
     assert set(trie.beginnings(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
 
 

@@ -28,7 +28,7 @@ def reported(driver: Driver) -> ClusterView:
     ((tag, body),) = Splitter().feed(encode(report))
     arrived = decode(tag, body)
     assert isinstance(arrived, Report)
-    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", heard_at=100.0)
+    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", reported_at=100.0)
     return ClusterView((view,))
 
 
@@ -44,7 +44,7 @@ def tokens_of(driver: Driver, content: str) -> int:
     from wire.frames import Generate
 
     asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
-    prepared = driver.engine.door.prepare(asked)
+    prepared = driver.engine.preparer.prepare(asked)
     return len(prepared.ids)
 
 
@@ -75,7 +75,9 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
     assert report.memory.reusable > 5 * MIB
-    assert report.memory.reusable <= report.cache.nbytes, "no more is told as reusable than is kept"
+    assert report.memory.reusable <= report.cache.nbytes, (
+        "the report counts no more bytes as reusable than the cache holds"
+    )
     driver.engine.gate.hold(MemoryLimits(2**33, report.memory.current + room, 0, "dynamic"))
     params = GenerationParams(temperature=0.0, max_tokens=30, n=choices)
     content = "fresh " * words

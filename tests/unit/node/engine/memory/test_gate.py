@@ -90,7 +90,7 @@ def test_the_guard_passes_everything_only_when_it_is_off_by_name():
 
 def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_later_is_told():
     under_test = gate(None)
-    assert under_test.held == 0
+    assert under_test.limits_number == 0
     assert under_test.describe() == {"state": "closed"}
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
@@ -99,11 +99,11 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     assert refused is not None
     assert refused.retry_after == 1.0
     under_test.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
-    assert under_test.held == 7
+    assert under_test.limits_number == 7
     assert under_test.not_ready_refusal() is None
 
 
-def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
+def test_a_missing_value_is_reported_as_nothing_and_a_given_one_as_it_is():
     under_test = gate(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)
@@ -112,7 +112,7 @@ def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
         MlxCounters(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4
     )
     assert (told.base, told.cache, told.peak) == (4, 5, 6)
-    assert told.current == plain.current, "free buffers, the highest mark and the base are told, not judged"
+    assert told.current == plain.current, "free buffers, peak and base are reported and do not decide"
 
 
 def test_a_reading_from_a_clock_ahead_is_of_no_age():

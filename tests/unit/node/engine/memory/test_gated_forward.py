@@ -182,7 +182,7 @@ def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_ro
     asked = Asked(256 * MIB, makes_room=makes_room)
     refused = asked.forwards.check(GateSite.JOIN, GIB)
     assert refused is not None
-    assert refused.code is RefusalCode.NO_ROOM, "made room or not, the gate has the last word"
+    assert refused.code is RefusalCode.NO_ROOM, "the gate decides after the attempt to free memory"
     assert asked.made_room == [(GateSite.JOIN, GIB)]
     assert asked.forwards.gate.checks == {GateSite.JOIN: 1 + makes_room}
     assert asked.forwards.counts().refusals == 1 + makes_room

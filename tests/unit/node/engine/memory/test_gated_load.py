@@ -155,17 +155,17 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
     if waiting:
         end = driver.ended(waiting)
         assert isinstance(end, Refusal)
-        assert end.refused.code is RefusalCode.NO_ROOM, "the router places it anew"
+        assert end.refused.code is RefusalCode.NO_ROOM, "the router places the request again"
     assert memory(driver).active < before + 8 * MIB, "what was read is released"
     assert (described(driver).loaded, described(driver).loading) == (False, False)
     assert driver.ended(number) is None
     driver.take(MemoryLimits(limits.cap, 8 * GIB, 0, "static"))
     driver.take(LoadModel(ORDER + 1, "grown"))
-    assert isinstance(driver.end(ORDER + 1), Finished), "the second time it has room"
+    assert isinstance(driver.end(ORDER + 1), Finished), "the second load fits"
     assert isinstance(driver.end(number), Finished)
 
 
-def test_a_row_that_grows_ends_the_load_and_preempts_nobody(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_that_grows_ends_the_load_and_preempts_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.engine.scheduling.scheduler.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)

@@ -79,7 +79,7 @@ def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is
     assert len(admitted) == 2
     turned_away = [driver.ended(number) for number in numbers if number not in admitted]
     for end in turned_away:
-        assert isinstance(end, Refusal), "at the door, before anything of it was written: the router lets it wait"
+        assert isinstance(end, Refusal), "refused at admission, before any prefill: the router queues the request"
         assert end.refused.code is RefusalCode.NO_ROOM
     for number in admitted:
         assert isinstance(driver.end(number), Finished)
@@ -156,7 +156,7 @@ def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_h
     squeeze(driver, 0)
     driver.until(lambda: any(driver.ended(number) for number in (*running, *greedy, bob)))
     ends = {number: end for number in (*running, *greedy, bob) if (end := driver.ended(number)) is not None}
-    assert list(ends) == [greedy[-1]], "the newest of who has most"
+    assert list(ends) == [greedy[-1]], "the newest request of the key with the most requests"
     assert isinstance(ends[greedy[-1]], Refusal), "nothing of it is lost"
     driver.take(ROOMY)
     for number in running:
@@ -234,7 +234,7 @@ def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
     wanted = driver.engine.scheduler.required_bytes()
     assert wanted > 0
     report = driver.engine.report(time.monotonic())
-    assert report.memory.reserved >= wanted, "told to the router as promised"
+    assert report.memory.reserved >= wanted, "the router sees the bytes as reserved"
     for number in numbers:
         driver.cancel(number)
     assert driver.engine.scheduler.required_bytes() == 0

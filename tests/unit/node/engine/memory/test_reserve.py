@@ -7,8 +7,8 @@ import pytest
 
 from node.engine.memory.reserve import (
     CHECK_INTERVAL_SECONDS,
+    HEADROOM_BEFORE_REFILL_SECONDS,
     MAX_RESERVE_BYTES,
-    ROOM_BEFORE_REFILL_SECONDS,
     EmergencyReserve,
     reserve_bytes,
 )
@@ -36,7 +36,7 @@ def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int
 
 def held(canary: EmergencyReserve, now: float = 0.0) -> float:
     """Advance the time until the reserve is held; return the time."""
-    end = now + ROOM_BEFORE_REFILL_SECONDS + 2 * CHECK_INTERVAL_SECONDS
+    end = now + HEADROOM_BEFORE_REFILL_SECONDS + 2 * CHECK_INTERVAL_SECONDS
     while not canary.nbytes and now < end:
         canary.maintain(now)
         now += CHECK_INTERVAL_SECONDS / 2
@@ -63,8 +63,8 @@ def test_it_is_random_page_by_page():
     canary = EmergencyReserve("3MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
-    assert canary.held is not None
-    assert all(len(set(canary.held[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
+    assert canary.mapping is not None
+    assert all(len(set(canary.mapping[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
 
 
 def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
@@ -73,21 +73,19 @@ def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     assert canary.next_check_at() is None, "not before there is a cap"
     canary.hold(GIB)
     canary.maintain(0.0)
-    assert canary.next_check_at() == ROOM_BEFORE_REFILL_SECONDS, (
-        "where there is no room it is not looked at all the time"
-    )
+    assert canary.next_check_at() == HEADROOM_BEFORE_REFILL_SECONDS, "without headroom the check is delayed"
     room[0] += 1
-    canary.maintain(ROOM_BEFORE_REFILL_SECONDS)
+    canary.maintain(HEADROOM_BEFORE_REFILL_SECONDS)
     for second in range(1, 10):
-        canary.maintain(ROOM_BEFORE_REFILL_SECONDS + second)
+        canary.maintain(HEADROOM_BEFORE_REFILL_SECONDS + second)
     assert canary.nbytes == 0
     room[0] -= 1
-    canary.maintain(2 * ROOM_BEFORE_REFILL_SECONDS)
+    canary.maintain(2 * HEADROOM_BEFORE_REFILL_SECONDS)
     assert canary.nbytes == 0, "it was not roomy all the time"
     room[0] += 1
-    end = held(canary, 3 * ROOM_BEFORE_REFILL_SECONDS)
+    end = held(canary, 3 * HEADROOM_BEFORE_REFILL_SECONDS)
     assert canary.nbytes == 2 * MIB
-    assert end - 3 * ROOM_BEFORE_REFILL_SECONDS >= ROOM_BEFORE_REFILL_SECONDS
+    assert end - 3 * HEADROOM_BEFORE_REFILL_SECONDS >= HEADROOM_BEFORE_REFILL_SECONDS
     assert canary.next_check_at() is None
 
 
@@ -137,7 +135,7 @@ def test_it_goes_before_the_prefix_cache_and_any_model():
     tight = memory.current + memory.reserved + room
     driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.emergency_reserve.nbytes == 48 * MIB, "nothing was short yet"
-    assert driver.engine.model_manager.make_room(room + 24 * MIB)
+    assert driver.engine.model_manager.free_memory(room + 24 * MIB)
     assert driver.engine.emergency_reserve.nbytes == 0
     assert driver.engine.prefix_cache.nbytes == kept
     assert driver.default in driver.engine.model_manager.loaded

@@ -51,7 +51,7 @@ def two(tmp_path: Path) -> Driver:
     driver = Driver(tmp_path, max_batch_size=4, prefill_step_size=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
-    for seconds in (2 * reserve.ROOM_BEFORE_REFILL_SECONDS, 3 * reserve.ROOM_BEFORE_REFILL_SECONDS):
+    for seconds in (2 * reserve.HEADROOM_BEFORE_REFILL_SECONDS, 3 * reserve.HEADROOM_BEFORE_REFILL_SECONDS):
         driver.engine.emergency_reserve.maintain(time.monotonic() + seconds)
     assert driver.engine.emergency_reserve.nbytes
     assert driver.engine.prefix_cache.nbytes
@@ -113,7 +113,7 @@ def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driv
     assert report(two).counts.preemptions == 0
 
 
-def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_back(two: Driver, clock: Later):
+def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_releases(two: Driver, clock: Later):
     source = sensor(two)
     good = report(two).memory
     assert good.phys is not None
@@ -121,7 +121,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     clock.by = 1.0
     memory = report(two).memory
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
-    assert memory.age == pytest.approx(1.0, abs=0.5), "it says how old it is"
+    assert memory.age == pytest.approx(1.0, abs=0.5), "the reading has its age"
     weights = two.resident("a").weights
     two.engine.model_manager.drop("a")
     less = report(two).memory.phys

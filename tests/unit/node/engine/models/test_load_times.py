@@ -28,7 +28,9 @@ def test_a_model_is_expected_to_take_what_it_took_and_others_what_its_parts_took
     assert times.expected("a", 10 * GIB, PROBE_SECONDS) == 10.0
     assert times.expected("b", 20 * GIB, PROBE_SECONDS) == pytest.approx(10.0 + 1.0 + 4.0)
     times.record("tiny", MIB, read=5.0, warm=1.0, probe=0.0)
-    assert times.expected("b", 20 * GIB, 0.0) == pytest.approx(11.0), "a small model says nothing of the disk"
+    assert times.expected("b", 20 * GIB, 0.0) == pytest.approx(11.0), (
+        "a small model does not change the measured disk speed"
+    )
     times.record("a", 10 * GIB, read=2.0, warm=1.0, probe=0.0)
     assert times.expected("a", 10 * GIB, 0.0) == 3.0
 

@@ -36,7 +36,7 @@ def load(driver: Driver, *names: str) -> None:
         assert isinstance(driver.end(number), Finished)
 
 
-def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
+def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     driver = two(tmp_path, idle_unload=HOUR)
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
@@ -118,7 +118,7 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     for name in ("one", "two"):
         driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
     unload(driver, "one")
-    assert driver.engine.model_manager.looks_at is None, "what a model takes cannot be told from what is missing"
+    assert driver.engine.model_manager.looks_at is None, "a model's memory cannot be distinguished from missing memory"
     unload(driver, "two")
     assert look(driver) == 0
     phys = driver.engine.report(0.0).memory.phys
@@ -132,7 +132,7 @@ def test_what_does_not_come_back_is_told_until_a_model_comes(tmp_path: Path):
     leak = bytearray(b"x") * (256 * MIB)
     unload(driver, "one")
     missing = look(driver)
-    assert 128 * MIB < missing < 384 * MIB, "beside what earlier tests of this process still give back"
+    assert 128 * MIB < missing < 384 * MIB, "earlier tests of this process may still release memory"
     del leak
     driver.take(LoadModel(970, "two"))
     driver.end(970)

@@ -138,7 +138,7 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
     driver.take(Cancel(ORDER))
     assert resident(driver).users == 0
     assert driver.said[ORDER] == []
-    assert mx.get_active_memory() - before <= MIB, "what it wrote is given back"
+    assert mx.get_active_memory() - before <= MIB, "the sweep releases its memory"
     assert isinstance(swept(driver, ORDER + 1), Finished)
 
 
@@ -152,7 +152,7 @@ def test_its_row_is_given_up_before_a_request_is_refused():
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.model_manager.make_room(taken)
+    assert driver.engine.model_manager.free_memory(taken)
     assert sweeps.nbytes == 0
     driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])

@@ -61,7 +61,7 @@ def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b'{"key": 1}'])
-def test_a_file_that_makes_no_sense_is_ignored_and_written_anew(kept: Path, tmp_path: Path, content: bytes):
+def test_an_invalid_file_is_ignored_and_written_again(kept: Path, tmp_path: Path, content: bytes):
     (file,) = kept.glob("[0-9a-f]*.json")
     (tmp_path / file.name).write_bytes(content)
     driver = loaded(tmp_path)
@@ -94,7 +94,7 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     assert found.profile is not None
     assert found.profile.reach < 1024
     assert gate.checks[GateSite.PROBE] >= 4
-    assert mx.get_active_memory() - before <= found.weights * 1.01, "what the probe wrote is given back"
+    assert mx.get_active_memory() - before <= found.weights * 1.01, "the probe releases its memory"
 
 
 def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(

@@ -22,7 +22,7 @@ def test_a_call_is_read_from_the_shared_page_and_nothing_after_it_came_back():
     os.close(page)
 
 
-def test_a_page_of_its_own_serves_an_engine_that_nobody_watches():
+def test_a_page_of_its_own_serves_an_engine_without_viewers():
     recorder = CrashRecorder()
     recorder.begin(NativeCallKind.DECODE, "m" * 300)
     assert recorder.running_call() == CrashRecord(NativeCallKind.DECODE, 0, "m" * 200)

@@ -4,12 +4,12 @@ from hypothesis import strategies as st
 
 from node.engine.scheduling.chunk_policy import (
     CHUNK_PER_STEP,
+    FULL_PROMPT_SECONDS,
     IDLE_CHUNK_SECONDS,
     MAX_PADDING_SHARE,
     MIN_CHUNK_TOKENS,
     PACKED_FORWARD_SECONDS,
     RECOVERY_SECONDS,
-    WHOLE_PROMPT_SECONDS,
     ChunkPace,
     PrefillSpeed,
     budget,
@@ -45,13 +45,13 @@ def test_beside_a_crowd_the_second_turn_goes_by_owners():
 def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
     assert budget(0.0, 99.0) == IDLE_CHUNK_SECONDS
     assert budget(0.04, 99.0) == CHUNK_PER_STEP * 0.04
-    assert budget(0.04, WHOLE_PROMPT_SECONDS) == WHOLE_PROMPT_SECONDS, "a short prompt is written at once"
+    assert budget(0.04, FULL_PROMPT_SECONDS) == FULL_PROMPT_SECONDS, "a short prompt is written at once"
 
 
 def test_several_prompts_may_take_the_longer_the_fewer_are_beside_them():
     assert shared_budget(0.0, 99, 0) == shared_budget(0.04, 7, 1) == PACKED_FORWARD_SECONDS
-    assert WHOLE_PROMPT_SECONDS < shared_budget(0.04, 3, 5) < PACKED_FORWARD_SECONDS
-    assert shared_budget(0.04, 1, 5) == WHOLE_PROMPT_SECONDS
+    assert FULL_PROMPT_SECONDS < shared_budget(0.04, 3, 5) < PACKED_FORWARD_SECONDS
+    assert shared_budget(0.04, 1, 5) == FULL_PROMPT_SECONDS
 
 
 def test_prompts_of_about_one_length_are_read_together():
@@ -105,7 +105,7 @@ def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
     assert speed.after(RECOVERY_SECONDS) == 40.0
 
 
-def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_while():
+def test_one_measurement_makes_no_node_fast_and_the_best_lasts_a_while():
     speed = PrefillSpeed()
     for newest in (10.0, 10.0, 1e6, 10.0, 10.0):
         speed.learn(newest)

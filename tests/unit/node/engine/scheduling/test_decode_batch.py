@@ -87,7 +87,7 @@ def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: 
             got[token.row].append(token.token)
     for name, ids in prompts.items():
         assert got[name] == decoded_alone(model, ids, len(got[name])), name
-        assert len(got[name]) == 5, "the first of them, and one of a step that was not launched, are told once"
+        assert len(got[name]) == 5, "the first token and one of a step not launched are returned once"
 
 
 def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):

@@ -78,7 +78,7 @@ def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared
     before = driver.engine.report(0.0).counts.forwards
     verbatim(driver, ask(driver, 6))
     assert max(shared) >= 3
-    assert sum(shared) <= 6, "nobody is read twice"
+    assert sum(shared) <= 6, "no prompt is prefilled twice"
     alone = 6 - sum(shared)
     assert driver.engine.report(0.0).counts.forwards - before == 2 * (len(shared) + alone), "a forward, a join"
 
@@ -124,17 +124,17 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     def answered(numbers: list[int]) -> bool:
         return all(isinstance(driver.end(number), Finished) for number in numbers)
 
-    assert answered([driver.ask(next(prompts))]), "nobody else was here lately"
+    assert answered([driver.ask(next(prompts))]), "no other request arrived recently"
     assert answered([driver.ask(next(prompts)) for _ in range(2)])
     lone = driver.ask(next(prompts))
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
     assert waits(both)
     monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 0.0)
-    assert not waits(both), "nobody came after them"
+    assert not waits(both), "no request arrived after them"
     assert answered(both)
     monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
-    assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
+    assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "no further row is free"
 
 
 def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
@@ -265,9 +265,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
 
 
 @pytest.mark.parametrize("fault", ["write", "ready", "admit"])
-def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
-):
+def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str):
     """Neither the prefilled requests nor those that decode at the same time lose their answers."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])

@@ -176,7 +176,7 @@ def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
     number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
     end = driver.end(number)
     assert isinstance(end, Failed)
-    assert refused, "two rows had no room, the third joined"
+    assert refused, "two rows did not fit, the third joined"
     monkeypatch.undo()
     driver.until(lambda: driver.ended(other))
 

@@ -296,7 +296,7 @@ def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
     assert before
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     driver.turn()
-    assert not any(one.alive for one in before)
+    assert not any(one.is_stored for one in before)
     assert not any(one in before for one in entries(driver)), "only what the rebuilt row has written since"
     assert isinstance(driver.end(number), Finished)
     assert driver.ids[number, 0] == driver.ids[wanted, 0]
@@ -312,7 +312,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     for number, one in numbers.items():
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
-    assert all(not one.alive or one.length < 40 for one in entries(driver))
+    assert all(not one.is_stored or one.length < 40 for one in entries(driver))
 
 
 def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -332,7 +332,7 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     answer = driver.text[first, 0, Channel.CONTENT]
     messages += (Message("assistant", answer), Message("user", "word " * 2000))
     second = driver.ask(messages=messages)
-    driver.until(lambda: not one.alive)
+    driver.until(lambda: not one.is_stored)
     driver.cancel(second)
     (back,) = entries(driver)
     assert back.length == driver.said[second][0].cached_tokens  # type: ignore[attr-defined]

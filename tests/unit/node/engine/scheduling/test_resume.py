@@ -159,9 +159,9 @@ def test_reasoning_and_stop_strings_go_on(prefilled: list[int]):
 
 def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.MonkeyPatch, prefilled: list[int]):
     first, second = pair()
-    tokenizer = next(iter(first.engine.door.tokenizers.values()), None)
+    tokenizer = next(iter(first.engine.preparer.tokenizers.values()), None)
     first.answer("Hello!")
-    tokenizer = next(iter(first.engine.door.tokenizers.values()))
+    tokenizer = next(iter(first.engine.preparer.tokenizers.values()))
     ids = [*tokenizer.wrapper.encode(f"Well.{CALL} So.{CALL}", add_special_tokens=False), EOS]
 
     def forced(sampling: SamplingParameters, seed: int, choice: int, position: int):

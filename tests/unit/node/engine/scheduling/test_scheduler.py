@@ -87,16 +87,16 @@ def test_reasoning_tokens_are_counted_up_to_the_mark_that_ends_the_thought(drive
     assert driver.text[number, 0, Channel.REASONING] == THOUGHTFUL["reasoning"]
     spelled = [prepared(driver, "a").token_bytes(token) for token in driver.ids[number, 0]]
     closes = next(at for at, _ in enumerate(spelled) if b"</think>" in b"".join(spelled[: at + 1]))
-    assert done.thought == closes
-    assert 0 < done.thought < done.completion_tokens
+    assert done.reasoning_tokens == closes
+    assert 0 < done.reasoning_tokens < done.completion_tokens
     plain = driver.ask(PLAIN["prompt"])
-    assert end(driver, plain).thought == 0
+    assert end(driver, plain).reasoning_tokens == 0
 
 
 def test_reasoning_tokens_of_all_answers_are_added_up(driver: Driver):
     one = end(driver, driver.ask(THOUGHTFUL["prompt"]))
     two = end(driver, driver.ask(THOUGHTFUL["prompt"], GenerationParams(temperature=0.0, n=2)))
-    assert two.thought == 2 * one.thought
+    assert two.reasoning_tokens == 2 * one.reasoning_tokens
     assert two.completion_tokens == 2 * one.completion_tokens
     assert two.prompt_tokens == one.prompt_tokens, "the prompt counts once"
 
@@ -153,12 +153,12 @@ def test_the_end_of_a_request_is_told_from_its_times_and_rows():
         row.ids, row.reason = ids, ("stop", "length")[choice]
         sequence.rows.append(row)
     assert finished(sequence, 22.0) == Finished(
-        4, ("stop", "length"), 3, 3, sequence.prompt_cached, Timings(2.0, 3.0, 7.0), stops=(), thought=2
+        4, ("stop", "length"), 3, 3, sequence.prompt_cached, Timings(2.0, 3.0, 7.0), stops=(), reasoning_tokens=2
     )
 
 
 class _Silent:
-    stop, thought = "", 1
+    stop, reasoning_tokens = "", 1
 
 
 def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_together(
@@ -262,12 +262,12 @@ def test_bytes_of_text_for_each_prompt_token_are_learnt_from_long_prompts_only(d
         return driver.engine.report(time.monotonic()).models[0].bytes_per_token
 
     end(driver, driver.ask("hello", GenerationParams(max_tokens=1)))
-    assert told() == 4.0, "until a prompt is long enough to say anything"
+    assert told() == 4.0, "until a prompt is long enough for a measurement"
     end(driver, driver.ask(LONG, GenerationParams(max_tokens=1)))
     assert told() == pytest.approx(len(LONG.encode()) / prepared(driver, LONG).tokens)
 
 
-def test_a_load_of_a_model_that_is_here_is_done_and_of_one_that_nobody_has_is_refused(driver: Driver):
+def test_a_load_of_a_loaded_model_is_done_and_of_an_unknown_model_is_refused(driver: Driver):
     driver.answer(PLAIN["prompt"])
     before = counts(driver)
     driver.take(LoadModel(700, driver.default))

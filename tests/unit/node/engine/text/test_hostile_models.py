@@ -223,9 +223,9 @@ def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: C
     driver = Driver(folder)
     engine = driver.engine
     engine.trials = TokenizerTrials(None, cpu=6)
-    engine.door = RequestPreparer(engine.catalogue, trials=engine.trials)
+    engine.preparer = RequestPreparer(engine.catalogue, trials=engine.trials)
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    assert engine.door.prepare(frame).refused is not None
+    assert engine.preparer.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
     assert "took more than 6 s" in model.cause
 
@@ -234,7 +234,7 @@ def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Pat
     driver = Driver(tiny_model("llama"))
     driver.take(RestoreModels((), (ModelBan(driver.default, 600.0, "its tokenizer hangs"),)))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    prepared = driver.engine.door.prepare(frame)
+    prepared = driver.engine.preparer.prepare(frame)
     assert prepared.refused is not None
     assert "its tokenizer hangs" in prepared.refused.message
-    assert not driver.engine.door.tokenizers
+    assert not driver.engine.preparer.tokenizers

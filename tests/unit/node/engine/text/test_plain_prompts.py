@@ -54,7 +54,7 @@ def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     ids = door.tokenizer(library.known()[name]).wrapper.encode(answer, add_special_tokens=False)
 
     def heard(request: Generate) -> dict[Channel, str]:
-        voice = door.prepare(request).voice
+        voice = door.prepare(request).pipeline_of
         assert voice is not None
         made, said = voice(0), defaultdict[Channel, str](str)
         pieces = [piece for token in ids for piece in made.feed(token).pieces]
@@ -107,7 +107,7 @@ def test_thoughts_are_counted():
     for token in range(len(pieces)):
         made.feed(token)
     made.finish("stop")
-    assert made.thought == 3  # the opening mark counts as reasoning, the closing one does not
+    assert made.reasoning_tokens == 3  # the opening mark counts as reasoning, the closing one does not
 
 
 def test_the_tokens_of_a_call_are_no_thought():
@@ -115,11 +115,11 @@ def test_the_tokens_of_a_call_are_no_thought():
     made = pipeline(pieces)
     for token in range(len(pieces)):
         made.feed(token)
-    assert made.thought == 2
+    assert made.reasoning_tokens == 2
     cut = pipeline(["<call>", "still open"])
     for token in range(2):
         cut.feed(token)
-    assert cut.thought == 0
+    assert cut.reasoning_tokens == 0
 
 
 def one_call(pieces: list[str]) -> TextPipeline:

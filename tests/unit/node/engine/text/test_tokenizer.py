@@ -211,7 +211,7 @@ def test_tools_are_a_feature_where_a_parser_is_known(plain: Tokenizer, tmp_path:
     assert with_template(tmp_path, "<tool_call>{{ tool_call.name }}").features == ("tools",)
 
 
-def test_loading_asks_nobody(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_loading_sends_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise AssertionError("a connection")
 

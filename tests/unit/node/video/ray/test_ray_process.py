@@ -56,7 +56,7 @@ async def test_it_is_read_until_it_is_up_and_ended_with_all_of_its_group(tmp_pat
     script = f"import os,time; os.fork(); print('a', {STARTED.decode()!r}, flush=True); time.sleep(600)"
     process, said = await started(script, tmp_path)
     assert STARTED in said
-    assert await ended(process) == -15, "and nobody of its group holds the pipe any more"
+    assert await ended(process) == -15, "no process of the group holds the pipe"
 
 
 async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read_no_further(tmp_path: Path):
@@ -69,7 +69,7 @@ async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read
     await ended(process)
 
 
-async def test_nobody_waits_for_ever(tmp_path: Path):
+async def test_no_request_waits_for_ever(tmp_path: Path):
     process, said = await started("import time; time.sleep(600)", tmp_path, 0.1)
     assert said == b""
     await ended(process)

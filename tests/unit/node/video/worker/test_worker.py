@@ -137,7 +137,7 @@ def test_where_metal_names_no_limit_the_lease_alone_bounds(metal: Metal):
     assert worker.bound(metal, 16 * 2**30) == metal.set["wired"] == 14 * 2**30
 
 
-def test_it_leaves_when_nobody_needs_it_and_runs_where_nothing_of_ours_is_installed():
+def test_it_ends_without_a_user_and_runs_without_macpool_installed():
     command = [sys.executable, "-I", worker.__file__]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (worker.EXIT_NO_JOB, b"")

@@ -170,7 +170,7 @@ def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well
     one = watched(tmp_path / "l", process)
     attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
-    assert one.check() is None, "who started it has not said anything yet"
+    assert one.check() is None, "the parent process has not reported yet"
     if after == "a word":
         (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "exit", "code": -9}\n')
     elif after == "its own end":

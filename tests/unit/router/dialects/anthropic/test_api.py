@@ -58,9 +58,9 @@ def test_a_count_has_the_prompt_of_the_request_that_it_counts():
     _, job = asked(MessagesRoute(), max_tokens=9, **body)
     found = count(json.dumps({"model": "tiny", **body}).encode(), CREATED)
     assert isinstance(found, CountRequest)
-    assert (found.asked.messages, found.asked.tools, found.asked.template) == (job.messages, job.tools, job.template)
-    assert found.asked.messages[0] == Message("system", "be brief")
-    assert (found.asked.model, found.asked.created) == ("tiny", CREATED)
+    assert (found.tokens.messages, found.tokens.tools, found.tokens.template) == (job.messages, job.tools, job.template)
+    assert found.tokens.messages[0] == Message("system", "be brief")
+    assert (found.tokens.model, found.tokens.created) == ("tiny", CREATED)
 
 
 def test_usage_is_always_told_and_thoughts_unless_they_are_omitted():

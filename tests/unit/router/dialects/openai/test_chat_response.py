@@ -114,7 +114,7 @@ def test_the_fingerprint_changes_with_the_files_of_the_model():
     known = [system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
     assert len(set(known)) == 2
     assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
-    assert "tiny" not in str(known), "no part of the node's own name for it is told"
+    assert "tiny" not in str(known), "the fingerprint has no part of the node's name for the model"
 
 
 # tool calls
@@ -169,7 +169,7 @@ def test_calls_of_choices_that_are_not_there_are_left_out():
     assert maker.deltas([Delta(1, choice, (), ((2, CALL),)) for choice in (-1, 1, 2**40)]) == b""
 
 
-def test_a_choice_makes_no_more_calls_than_anybody_would_run():
+def test_a_choice_makes_a_bounded_number_of_calls():
     maker = ChatChunks(a_job())
     raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MAX_CALLS_SENT + 5))])
     assert len(events(raw)) == MAX_CALLS_SENT
@@ -243,7 +243,7 @@ def test_log_probabilities_are_told_once_whatever_the_delta_holds(
     assert sum(len(one.choices[0].delta.tool_calls or []) for one in found) == sum(piece[0] == 2 for piece in pieces)
 
 
-def test_log_probabilities_that_nobody_asked_for_are_not_told():
+def test_log_probabilities_that_were_not_requested_are_not_sent():
     maker = ChatChunks(a_job())
     (chunk,) = chunks(maker.deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,)), Delta(1, 0, (5,), (), (LOGPROB,))]))
     assert (chunk.choices[0].delta.content, chunk.choices[0].logprobs) == ("hi", None)

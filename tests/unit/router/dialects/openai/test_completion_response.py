@@ -24,7 +24,7 @@ TOKENS = [Logprob(b" on", -0.5, ((b" on", -0.5), (b" tw", -1.5))), Logprob(b"e",
 
 def test_a_whole_completion_has_every_choice_and_the_exact_usage():
     request, job = asked(CompletionRoute(), prompt="once", n=2, echo=True)
-    assert json.loads(request.whole(job, TWO, ENDS)) == {
+    assert json.loads(request.render_complete(job, TWO, ENDS)) == {
         "id": "cmpl-r1",
         "object": "text_completion",
         "created": CREATED,
@@ -40,7 +40,7 @@ def test_a_whole_completion_has_every_choice_and_the_exact_usage():
 def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
     request, job = asked(CompletionRoute(), prompt="once", logprobs=1)
     answer = CompleteAnswer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
-    (choice,) = json.loads(request.whole(job, answer, FINISHED))["choices"]
+    (choice,) = json.loads(request.render_complete(job, answer, FINISHED))["choices"]
     assert choice["logprobs"] == {
         "tokens": [" on", "e"],
         "token_logprobs": [-0.5, -0.25],

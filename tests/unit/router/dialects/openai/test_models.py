@@ -29,7 +29,7 @@ def view() -> ClusterView:
                 node=NodeId(name),
                 name=name,
                 state="ready",
-                heard_at=1.0,
+                reported_at=1.0,
             )
             for name, known in held
         )

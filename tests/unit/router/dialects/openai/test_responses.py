@@ -89,5 +89,5 @@ def test_an_answer_that_is_not_to_be_kept_is_not():
         responses = ResponsesRoute()
         body = {} if store is None else {"store": store}
         request, job = asked(responses, input="hi", **body)
-        request.whole(job, WHOLE, FINISHED)
+        request.render_complete(job, WHOLE, FINISHED)
         assert len(responses.kept) == kept

@@ -216,7 +216,7 @@ def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, 
 def test_a_count_leaves_out_the_same_tools():
     counted = count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
     assert not isinstance(counted, Problem)
-    assert (counted.asked.tools, counted.ignored) == ("", ("tools[0].type=web_search_20250305",))
+    assert (counted.tokens.tools, counted.ignored) == ("", ("tools[0].type=web_search_20250305",))
 
 
 def test_a_call_cannot_be_demanded_of_a_tool_that_was_left_out():

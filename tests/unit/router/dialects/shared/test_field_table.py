@@ -37,7 +37,7 @@ class Clip(msgspec.Struct):
 
 def counted(body: bytes) -> object:
     found = api.count(body, 0)
-    return found if isinstance(found, Problem) else found.asked
+    return found if isinstance(found, Problem) else found.tokens
 
 
 KEPT = ResponsesRoute()
