@@ -334,8 +334,8 @@ def table(
     """Print a table with the header `columns`. Each row has one text per column.
 
     On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`. No cell
-    is truncated. With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are red.
-    The columns `numbers` are right-aligned.
+    is truncated. With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are
+    red. The columns `numbers` are right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

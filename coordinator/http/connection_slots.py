@@ -97,8 +97,9 @@ class _Origin:
 class ConnectionSlots:
     """Slots of all connections of the HTTP port.
 
-    The limits are `most` in total, `unauthenticated` for an origin without a valid key, and half of `most` for an origin with
-    one. At most `handshakes` TLS handshakes run at a time. Origins for which `trusted` returns true need no key.
+    The limits are `most` in total, `unauthenticated` for an origin without a valid key, and half of `most` for an
+    origin with one. At most `handshakes` TLS handshakes run at a time. Origins for which `trusted` returns true need no
+    key.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class RequestOutcome:
 class SimulatedPool:
     """Nodes, links, membership and arrivals of one simulation, without the router.
 
-    `conversations` are the conversations in order of arrival. `seed` is for the loss of reports. `log` receives one line for
-    each notable event; None disables the log.
+    `conversations` are in order of arrival. `seed` is for the loss of reports. `log` receives one line for each notable
+    event; None disables the log.
     """
 
     def __init__(

@@ -89,10 +89,10 @@ def quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
-    """Return Jain's index over API keys of tokens served until a moment.
+    """Return Jain's fairness index over API keys, of the tokens that were served until the time `until`.
 
     Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
-    key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` seconds do not count, because
+    key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` do not count, because
     their result is still open.
     """
     demands: dict[str, float] = {}

@@ -318,7 +318,7 @@ def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 @click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
 def version(session: ApiSession, all_nodes: bool) -> None:
-    """Print versions. With --cluster, print version, protocol and next step of every member.
+    """Print version and protocol. With --cluster, also print those of every member, with the next step.
 
     Exit code 8 if the protocol of a member is not supported.
     """
