@@ -1,4 +1,4 @@
-"""Commands for models: where they are stored and loaded."""
+"""`cluster models` and `cluster model`: list, show, load, unload and measure models."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ from wire.node_state import NodeState
 from wire.units import show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
-"""Timeout in seconds. The coordinator abandons a load after an hour, and reports it."""
+"""Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
 SPINNER_DELAY_SECONDS = 1.0
 
 
@@ -52,7 +52,10 @@ def show_model(session: ApiSession, name: str) -> None:
 
 
 def print_models(answer: dict[str, Any], *, wide: bool) -> None:
-    """Print the table of all models."""
+    """Print the models of an answer of `/api/v1/models` as a table, with notes about conflicts and causes below.
+
+    With `wide`, name every node, and add measured speeds and sizes.
+    """
     if wide:
         rows = [
             (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
@@ -93,7 +96,7 @@ def _holders(model: dict[str, Any]) -> int:
 
 
 def _conflict(model: dict[str, Any]) -> str:
-    """Print which nodes have which model under one name, and the next step."""
+    """Describe which nodes have which model under one name, with the next step."""
     holders: dict[str, list[str]] = {}
     for node in model["nodes"]:
         if not node["cause"] and node["state"] != NodeState.LEFT:
@@ -110,7 +113,7 @@ def _conflict(model: dict[str, Any]) -> str:
 
 
 def _speeds(node: dict[str, Any]) -> str:
-    """Return how fast a node processes prompts and generates."""
+    """Format the speeds of prefill and decode of a model on a node."""
     return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
 
 
@@ -128,7 +131,7 @@ def _place(node: dict[str, Any]) -> str:
 
 
 def model_label(name: str, row: dict[str, Any]) -> str:
-    """Format a name with the state of the model; the name alone if it is loaded."""
+    """Format the name of a model or node with the model's state in `row`; the name alone if the model is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
@@ -190,7 +193,10 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 @contextmanager
 def spinner(text: str) -> Generator[None]:
-    """Show a spinner with the elapsed time on a terminal, from one second on. Do nothing outside a terminal."""
+    """Show a spinner with `text` and the elapsed time while the context is open, after `SPINNER_DELAY_SECONDS`.
+
+    Do nothing if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""Commands for the nodes of the pool."""
+"""`cluster status`, `nodes`, `node` and `approve`: state of the pool, and administration of nodes."""
 
 import re
 from typing import Any, cast
@@ -18,8 +18,9 @@ from wire.node_state import NodeState
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
+"""Pattern of a valid label."""
 MAX_MODELS_SHOWN = 6
-"""Number of models that `status` prints."""
+"""Most names of models that `status` prints."""
 
 
 @click.command()
@@ -30,7 +31,7 @@ def status(session: ApiSession) -> None:
 
 
 def print_status(answer: dict[str, Any]) -> None:
-    """Print the status of the cluster."""
+    """Print an answer of `/api/v1/status`: cluster, endpoint, nodes, models, requests, conditions and warnings."""
     states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
     click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
     click.echo(f"endpoint  {answer['base_url']}")
@@ -69,7 +70,10 @@ node.add_command(nodes, "list")
 
 
 def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
-    """Print the table of all nodes."""
+    """Print the nodes of an answer of `/api/v1/nodes` as a table, with notes about faults and pauses below.
+
+    With `wide`, print every column.
+    """
     if wide:
         table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
     else:
@@ -99,7 +103,7 @@ def show_node(session: ApiSession, node: str) -> None:
 
 
 def print_node(node: dict[str, Any]) -> None:
-    """Print the memory and all facts of one node."""
+    """Print a node (object of `/api/v1/nodes/NODE`): its memory, faults, and then all fields as an indented list."""
     for line in arithmetic(node):
         click.echo(line)
     if broken := breaker_of(node):

@@ -1,4 +1,4 @@
-"""`cluster video`: the whole group, with `install` and `calibrate`."""
+"""`cluster video install` and `calibrate`, added to the group of `coordinator.cli.commands.videos`."""
 
 import json
 import os
@@ -18,7 +18,9 @@ from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
 
 SETTING = "worker.environments"
+"""Setting with the folder of video environments."""
 MATRIX = "384x224,640x368,832x480,1280x720"
+"""Default sizes of `calibrate`, in pixels."""
 
 
 @video.command()
@@ -82,7 +84,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
 
 
 def _folder(state: Path) -> Path:
-    """Return the folder of environments of this state folder's node."""
+    """Return the folder of video environments of a state folder's node. Raise `CommandError` for an invalid file."""
     file = state / "config.toml"
     try:
         found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
