@@ -308,8 +308,8 @@ def table(
 ) -> None:
     """Print a table.
 
-    On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `whole`, and
-    outside a terminal, each row is one line. Cells with a text of `alarming` are red. The columns `numbers` are
+    On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `full_width`,
+    and outside a terminal, each row is one line. Cells with a text of `alarming` are red. The columns `numbers` are
     right-aligned.
     """
     from rich.console import Console

@@ -124,7 +124,7 @@ class FastPath:
 
 
 class FastPathProtocol(DeadlineProtocol):
-    """One client connection. `protocol` sets `door`."""
+    """One client connection. `protocol` sets `fast_path`."""
 
     fast_path: ClassVar[FastPath]
 

@@ -93,8 +93,8 @@ class _Origin:
 
 
 class ConnectionSlots:
-    """Places for connections: `most` in total, `strangers` for an origin without a valid key, half of `most` for any
-    other."""
+    """Places for connections: `most` in total, `unauthenticated` for an origin without a valid key, half of `most` for
+    any other."""
 
     def __init__(
         self,

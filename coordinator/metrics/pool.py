@@ -36,7 +36,7 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
+    """Connections of the cluster port: current (`open`, `unlinked`) and since the start (`linked`, `denied`)."""
 
     open: int
     unlinked: int

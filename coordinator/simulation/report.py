@@ -83,8 +83,8 @@ def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: floa
     """Return Jain's index over API keys of tokens served until a moment.
 
     Each value is divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got
-    everything. A single key has 1. Requests of the last `patience` seconds do not count, because their result is still
-    open.
+    everything. A single key has 1. Requests of the last `timeout_seconds` do not count, because their result is
+    still open.
     """
     demands: dict[str, float] = {}
     served: dict[str, float] = {}
@@ -104,7 +104,7 @@ def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: floa
 
 
 def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide `whole` into max-min fair shares: no key gets more than it requested, and the rest is divided among the
+    """Divide `total` into max-min fair shares: no key gets more than it requested, and the rest is divided among the
     remaining keys."""
     shares: dict[str, float] = {}
     left = total

@@ -90,7 +90,7 @@ class SimulatedSequence:
 class SimulatedNode:
     """Simulated Mac.
 
-    `say` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
+    `send` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
     called after a request ended or memory was released.
     """
 

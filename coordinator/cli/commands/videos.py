@@ -189,7 +189,7 @@ class ProgressOutput(Protocol):
     """Output for progress."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
+        """Show progress (per cent) and phase. `last_phase` is the last shown text. Return the shown text."""
         ...
 
 
