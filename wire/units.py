@@ -22,9 +22,9 @@ _FACTOR = {
 
 
 def parse_size(text: str | int, *, total: int | None = None) -> int:
-    """Parse a size and return bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `whole`, or a number of bytes.
+    """Parse a size and return bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `total`, or a number of bytes.
 
-    Raises ValueError with the accepted forms, also for a percentage without `whole`.
+    Raises ValueError with the accepted forms, also for a percentage without `total`.
     """
     if isinstance(text, int):
         if text < 0:

@@ -55,23 +55,27 @@ class RunStatistics:
 def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
     """Return the statistics of a completed run without ratios. `until` is the end of arrivals, for `jain`."""
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
-    ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in outcomes)
-    durations = sorted(
-        fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in outcomes
+    ttft = sorted(
+        math.inf if outcome.first is None or not outcome.served else outcome.first - outcome.arrived
+        for outcome in outcomes
     )
-    wait = sorted(fate.sent - fate.arrived for fate in outcomes if fate.served and fate.sent is not None)
-    sent = [fate for fate in outcomes if fate.tries]
+    durations = sorted(
+        outcome.ended - outcome.arrived if outcome.served and outcome.ended is not None else math.inf
+        for outcome in outcomes
+    )
+    wait = sorted(outcome.sent - outcome.arrived for outcome in outcomes if outcome.served and outcome.sent is not None)
+    sent = [outcome for outcome in outcomes if outcome.tries]
     return RunStatistics(
         policy,
         len(pool.outcomes),
         len(outcomes),
-        sum(fate.served for fate in outcomes),
+        sum(outcome.served for outcome in outcomes),
         quantile(ttft, 0.5),
         quantile(ttft, 0.95),
         quantile(ttft, 0.99),
-        sum(isinstance(fate.outcome, Refused) for fate in outcomes),
-        sum(fate.first_refused for fate in sent) / max(1, len(sent)),
-        sum(isinstance(fate.outcome, RequestFailure) for fate in outcomes),
+        sum(isinstance(outcome.outcome, Refused) for outcome in outcomes),
+        sum(outcome.first_refused for outcome in sent) / max(1, len(sent)),
+        sum(isinstance(outcome.outcome, RequestFailure) for outcome in outcomes),
         quantile(durations, 0.5),
         quantile(durations, 0.95),
         quantile(wait, 0.5),

@@ -286,7 +286,7 @@ class Agent:
         self._woken.set()
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
-        """Send a goodbye before this machine sleeps, and call `said` after `GOODBYE_SECONDS`.
+        """Send a goodbye before this machine sleeps, and call `acknowledge` after `GOODBYE_SECONDS`.
 
         The coordinator resumes the requests of this node on another node, and raises no alarm.
         """

@@ -433,7 +433,8 @@ class Supervisor:
     def set_limits(self, limits: MemoryLimits) -> int:
         """Put limits in force, in this child and in all later children. Returns their number.
 
-        Once `held` has reached that number, the engine judges by these limits, and keeps no more wired than they allow.
+        Once `reported_limits_number` has reached that number, the engine judges by these limits, and keeps no more
+        wired than they allow.
         """
         self._numbered += 1
         self._limits = replace(limits, number=self._numbered)

@@ -125,7 +125,7 @@ class Limiter:
         return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self.leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Return the current limits, and pass them to `tell` when they changed."""
+        """Return the current limits, and pass them to `send` when they changed."""
         found, last = self.now(phys), self._last_limits
         if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
             self._last_limits = found

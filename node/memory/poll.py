@@ -28,7 +28,7 @@ log = structlog.get_logger("node.memory.poll")
 
 
 def margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
-    """Return the margin in bytes by which the engine's gate judges, from its report `said`.
+    """Return the margin in bytes by which the engine's gate judges, from its report `reported`.
 
     The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
     the cap: before the first report under the present cap the margin without profiles holds.

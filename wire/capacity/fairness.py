@@ -80,9 +80,9 @@ class RunningRequest(NamedTuple):
 
 
 def preemption_order(key: WeightedKey, need: int, missing: int, holding: Sequence[RunningRequest]) -> list[int]:
-    """Return the indices of the requests to preempt for a request of the key `asking`.
+    """Return the indices of the requests to preempt for a request of `key`.
 
-    The request needs `need` rows or bytes, of which `lacking` are not free. `holding` is in order of arrival. The list
+    The request needs `need` rows or bytes, of which `missing` are not free. `holding` is in order of arrival. The list
     is empty if fair shares do not allow enough preemptions.
     """
     used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()

@@ -93,7 +93,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Engine → agent: state published by the inference thread."""
 
     memory: Memory
-    """Judged by the limits of number `held`."""
+    """Judged by the limits of number `limits_number`."""
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MESSAGES)]
     running: Natural
     waiting: Natural
