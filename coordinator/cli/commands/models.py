@@ -23,9 +23,10 @@ SPINNER_DELAY_SECONDS = 1.0
 @click.command()
 @wide_options
 def models(session: ApiSession) -> None:
-    """List the models: where they are loaded, how many nodes have them, and why a node cannot load one.
+    """List the models and the nodes that have them.
 
-    `-o wide` names every node with the speeds and sizes that were measured there.
+    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. `-o wide` names every
+    node with the speeds and sizes that were measured there.
     """
     session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
 
@@ -42,7 +43,7 @@ model.add_command(models, "list")
 @click.argument("name", metavar="MODEL")
 @options
 def show_model(session: ApiSession, name: str) -> None:
-    """Show one model: the nodes that have it, its sizes and speeds there."""
+    """Show one model, with its sizes and speeds on each node."""
     answer = session.call("GET", "/api/v1/models")
     found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
     if not found:
@@ -177,9 +178,11 @@ def _print_unload(answer: dict[str, Any]) -> None:
 @click.option("--node", help="Only on this node; default: where it is loaded, else where it would be loaded.")
 @options
 def profile(session: ApiSession, model: str, node: str | None) -> None:
-    """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
+    """Measure the memory that a model needs on a node.
 
-    The measurement takes up to 10 minutes and uses free memory only; requests are slower meanwhile. Ctrl-C ends it."""
+    It measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes and
+    uses free memory only; requests are slower meanwhile. Ctrl-C ends it.
+    """
     with spinner(f"measuring {model}"):
         answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_profile)

@@ -57,7 +57,10 @@ def _few(names: list[str]) -> str:
 @click.command()
 @wide_options
 def nodes(session: ApiSession) -> None:
-    """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
+    """List the nodes with their state and memory.
+
+    Memory is shown as current of ceiling, models as loaded of known. `-o wide` shows every column.
+    """
     session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
 
 
@@ -96,7 +99,7 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
 @click.argument("node")
 @options
 def show_node(session: ApiSession, node: str) -> None:
-    """Show all facts about one node, with the memory terms of its gate."""
+    """Show one node, with the memory terms of its gate."""
     session.show(
         session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
     )
@@ -247,7 +250,10 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
 @yes_option
 @options
 def remove(session: ApiSession, node: str, yes: bool) -> None:
-    """Revoke a node's certificate at once and forget the node; a new token or code lets it join again."""
+    """Revoke a node's certificate at once and forget the node.
+
+    The node can join again with a new token or code.
+    """
     path = f"/api/v1/nodes/{quote(node, safe='')}"
     name = session.call("GET", path)["node"]["name"]
     confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
@@ -268,7 +274,7 @@ def remove(session: ApiSession, node: str, yes: bool) -> None:
 )
 @options
 def logs(session: ApiSession, node: str, size: int) -> None:
-    """Print the newest lines of a node's log, fetched over its link."""
+    """Print the newest lines of a node's log. They are fetched over its link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
     print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))

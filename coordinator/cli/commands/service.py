@@ -238,7 +238,10 @@ def _state_text(answer: dict[str, Any]) -> str:
 @service.command()
 @click.pass_context
 def restart(ctx: click.Context) -> None:
-    """Stop the service gracefully (running requests may end), and start it again."""
+    """Stop the service gracefully and start it again.
+
+    Running requests may end before it stops.
+    """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing, wait
 

@@ -274,7 +274,10 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
 )
 @options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
-    """Change the given limits of a key at once and print the limits before and after. Other limits stay."""
+    """Change the given limits of a key at once.
+
+    Print the limits before and after. Other limits stay.
+    """
     row, changes = find(session, "key", key_), limits_of(given)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
     both = sorted(names & set(changes)) if "all" not in cleared else []
@@ -313,7 +316,10 @@ def key_rename(session: ApiSession, key_: str, name: str) -> None:
 @click.option("--never", is_flag=True, help="The key does not expire.")
 @options
 def key_expire(session: ApiSession, key_: str, after: float | None, never: bool) -> None:
-    """Set when a key expires: AFTER (90s, 15m, 1h, 30d) from now, or --never."""
+    """Set when a key expires.
+
+    AFTER is a time from now (90s, 15m, 1h, 30d). With --never the key does not expire.
+    """
     if (after is None) != never:
         raise click.UsageError("write either a time from now, as 30d, or --never")
     row = find(session, "key", key_)

@@ -66,7 +66,9 @@ def _print(answer: dict[str, Any]) -> None:
 )
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
-    """Install the video environment on this machine: several GB, locked by hash.
+    """Install the video environment on this machine.
+
+    It takes several GB, and its packages are locked by hash.
 
     A node that runs here offers video within 30 s, if it has a video package. If the environment is already installed,
     the command changes nothing.

@@ -118,7 +118,9 @@ def cancel(session: ApiSession, video: str) -> None:
 @click.option("--timeout", type=Duration(), help="Longest wait (30s, 2h).")
 @options
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
-    """Wait until a video is complete, and show its progress on a terminal.
+    """Wait until a video is complete, and show its progress.
+
+    Progress is shown only on a terminal.
 
     Exit codes: 6 the video failed, 7 timeout.
     """
@@ -245,7 +247,7 @@ def _progress(session: ApiSession) -> Generator[ProgressOutput]:
 @video.command("leases")
 @options
 def list_leases(session: ApiSession) -> None:
-    """List the leases: node, video, size, and the memory that the video worker uses."""
+    """List the leases with the memory that their workers use."""
     session.show(session.call("GET", "/api/v1/leases"), _print_leases)
 
 
