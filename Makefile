@@ -20,6 +20,7 @@ demo: $(READY)
 # Three workers on two cores: many tests wait for processes.
 test: $(READY) lint types
 	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
+	$(FAST) $(BIN)/python -m tests.neuter --changed
 
 # The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.
 nightly: $(READY) lint types

@@ -1,1 +1,1 @@
-"""The cluster: membership, certificates, keys, links, and the processes that hold them."""
+"""Coordinator of a pool: endpoint, members, certificates, API keys, links to nodes, and the `cluster` command."""

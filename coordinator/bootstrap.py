@@ -1,4 +1,4 @@
-"""Start of the coordinator: opens the state folder with store, authority and log, and loads tokens and keys."""
+"""First steps of the coordinator's start: open the state folder (database, CA, log), and load tokens and API keys."""
 
 import time
 from contextlib import AsyncExitStack
@@ -24,24 +24,30 @@ DAY_SECONDS = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorState:
-    """Open state folder of the coordinator."""
+    """Open and locked state folder of the coordinator, with the objects that use its files."""
 
     state: Path
+    """The folder."""
     log_file: Path
     events: EventLog
+    """Newest entries of the log, in memory."""
     store: Database
     authority: ClusterCa
     fence: GenerationFence
     first: bool
-    """Whether the cluster is new."""
+    """Whether this start created the cluster."""
     epoch: int
-    """Number of starts of the coordinator."""
+    """Number of this start; higher than those of all earlier starts."""
     version: str
+    """Installed version of macpool."""
 
 
 def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorState:
-    """Open the state folder and its log. Raise `SupersededError` if another coordinator of this cluster has a newer
-    generation."""
+    """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
+
+    Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
+    database cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
+    """
     state = private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
     open_journal(log_file, "info", events.add)
@@ -60,17 +66,23 @@ def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) ->
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Credentials: join tokens and codes for machines, API keys for programs."""
+    """Objects that check and administer credentials: join tokens and approvals for machines, API keys for programs."""
 
     tokens: JoinTokens
     approvals: Approvals
+    """Requests to join that wait for an administrator."""
     pepper: bytes
+    """Secret with which digests of API keys are computed."""
     ring: KeyRing
+    """Valid API keys."""
     admin: AccessAdmin
 
 
 def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
-    """Load the credentials for an endpoint at `listen`. Raise `AuthorityError` if the settings admit every client."""
+    """Load the credentials for an endpoint that listens on the host `listen`.
+
+    Raise `AuthorityError` if `check_http` refuses the settings, for example anonymous clients from other machines.
+    """
     check_http(http, listen)
     tokens, approvals, pepper = (
         JoinTokens(state.store, state.authority.ca, time.time),

@@ -1,5 +1,4 @@
-"""Composition root of the coordinator: state, certificates, links, router, HTTP, Bonjour and the local node on one
-loop.
+"""Start and stop of the coordinator: state, certificates, links, router, HTTP, Bonjour and the local node on one loop.
 
 `serve` starts all parts, reports ready, waits for a signal and stops the parts in reverse order. The child process (the
 node on this machine) ends with the coordinator, even after SIGKILL, because the child watches its standard input.
@@ -77,7 +76,7 @@ from wire.identity import NodeId
 log = structlog.get_logger("coordinator.run")
 
 MAX_OPEN_FILES = 8192
-"""Limit of open files and connections that this process sets for itself."""
+"""Limit of open files, which include connections, that this process sets for itself."""
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
 USAGE_INTERVAL_SECONDS = 10.0
@@ -85,8 +84,8 @@ USAGE_INTERVAL_SECONDS = 10.0
 GC_THRESHOLD_OBJECTS = 20_000
 """Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
-"""Longest time for which a thread that parses a long body delays the loop. Python's default is 5 ms, and such delays
-add up."""
+"""Interval, in seconds, after which Python switches threads, for example from one that parses a long body to the loop.
+Python's default is 5 ms, and such delays add up."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 """Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
@@ -94,13 +93,18 @@ LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of the command line. Addresses are (host, port), with port 0 for any."""
+    """Options of one run of the coordinator. Addresses are (host, port), with port 0 for any free port."""
 
     state: Path
+    """State folder."""
     listen: tuple[str, int]
+    """Address of the endpoint."""
     cluster_listen: tuple[str, int]
+    """Address of the cluster port, for links of nodes."""
     local_node: bool
+    """Whether to start a node on this machine."""
     node_arguments: tuple[str, ...]
+    """Further arguments of `node.run` for that node."""
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
     """The settings as rows: key, value, origin, description."""
@@ -124,16 +128,17 @@ class _Superseded:
         self._stop.set()
 
     def check(self) -> None:
-        """Raise `SupersededError` if there was such a proof."""
+        """Raise `SupersededError` if a node has sent such a proof."""
         if self.mark is not None:
             raise SupersededError(moved_message(self.mark, self._state))
 
 
 async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until SIGTERM or SIGINT. `ready` receives the facts of the ready line once.
+    """Run the coordinator until SIGTERM or SIGINT. Call `ready` once, with the facts of the ready line.
 
-    Raise `StoreError` or `OSError` if a part cannot start. Raise `StoreError` if the state can no longer be written,
-    and `SupersededError` if another coordinator of this cluster is newer.
+    Raise `SettingsError`, `AuthorityError`, `LocalNodeElsewhereError`, `StoreError` or `OSError` if a part cannot
+    start. Raise `StoreError` if the state can no longer be written, and `SupersededError` if another coordinator of
+    this cluster is newer.
     """
     stop = asyncio.Event()
     superseded = _Superseded(options.state, stop)
@@ -286,7 +291,7 @@ class _Endpoints:
 
 
 def check_options(options: RunOptions) -> None:
-    """Check the settings before the first file is created.
+    """Check the settings of HTTPS and of the webhook before the first file is created.
 
     Raise `SettingsError` if settings contradict each other or cannot be used.
     """

@@ -1,1 +1,1 @@
-"""Source of the dashboards. `python -m dashboards.generate` writes their JSON into this folder."""
+"""Grafana dashboards as Python code. `python -m dashboards.generate` writes their JSON into this folder."""

@@ -1,4 +1,4 @@
-"""Writes the JSON of every dashboard. `make docs` runs it; a test compares the committed files with its output."""
+"""Generator of the JSON of all dashboards, run by `make docs`. A test compares the committed files with its output."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ BOARDS: dict[str, Board] = {
 
 
 def main() -> int:
-    """Write all files."""
+    """Write the JSON files of all dashboards. Return the exit code 0."""
     for name, board in BOARDS.items():
         (HERE / name).write_text(write(board))
     return 0

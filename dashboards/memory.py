@@ -1,4 +1,4 @@
-"""Memory: the gate's sum on each Mac, gate, engine, models and prefix cache."""
+"""Dashboard "memory": the terms of headroom on each Mac, gate, engine, models and prefix cache."""
 
 from dashboards.panels import (
     BYTES,

@@ -27,11 +27,12 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TALL, SMALL = 8, 4
+"""Heights of a panel, in Grafana's grid units."""
 HALF, THIRD, SIXTH = 12, 8, 4
 """Widths of a panel, in columns of 24."""
 QUANTILES = (0.5, 0.9, 0.99)
 BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit", "ops", "reqps", "none"
-"""Units as Grafana names them."""
+"""Units, as Grafana names them."""
 
 
 MAX_OPEN = 12
@@ -62,7 +63,7 @@ ANNOTATIONS = (
 
 
 class Kind(Enum):
-    """How a panel renders its values."""
+    """Kind of a Grafana panel: time series, stat, heatmap, state timeline or table."""
 
     LINES = "lines"
     FIGURE = "figure"
@@ -73,74 +74,86 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are (PromQL, legend). A figure is red from `bad` upwards, or with `below`, under `bad`."""
+    """One panel of a dashboard."""
 
     title: str
     about: str
+    """Description, which Grafana shows at the title."""
     unit: str
+    """Unit as Grafana names it."""
     queries: tuple[tuple[str, str], ...]
+    """PromQL and legend of each query."""
     kind: Kind = Kind.LINES
     width: int = HALF
+    """Width in columns of 24."""
     bad: float | None = None
+    """Value from which a figure is red; None: never."""
     below: bool = False
+    """Whether a figure is red below `bad` instead of from `bad` upwards."""
     columns: tuple[tuple[str, str], ...] = ()
     """For a table with one row per Mac: title and unit of each query's column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard: rows of panels, with the first row open, and variables (name, label, PromQL of the values)."""
+    """Grafana dashboard: rows of panels, and variables that select their series."""
 
     uid: str
+    """Id in Grafana, which is part of links."""
     title: str
     about: str
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
+    """Title and panels of each row. Only the first row is open at first."""
     variables: tuple[tuple[str, str, str], ...] = ()
+    """Name, label, and PromQL of the values of each variable."""
 
     def panels(self) -> list[Panel]:
-        """Return all panels in order."""
+        """Return the panels of all rows, in order."""
         return [panel for _, row in self.rows for panel in row]
 
     def open(self) -> tuple[Panel, ...]:
-        """Return the panels that are not in a collapsed row."""
+        """Return the panels of the first row, which is not collapsed."""
         return self.rows[0][1]
 
 
 def lines(title: str, about: str, unit: str, *queries: tuple[str, str], width: int = HALF) -> Panel:
-    """Draw values over time."""
+    """Return a panel that draws the values of queries (PromQL, legend) over time."""
     return Panel(title, about, unit, queries, width=width)
 
 
 def figure(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
-    """Show one current number."""
+    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`."""
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
 def counts(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
-    """Show several current numbers in one panel, red if the first is below `bad`."""
+    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`."""
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 
 def heat(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
-    """Show the distribution of a histogram over time."""
+    """Return a panel that shows the distribution of a histogram over time. `bucket` is the selector of its buckets."""
     query = f"sum by (le) (increase({bucket}[$__rate_interval]))"
     return Panel(title, about, unit, ((query, "{{le}}"),), Kind.HEAT, width)
 
 
 def states(title: str, about: str, query: str, legend: str, width: int = HALF) -> Panel:
-    """Show states over time."""
+    """Return a panel that shows the states of a query's series over time."""
     return Panel(title, about, COUNT, ((query, legend),), Kind.STATES, width)
 
 
 def listing(title: str, about: str, query: str, width: int = 24) -> Panel:
-    """List the labels of series."""
+    """Return a panel that lists the labels of a query's series in a table."""
     return Panel(title, about, COUNT, ((query, ""),), Kind.TABLE, width)
 
 
 def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
-    """Show one row per Mac. A column has a title, a unit, and PromQL with one series per Mac."""
+    """Return a table panel with one row per Mac. A column has a title, a unit, and PromQL with one series per Mac.
+
+    A column without title only adds its labels.
+    """
     queries = tuple((query, "") for _, _, query in columns)
     named = tuple((name, unit) for name, unit, _ in columns)
     return Panel(title, about, COUNT, queries, Kind.TABLE, 24, columns=named)
@@ -149,7 +162,10 @@ def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
 def quantiles(
     title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, over: str = "$__rate_interval"
 ) -> Panel:
-    """Draw the median, p90 and p99. For rare events, `over` is a longer time."""
+    """Return a panel that draws median, p90 and p99 of a histogram over time. `bucket` is the selector of its buckets.
+
+    `by` is a label with separate quantiles for each value. `over` is the window of the rate, longer for rare events.
+    """
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
     return lines(
@@ -165,7 +181,7 @@ def quantiles(
 
 
 def write(board: Board) -> str:
-    """Return a dashboard's JSON."""
+    """Return the JSON of a dashboard, as Grafana imports it."""
     made = (
         Dashboard(board.title)
         .uid(board.uid)

@@ -1,4 +1,4 @@
-"""Pool: health, the work of each Mac, and scarce resources."""
+"""Dashboard "pool": health of the pool, the work of each Mac, and scarce resources."""
 
 from dashboards.panels import (
     BYTES,

@@ -1,4 +1,4 @@
-"""Requests: speed, outcomes and waiting times."""
+"""Dashboard "requests": speed, outcomes and waiting times of requests."""
 
 from dashboards.panels import (
     COUNT,

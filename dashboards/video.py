@@ -1,4 +1,4 @@
-"""Video: jobs, their memory leases, and their durations."""
+"""Dashboard "video": video jobs, their memory leases, and their durations."""
 
 from dashboards.panels import BYTES, COUNT, SECONDS, SHARE, Board, figure, lines, quantiles
 

@@ -1,4 +1,4 @@
-"""Checks the ctypes definitions against Apple's headers, by static assertions in C++ generated from the definitions.
+"""Check of the ctypes definitions against Apple's headers, by C++ static assertions generated from the definitions.
 
 The package `ziglang` has the headers of libSystem and the list of its symbols. Any machine can therefore compile the
 first part for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The package has no headers of IOKit and
@@ -45,16 +45,15 @@ UNDECLARED = frozenset({"proc_reset_footprint_interval"})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A ctypes structure, compared with Apple's.
-
-    `theirs` is Apple's name of the structure. `fields` maps the fields that Macpool reads to Apple's names. `end` is a
-    C++ expression: the offset in Apple's structure at which `ours` ends.
-    """
+    """ctypes structure to compare with Apple's structure."""
 
     ours: type[ctypes.Structure]
     theirs: str
+    """Apple's name of the structure, in C++."""
     fields: Mapping[str, str]
+    """Apple's names of the fields that Macpool reads, by their names in `ours`."""
     end: str
+    """C++ expression for the offset in Apple's structure at which `ours` ends."""
 
 
 LAYOUTS = (
@@ -123,19 +122,19 @@ template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...
 
 
 def calls_of(holder: object) -> dict[str, Any]:
-    """Return the declared foreign functions in the attributes of an object, by symbol."""
+    """Return the foreign functions (ctypes) among the attributes of an object, by symbol."""
     found = [one for one in vars(holder).values() if hasattr(one, "restype") and not isinstance(one, type)]
     return {call.__name__: call for call in found}
 
 
 def system_source(calls: Mapping[str, Any]) -> str:
-    """Return the assertions about libSystem: layouts, constants, and the given calls."""
+    """Return C++ source with the assertions about libSystem: layouts, constants, and prototypes of `calls`."""
     lines = [*_begin(HEADERS), *(line for layout in LAYOUTS for line in _layout(layout)), *_constants(CONSTANTS)]
     return "\n".join([*lines, *prototypes({name: one for name, one in calls.items() if name not in UNDECLARED})]) + "\n"
 
 
 def framework_source(calls: Mapping[str, Any]) -> str:
-    """Return the assertions about IOKit and CoreFoundation."""
+    """Return C++ source with the assertions about IOKit and CoreFoundation: constants, and prototypes of `calls`."""
     return "\n".join([*_begin(FRAMEWORK_HEADERS), *_constants(FRAMEWORK_CONSTANTS), *prototypes(calls)]) + "\n"
 
 
@@ -159,7 +158,7 @@ def _constants(constants: Mapping[str, int]) -> Iterable[str]:
 
 
 def prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the assertions about the prototypes of the given calls."""
+    """Yield one C++ assertion about the prototype of each call."""
     for name, call in calls.items():
         ours = f"{_type(call.restype)}({', '.join(map(_type, call.argtypes))})"
         yield _assert(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")
@@ -183,7 +182,7 @@ def _type(ours: Any) -> str:
 
 
 def layouts() -> Outcome:
-    """Compile all assertions against the SDK of this Mac."""
+    """Compile all assertions against the SDK of this Mac. Raise `ToolError` if an assertion fails."""
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
     iokit.declare(kit, core)
     calls, framework_calls = calls_of(darwin.LibSystem()), calls_of(kit) | calls_of(core)

@@ -1,4 +1,4 @@
-"""Writes a Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
+"""Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
 
 In the formula, uv creates an environment with a separate Python below the formula's folder, because Homebrew cannot
 build MLX's wheels as resources. The formula has no service: `brew services` starts a user agent, which macOS keeps from
@@ -58,7 +58,7 @@ def formula(version: str, url: str, sha256: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the formula. Return 2 if the arguments are invalid."""
+    """Print the formula for the arguments VERSION, URL and SHA256. Return the exit code: 2 for invalid arguments."""
     if len(arguments) != 3:
         print("usage: python -m deploy.formula VERSION URL SHA256", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Runs the checks that need a Mac, prints a table and writes a report: `make mac-check`.
+"""The Mac check (`make mac-check`): run the checks that need a Mac, print the outcomes, and write a report.
 
 The page docs/macos-checklist.md describes each entry under the same id: its meaning, the expected result, and the
 remedy for a different result. Manual entries are in the report with a box to fill in. Exit code 0: no entry failed; 1:
@@ -24,16 +24,19 @@ NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One check. `run` is None for a manual check. A `risky` check runs only if it is named on the command line."""
+    """One check of the Mac check."""
 
     id: str
+    """Name on the command line and in docs/macos-checklist.md."""
     title: str
     run: Callable[[], Outcome] | None = None
+    """Function that runs the check; None for a manual check."""
     risky: bool = False
+    """Whether the check may panic the Mac, and therefore runs only if it is named on the command line."""
 
     @property
     def how(self) -> Literal["automatic", "manual", "by name only"]:
-        """How the check runs."""
+        """Way in which the check is run."""
         return "by name only" if self.risky else "automatic" if self.run else "manual"
 
 
@@ -79,7 +82,10 @@ ENTRIES = (
 
 
 def run(entry: Entry, *, named: bool = False) -> Outcome:
-    """Run one entry. An error fails this entry only."""
+    """Run one entry. Skip a manual one, and a risky one unless it is `named` on the command line.
+
+    The outcome is `fail` if the entry raises `ToolError`, `OSError` or `ValueError`.
+    """
     if entry.run is None:
         return skipped(f"by hand: docs/macos-checklist.md, {entry.id}")
     if entry.risky and not named:
@@ -118,7 +124,7 @@ def _commit() -> str:
 
 
 def main() -> int:
-    """Run the named entries, or all, print the outcomes and write the report."""
+    """Run the entries on the command line, or all. Print the outcomes, write the report, and return the exit code."""
     parser = argparse.ArgumentParser(prog="mac_check", description="Run the checks that need a Mac.")
     parser.add_argument("entries", nargs="*", metavar="ID", help=", ".join(entry.id for entry in ENTRIES))
     parser.add_argument("--report", type=Path, default=REPORT, help="file of the report (%(default)s)")

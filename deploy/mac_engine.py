@@ -20,13 +20,18 @@ if TYPE_CHECKING:
     from wire.frames import Frame
 
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
+"""Folder of the embedded model."""
 SECONDS = 180.0
+"""Longest run of the engine process, in seconds."""
 GAP = 64 * MIB
 """Bytes by which the footprint may grow more than MLX's own count during the answers."""
 
 
 def engine_answers() -> Outcome:
-    """Send all trained prompts of the embedded model to an engine in a separate process, and compare the answers."""
+    """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
+
+    Raise `ToolError` if the process fails.
+    """
     if find_spec("mlx") is None:
         return skipped("needs MLX: install the extra `node`")
     told = _ask_the_engine()
@@ -39,7 +44,7 @@ def engine_answers() -> Outcome:
 
 
 def soft_end() -> Outcome:
-    """Send SIGTERM to an engine process during an answer: the engine must free its memory and end in time."""
+    """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before."""
     from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
@@ -101,7 +106,7 @@ def _ask_the_engine() -> dict[str, float]:
 
 
 def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
-    """Pass a frame to an engine as its threads would, and return the immediate answers."""
+    """Pass a frame to an engine in this process, as the engine's threads would, and return the immediate answers."""
     from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
     said: list[Frame] = []
@@ -116,7 +121,7 @@ def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
 
 
 def main() -> None:
-    """Run the engine in this process and print the results as one line of JSON."""
+    """Run the engine in this process with all trained prompts, and print the results as one line of JSON."""
     from node.engine.engine import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor

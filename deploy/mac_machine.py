@@ -17,6 +17,7 @@ from wire.units import GIB, MIB, show_size
 ALLOCATE = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
 """Program of a child that writes 1 GiB of memory, prints the size, and holds the memory until its input ends."""
 ACTIVE_SHARE = 0.5
+"""Share of the active pages that counts as reclaimable."""
 METAL_APART = 0.03
 """Share by which the assumed limit of Metal may differ from the device's figure."""
 METAL = (
@@ -24,12 +25,12 @@ METAL = (
     "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
     "['max_recommended_working_set_size'])"
 )
-"""Program of a child, because this process does not import MLX."""
+"""Program of a child that prints Metal's limit in bytes. A child is used because this process does not import MLX."""
 
 
 @contextmanager
 def gibibyte() -> Generator[int]:
-    """Yield the process id of a child that has written 1 GiB."""
+    """Yield the process id of a child that holds 1 GiB of written memory while the context is open."""
     with subprocess.Popen(
         [sys.executable, "-c", ALLOCATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -39,7 +40,7 @@ def gibibyte() -> Generator[int]:
 
 
 def footprint() -> Outcome:
-    """Compare the footprint of a child that holds 1 GiB with `footprint` and `vmmap -summary`."""
+    """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`."""
     with gibibyte() as pid:
         ours = LibSystem().phys(pid)
         if ours is None:
@@ -63,19 +64,19 @@ def footprint() -> Outcome:
 
 
 def total_memory() -> Outcome:
-    """Compare the RAM with `sysctl hw.memsize`."""
+    """Check Macpool's figure of the RAM against `sysctl hw.memsize`."""
     ours, theirs = machine().memory, int(ask("/usr/sbin/sysctl", "-n", "hw.memsize"))
     return judged(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
 def wired_limit() -> Outcome:
-    """Compare the configured limit of Metal with `sysctl iogpu.wired_limit_mb`, in which 0 means that none is set."""
+    """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set."""
     ours, theirs = LibSystem().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
     return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
 
 
 def metal_share() -> Outcome:
-    """Compare a node's assumed limit of Metal with recommendedMaxWorkingSetSize, read by MLX in a child."""
+    """Check the limit of Metal that a node assumes against recommendedMaxWorkingSetSize, which MLX reads in a child."""
     system = LibSystem()
     try:
         reported = int(ask(sys.executable, "-c", METAL))
@@ -85,14 +86,18 @@ def metal_share() -> Outcome:
 
 
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
-    """Compare the device's figure with the configured limit, or with the estimate for this RAM, all in bytes."""
+    """Return the outcome for Metal's limit that the device reports, against the limit that a node assumes.
+
+    The assumed limit is `wired` if it is set, otherwise the estimate for `total` bytes of RAM under the system
+    `system`. All sizes are in bytes.
+    """
     assumed, source = (default_metal(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
     says = f"Metal {show_size(reported)} = {reported / max(total, 1):.1%} of {show_size(total)}"
     return judged(near(reported, assumed, METAL_APART), f"{says}, assumed {show_size(assumed)} ({source})")
 
 
 def reclaimable() -> Outcome:
-    """Compare the reclaimable memory with the pages that `vm_stat` counts at about the same moment.
+    """Check Macpool's figure of reclaimable memory against the pages that `vm_stat` counts at about the same moment.
 
     `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes them.
     """
@@ -110,7 +115,7 @@ def reclaimable() -> Outcome:
 
 
 def chip() -> Outcome:
-    """Compare the chip's name with `sysctl machdep.cpu.brand_string`."""
+    """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`."""
     ours, theirs = LibSystem().chip_name(), ask("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
     return judged(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
@@ -128,7 +133,7 @@ def identity() -> Outcome:
 
 
 def power() -> Outcome:
-    """Read the power source, the charge and the time since the last input. All but the charge must be known."""
+    """Check that the power source and the time since the last input can be read. A Mac may have no battery."""
     now = read_power()
     charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
     touched = "last input unknown" if now.idle_s is None else f"last input {now.idle_s:.1f} s ago"

@@ -26,12 +26,15 @@ PEER = "MACPOOL_CHECK_PEER"
 BLOCKED = 65
 """EHOSTUNREACH on macOS: the error of a connection that local network privacy blocks."""
 CONNECT_SECONDS = 3.0
+"""Timeout of a connection, in seconds."""
 LISTEN_SECONDS = 10.0
+"""Longest wait for an answer, in seconds."""
 NONCE = 7
+"""Number in the ping and in its answer."""
 
 
 def notsent_lowat() -> Outcome:
-    """Set TCP_NOTSENT_LOWAT on a connection, as every link does, and read it back."""
+    """Check that TCP_NOTSENT_LOWAT can be set on a connection, as every link does, and is read back unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_BUFFERED_BYTES)
@@ -44,7 +47,10 @@ def notsent_lowat() -> Outcome:
 
 
 def child_eof() -> Outcome:
-    """Start an engine with an inherited socket as the agent does, ping it, close the socket: it must end within 1 s."""
+    """Check that an engine process answers a ping, and ends within 1 s after its socket is closed.
+
+    The process inherits the socket, as from the agent.
+    """
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
         child = subprocess.Popen(
@@ -85,7 +91,10 @@ def _pong(line: socket.socket) -> bool:
 
 
 def local_network() -> Outcome:
-    """Connect to the gateway and to another machine of the LAN. Local network privacy blocks the second."""
+    """Check that local network privacy does not block a connection to another machine of the LAN.
+
+    The gateway is never blocked, and is tried for comparison. Skip the check if no other machine answers.
+    """
     try:
         gateway = re.search(r"gateway:\s+(\S+)", ask("/sbin/route", "-n", "get", "default"))
     except ToolError as error:
@@ -134,7 +143,7 @@ def _said(code: int | None) -> str:
 
 
 def bonjour_both_ways() -> Outcome:
-    """Announce a record on the real interfaces, find it by Macpool's search and by `dns-sd -B`, and withdraw it."""
+    """Check that Macpool's search and `dns-sd -B` find an announced Bonjour record, and that `dns-sd` sees its end."""
     return asyncio.run(_bonjour())
 
 

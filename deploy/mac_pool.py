@@ -1,4 +1,4 @@
-"""Entries of the Mac check about the command: its speed, and the name of a Mac on the LAN."""
+"""Entries of the Mac check about the command `cluster`: its speed, and the name of a Mac on the LAN."""
 
 import re
 import resource
@@ -12,12 +12,13 @@ from deploy.outcome import ROOT, Outcome, ToolError, ask, judged
 
 CLI = (sys.executable, "-m", "coordinator.cli")
 HELP_SECONDS = 0.15
-"""CPU that `cluster --help` may take, because completion and help must feel instant."""
+"""Most CPU seconds of `cluster --help`, because completion and help must be fast."""
 RUNS = 5
+"""Number of measured runs."""
 
 
 def help_cpu() -> Outcome:
-    """Measure the CPU of `cluster --help`: the minimum of five runs. The first run warms the disk's cache."""
+    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `HELP_SECONDS`."""
     took = min(_cpu() for _ in range(RUNS))
     return judged(took <= HELP_SECONDS, f"{took:.3f} s of CPU, {HELP_SECONDS} s allowed")
 
@@ -30,7 +31,7 @@ def _cpu() -> float:
 
 
 def local_name() -> Outcome:
-    """Open a coordinator to the LAN and fetch /livez under the NAME.local that it prints."""
+    """Check that a coordinator that listens on all interfaces answers `/livez` under the NAME.local that it prints."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         command = [
             *CLI,

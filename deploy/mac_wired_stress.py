@@ -25,19 +25,25 @@ MODEL = "MACPOOL_CHECK_MODEL"
 SECONDS = 240.0
 """Duration of each of the two runs after the model load: more than twice the time to the panic."""
 LOAD_SECONDS = 1800.0
+"""Longest load of the model, in seconds."""
 WORDS = 12_000
+"""Words of a prompt."""
 ANSWERS = (16, 400)
 """Tokens of a short answer and of a long one."""
 STREAMS = 2
+"""Concurrent requests."""
 CACHE = "1GiB"
 """Size of the prefix cache, which a few of the prompts fill."""
 PROGRESS = Path("mac-check-wired.log")
-"""Progress, synced to the disk every few seconds, so that it survives a panic."""
+"""File with the progress, synced to the disk every `PROGRESS_SECONDS`, because the file must survive a panic."""
 PROGRESS_SECONDS = 5.0
 
 
 def both_ways() -> Outcome:
-    """Run the workload with `memory.wire` off and then on, each in a separate process."""
+    """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
+
+    Raise `ToolError` if a process fails.
+    """
     model = os.environ.get(MODEL)
     if not model:
         return skipped(f"set {MODEL} to the folder of a large model")
@@ -71,7 +77,12 @@ def main() -> None:
 def churn(
     model: Path, wire: str, progress: Path, *, seconds: float = SECONDS, words: int = WORDS, cache: str = CACHE
 ) -> dict[str, float]:
-    """Run the text engine for `seconds` after its model load. Return the wired bytes and the amount of work."""
+    """Run an engine in this process with two streams for `seconds` after the load of the model in a folder.
+
+    `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache` the size of the prefix cache.
+    Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
+    evictions. Raise `ToolError` if the model cannot be loaded.
+    """
     from node.engine.engine import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.cap import resolve_cap, resolve_margin

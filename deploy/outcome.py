@@ -9,26 +9,28 @@ from typing import Literal
 from wire.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[1]
+"""Folder of the repository."""
 TOOL_SECONDS = 60.0
-"""Timeout of a call of a system tool."""
+"""Timeout of a system tool, in seconds."""
 _UNITS = {"": 1, "B": 1, "K": KIB, "KB": KIB, "M": MIB, "MB": MIB, "G": GIB, "GB": GIB}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Pass, fail or skip, with the numbers that decided it."""
+    """Result of one entry of the Mac check."""
 
     status: Literal["pass", "fail", "skip"]
     text: str
+    """Numbers that decided the status, or the reason for a skip."""
 
 
 def judged(good: bool, text: str) -> Outcome:
-    """Return pass or fail."""
+    """Return the outcome `pass` if `good`, otherwise `fail`."""
     return Outcome("pass" if good else "fail", text)
 
 
 def skipped(why: str) -> Outcome:
-    """Return a skip with its reason."""
+    """Return the outcome `skip` with its reason."""
     return Outcome("skip", why)
 
 
@@ -37,7 +39,10 @@ class ToolError(Exception):
 
 
 def ask(*command: str) -> str:
-    """Run a tool in the repository's folder and return its output. Raise `ToolError` if it fails."""
+    """Run a tool in the repository's folder and return its standard output.
+
+    Raise `ToolError` if the tool is missing, fails, or runs longer than `TOOL_SECONDS`.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False, cwd=ROOT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -48,7 +53,7 @@ def ask(*command: str) -> str:
 
 
 def number_in(text: str, pattern: str) -> int:
-    """Return the first group of a pattern as a number. Raise `ToolError` if the pattern does not match."""
+    """Return the first group of a pattern's first match in a text as a number. Raise `ToolError` without a match."""
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
         raise ToolError(f"{pattern!r} is not in the output: {text.strip()[:200]!r}")
@@ -67,5 +72,5 @@ def size_in(text: str, title: str) -> int:
 
 
 def near(one: int, other: int, share: float) -> bool:
-    """Return whether two sizes differ by at most a share of the larger."""
+    """Return whether two sizes differ by at most `share` (0 to 1) of the larger."""
     return abs(one - other) <= share * max(one, other)

@@ -1,6 +1,7 @@
-"""Generates the pages of the manual that follow from the code: settings, api, cli, metrics, modules (`make docs`).
+"""Generator of the pages of the manual that follow from the code: settings, api, cli, metrics, modules (`make docs`).
 
-A test compares the committed pages with the output of this module.
+The generator also writes example units, Prometheus files and the page's runbook. A test compares the committed files
+with the output of this module.
 """
 
 import ast
@@ -105,7 +106,7 @@ every engine process. A node that does not answer has no metrics, and `up` is 0.
 
 
 def settings() -> str:
-    """Render settings.md."""
+    """Return the page settings.md: all settings of coordinator and node."""
     page = SETTINGS
     for title, kind in (("Coordinator", CoordinatorSettings), ("Node", NodeSettings)):
         page += f"\n## {title}\n\n| key | default | meaning | environment |\n|---|---|---|---|\n"
@@ -130,7 +131,7 @@ def _cell(text: str) -> str:
 
 
 def api() -> str:
-    """Render api.md."""
+    """Return the page api.md: all routes, and the treatment of every field of a request."""
     listed = "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
     return API + listed + PARAMETERS + "".join(_table(title, table) for title, table in TABLES.items())
 
@@ -141,14 +142,14 @@ def _table(title: str, table: FieldTable[Any]) -> str:
 
 
 def routes() -> Iterator[tuple[str, str, str, str]]:
-    """Yield method, path, scope and summary of every documented route."""
+    """Yield method, path, scope and summary of every route in the OpenAPI document."""
     for path, operations in sorted(document()["paths"].items()):
         for method, operation in operations.items():
             yield method.upper(), path, operation.get("x-scope", "none"), _cell(operation["summary"].rstrip("."))
 
 
 def document() -> dict[str, Any]:
-    """Return the OpenAPI document of a new coordinator."""
+    """Return the OpenAPI document that a new coordinator serves."""
 
     async def made() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +160,7 @@ def document() -> dict[str, Any]:
 
 
 def cli() -> str:
-    """Render cli.md."""
+    """Return the page cli.md: the help of every verb."""
     page = CLI
     for path, context in contexts():
         page += f"\n## {' '.join(path)}\n\n```\n{context.get_help().rstrip()}\n```\n"
@@ -167,7 +168,10 @@ def cli() -> str:
 
 
 def contexts() -> Iterator[tuple[tuple[str, ...], click.Context]]:
-    """Yield every verb as its words with a context that prints its help. Groups come before their own verbs."""
+    """Yield the words of every verb (`cluster`, `key`, `list`), with a click context that prints the verb's help.
+
+    Groups come before their own verbs.
+    """
     root = click.Context(
         cluster, info_name="cluster", terminal_width=100, max_content_width=100, **cluster.context_settings
     )
@@ -186,7 +190,7 @@ def _below(path: tuple[str, ...], context: click.Context) -> Iterator[tuple[tupl
 
 
 def metrics() -> str:
-    """Render metrics.md."""
+    """Return the page metrics.md: all metrics of the coordinator and of a node."""
     page = METRICS
     for title, about, families in (("The coordinator", _ABOUT_POOL, POOL), ("A node", _ABOUT_NODE, NODE)):
         page += f"\n## {title}\n\n{about}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n"
@@ -201,19 +205,19 @@ def _family(family: MetricFamily[Any]) -> str:
 
 
 def prometheus() -> str:
-    """Render the Prometheus configuration of deploy/, for its compose file and a coordinator on the same machine."""
+    """Return the Prometheus configuration of deploy/prometheus, with an example of a coordinator's address."""
     note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
     return note + configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
 
 
 def mac_service(role: Role) -> str:
-    """Render a job of launchd as `cluster service install` writes it, for a user `macpool`."""
+    """Return a launchd job as `cluster service install` writes it, for the user `macpool`."""
     state = "/Library/Application Support/macpool"
     return launchd.text(launchd.job(_example(role, "/var/macpool", state)))
 
 
 def linux_service(role: Role) -> str:
-    """Render a unit of systemd as `cluster service install` writes it, for a user `macpool`."""
+    """Return a systemd unit as `cluster service install` writes it, for the user `macpool`."""
     return systemd.unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
 
 
@@ -222,12 +226,12 @@ def _example(role: Role, home: str, state: str) -> ServicePlan:
 
 
 def wired_limit() -> str:
-    """Render the job of the wired limit for a Mac with 128 GiB."""
+    """Return the launchd job that sets Metal's wired limit, for a Mac with 128 GiB of RAM."""
     return launchd.text(launchd.wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
 
 
 def runbook() -> str:
-    """Render the runbook's entries for the page, from alerts.md. Links between pages become text."""
+    """Return the JavaScript module with the runbook's entries of alerts.md. Links between pages become text."""
     entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "alerts.md").read_text(), re.MULTILINE | re.DOTALL)
     names = {rule.name for rule in RULES}
     texts = {
@@ -242,7 +246,7 @@ def runbook() -> str:
 
 
 def modules() -> str:
-    """Return the page with the first line of each module, by folder."""
+    """Return the page modules.md: the first paragraph of each module's docstring, by folder."""
     lines = [
         "# Modules",
         NOTICE,
@@ -289,7 +293,7 @@ PAGES = {
 
 
 def main() -> int:
-    """Write every page and print the changed ones."""
+    """Write all generated files, and print the names of changed ones. Return the exit code 0."""
     for name, write in PAGES.items():
         file, page = HERE / name, write()
         file.parent.mkdir(parents=True, exist_ok=True)

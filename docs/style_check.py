@@ -1,4 +1,4 @@
-"""Count where prose breaks the rules of docs/style.md. `make lint` runs this.
+"""Count of the places where prose breaks the rules of docs/style.md. `make lint` runs this check.
 
 Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. Each room (a
 package, or a folder of one) has a number of findings in docs/style_counts.toml that may only fall:
@@ -36,8 +36,9 @@ UNCHECKED = (
 )
 """Files that are generated from checked ones, quote the words, or come from other projects."""
 MAX_WORDS = 25
-"""Words of a sentence."""
+"""Most words of a sentence."""
 MAX_SHOWN = 40
+"""Most findings of a room that are printed on failure."""
 VERBS = re.compile(r"\s*(?:give|say|take in|let|hear|tell|look|note|see)\b", re.IGNORECASE)
 """First words of a docstring that say nothing: rule 1."""
 SIZES = (
@@ -63,7 +64,7 @@ RULES: Mapping[str, re.Pattern[str]] = {
         re.IGNORECASE,
     ),
 }
-"""Rules 3, 4, 5, and 2 with 9."""
+"""Pattern of each finding, for the rules 3, 4, 5, and 2 with 9 of docs/style.md."""
 ITEM = re.compile(r"\n\s*(?:-|\d+\.)\s+")
 """Begin of an item of a list, which begins a sentence."""
 SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])|\0")
@@ -72,21 +73,26 @@ WORD = re.compile(r"[A-Za-z][\w'’-]*")
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Prose of one place. `whole` when it has sentences whose length counts."""
+    """Prose of one place in a file."""
 
     line: int
+    """Line in the file, from 1."""
     prose: str
     docstring: bool = False
+    """Whether the text is the docstring of a function, whose first word is checked."""
     whole: bool = True
+    """Whether the text has complete sentences, whose length is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One place that breaks one rule."""
+    """Place in a file that breaks one rule."""
 
     file: str
+    """Path in the repository."""
     line: int
     rule: str
+    """Key in `RULES`, or `verb` or `long`."""
     excerpt: str
 
     def __str__(self) -> str:
@@ -94,7 +100,7 @@ class Finding:
 
 
 def of_python(source: str, *, strings: bool) -> Iterator[Text]:
-    """Yield docstrings and comments of a module, and its other texts if `strings`."""
+    """Yield the docstrings and comments in the source of a module, and with `strings` also its texts for a person."""
     tree = ast.parse(source)
     documented = set[int]()
     for node in ast.walk(tree):
@@ -138,7 +144,7 @@ def reads_as_prose(text: str) -> bool:
 
 
 def of_script(source: str) -> Iterator[Text]:
-    """Yield comments and texts of a JavaScript or HTML file of the page."""
+    """Yield the comments and texts in the source of a JavaScript or HTML file of the page."""
     for number, line in enumerate(source.splitlines(), 1):
         for found in re.finditer(r"//\s(.*)|\"([^\"]+)\"|'([^']+)'|`([^`]+)`|>([^<>{}$]+)<", line):
             text = next(part for part in found.groups() if part is not None)
@@ -147,7 +153,7 @@ def of_script(source: str) -> Iterator[Text]:
 
 
 def of_markdown(source: str) -> Iterator[Text]:
-    """Yield paragraphs, list items and table rows without code."""
+    """Yield the paragraphs, list items and table rows of a Markdown page, without code blocks."""
     source = re.sub(r"^```.*?^```", lambda found: "\n" * found[0].count("\n"), source, flags=re.DOTALL | re.MULTILINE)
     source = re.sub(r"<!--.*?-->", lambda found: "\n" * found[0].count("\n"), source, flags=re.DOTALL)
     first, parts = 0, list[str]()
@@ -162,7 +168,7 @@ def of_markdown(source: str) -> Iterator[Text]:
 
 
 def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
-    """Yield where the texts of a file break a rule."""
+    """Yield the places where texts of the file `file` break a rule."""
     for text in texts:
         prose = re.sub(r"``?[^`]*``?|https?://\S+", "X", re.sub(r"\]\([^)]*\)|\*\*", " ", text.prose))
         if text.docstring and VERBS.match(prose):
@@ -178,7 +184,7 @@ def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
 
 
 def of_file(path: Path) -> list[Finding]:
-    """Return the findings of a file of the repository."""
+    """Return the findings in a Python, Markdown, JavaScript or HTML file of the repository."""
     name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     if path.suffix == ".py":
         return list(findings(name, of_python(source, strings=name.startswith(PACKAGES))))
@@ -186,7 +192,7 @@ def of_file(path: Path) -> list[Finding]:
 
 
 def files() -> Iterator[Path]:
-    """Yield the files that are checked."""
+    """Yield the paths of all files that are checked."""
     top = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
     below = (path for folder in (*PACKAGES, *OTHERS) for path in (ROOT / folder).rglob("*"))
     for path in sorted([*top, *below]):
@@ -196,18 +202,21 @@ def files() -> Iterator[Path]:
 
 
 def room_of(name: str) -> str:
-    """Return the room of a file: its package, with the first folder in it."""
+    """Return the room of a file by its path in the repository: its package, with the first folder in it."""
     parts = name.split("/")[:-1]
     return "/".join(parts[:2]) or "top"
 
 
 def counts(found: list[Finding]) -> Counter[str]:
-    """Count findings by room."""
+    """Return the number of findings by room."""
     return Counter(room_of(one.file) for one in found)
 
 
 def main(arguments: list[str]) -> int:
-    """Check, list or write; 1 where a room has more findings than its number."""
+    """Check all rooms, list findings, or write the numbers, depending on the arguments.
+
+    Return the exit code: 1 if a room has more findings than its number.
+    """
     found = [one for path in files() for one in of_file(path)]
     now = counts(found)
     if arguments and arguments != ["--write"]:

@@ -33,7 +33,7 @@ class ArchiveError(Exception):
 
 
 class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: its name below the state folder, bytes, SHA-256 in hex."""
+    """Description of one file in a backup: name below the state folder, size in bytes, SHA-256 in hex."""
 
     name: str
     size: int
@@ -41,27 +41,33 @@ class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a backup."""
+    """Description of a backup, at its beginning: the cluster when it was made, and the files in their order."""
 
     format: int
+    """Version of the format, `FORMAT`."""
     macpool: str
-    """Version that made the backup."""
+    """Version of macpool that made the backup."""
     made: float
-    """Unix seconds."""
+    """Time of the backup, in Unix seconds."""
     cluster: str
+    """Id of the cluster."""
     name: str
+    """Display name of the cluster."""
     epoch: int
+    """Epoch of the coordinator (`ClusterMeta.epoch`)."""
     generation: int
+    """Generation of the coordinator (`ClusterMeta.generation`)."""
     schemas: dict[str, int]
-    """Schema versions of the databases."""
+    """Schema versions of the databases, by file name."""
     members: tuple[ArchiveMember, ...]
     artifacts: bool = False
+    """Whether the files of video jobs are included."""
     outside: tuple[str, ...] = ()
     """Files that the settings name and that the backup does not contain."""
 
 
 class ReadableStream(Protocol):
-    """Readable stream: a file, or the content of an encrypted file."""
+    """Stream from which a backup is read: a file, or the content of an encrypted file."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to `size` bytes; fewer only at the end."""
@@ -69,13 +75,16 @@ class ReadableStream(Protocol):
 
 
 def header_of(manifest: Manifest) -> bytes:
-    """Return the bytes before the members, without `MAGIC`."""
+    """Return the encoded manifest with length and digest: the bytes between `MAGIC` and the first member."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
 
 def read_manifest(source: ReadableStream) -> Manifest:
-    """Read the bytes before the members, without `MAGIC`. Raise `ArchiveError` if anything is invalid."""
+    """Read the manifest from a stream that is positioned after `MAGIC`.
+
+    Raise `ArchiveError` if the manifest is damaged, from a newer format, or lists files that are not allowed.
+    """
     length = int.from_bytes(read_exactly(source, 4), "big")
     if length > MAX_MANIFEST_BYTES:
         raise ArchiveError(f"its manifest would have {length} bytes: it is damaged")
@@ -109,7 +118,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
-    """Yield a member's bytes. Raise `ArchiveError` at the end if they differ from the manifest."""
+    """Yield the bytes of the next member in pieces. Raise `ArchiveError` at the end if their digest is wrong."""
     digest, left = hashlib.sha256(), member.size
     while left:
         piece = read_exactly(source, min(CHUNK_BYTES, left))
@@ -121,7 +130,7 @@ def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
 
 
 def check_end(source: ReadableStream) -> None:
-    """Check that no data follows the last member."""
+    """Check that no data follows the last member. Raise `ArchiveError` otherwise."""
     if source.read(1):
         raise ArchiveError("it has data after its last member: use another copy of the file")
 
@@ -137,7 +146,7 @@ def read_exactly(source: ReadableStream, size: int) -> bytes:
 
 
 def digest_of(file: BinaryIO) -> tuple[int, str]:
-    """Return size and SHA-256 of a file's remaining bytes."""
+    """Return the number of a file's remaining bytes, and their SHA-256 in hex."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(CHUNK_BYTES):
         digest.update(piece)

@@ -1,12 +1,12 @@
-"""Replaces the state in a folder atomically, even across a power failure.
+"""Atomic replacement of the state in a folder, even across a power failure.
 
     STATE/restoring/            the new state: complete, checked and on disk
     STATE/restoring/commit.json written last, in one step: from now on the new state is valid
     STATE/replaced-…/           the former state, kept until a person removes it
 
 Before `commit.json` exists, the old state is valid and `restoring` is garbage. After that, the next holder of the
-folder's lock (`Store`, `restore`) continues an interrupted swap. A file that has left `restoring` is in place; a file
-that is still there is moved now. No code opens the databases before `finish_swap` has returned.
+folder's lock (`Database`, `restore`) continues an interrupted swap. A file that has left `restoring` is in place; a
+file that is still there is moved now. No code opens the databases before `finish_swap` has returned.
 """
 
 import os
@@ -22,17 +22,18 @@ COMMIT = "commit.json"
 
 
 class FileMoves(msgspec.Struct, frozen=True):
-    """Files to move. Replaced and removed files go to `aside`."""
+    """Plan of a swap. All names are relative to the state folder."""
 
     install: tuple[str, ...]
-    """Files to move from `restoring` into the folder, each in place of the old file."""
+    """Files and folders to move from `restoring` into the state folder, each in place of the old one."""
     remove: tuple[str, ...]
-    """Files to move away."""
+    """Files and folders to move into `aside`."""
     aside: str
+    """Folder for replaced and removed files."""
 
 
 def create_staging(folder: Path) -> Path:
-    """Create and return an empty folder for the new state."""
+    """Create and return an empty folder for the new state. Delete an earlier one. Raise `OSError` if that fails."""
     staged = folder / RESTORING
     if staged.is_symlink():
         staged.unlink()
@@ -42,25 +43,28 @@ def create_staging(folder: Path) -> Path:
 
 
 def commit(folder: Path, plan: FileMoves) -> None:
-    """Commit the new state and move it into place."""
+    """Commit the staged state and move it into place.
+
+    Raise `OSError` if that fails. After `commit.json` is written, the next `finish_swap` continues.
+    """
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
     finish_swap(folder)
 
 
 def discard_staging(folder: Path) -> None:
-    """Delete an uncommitted state, because it contains secrets."""
+    """Delete a staged state that is not committed, because it contains secrets."""
     if not is_unsettled(folder):
         shutil.rmtree(folder / RESTORING, ignore_errors=True)
 
 
 def is_unsettled(folder: Path) -> bool:
-    """Return whether a new state is committed but not completely in place."""
+    """Return whether a staged state is committed but not completely in place."""
     return (folder / RESTORING / COMMIT).exists()
 
 
 def finish_swap(folder: Path) -> bool:
-    """Finish an interrupted swap, or delete an uncommitted state. Return whether a new state came into place.
+    """Finish an interrupted swap, or delete an uncommitted state. Return whether a swap was finished.
 
     The caller holds the lock. Raise `OSError` if a file cannot be moved; the next call continues.
     """

@@ -1,4 +1,4 @@
-"""Makes a backup of a cluster, with its coordinator running or stopped.
+"""Backup of a cluster into one file, with its coordinator running or stopped.
 
 SQLite copies the databases, hence a concurrent write is in the copy completely or not at all. The CA's key, the pepper
 and the digests of keys are included: a person who can read the file controls the cluster. The node of this machine is
@@ -46,10 +46,11 @@ class BackupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class BackupResult:
-    """A completed backup: path, size on disk in bytes, and content."""
+    """Result of a completed backup."""
 
     file: Path
     size: int
+    """Size of the file in bytes."""
     manifest: Manifest
     encrypted: bool
 
@@ -57,7 +58,8 @@ class BackupResult:
 def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
     """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
-    Raise `BackupError` if there is no cluster, it cannot be read or written, or `file` is not a backup.
+    `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
+    folder has no cluster, a file cannot be read or written, or `file` exists and is not a backup.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")

@@ -1,4 +1,4 @@
-r"""File encryption with a passphrase: scrypt derives the key, ChaCha20-Poly1305 encrypts pieces.
+r"""Encryption of a file with a passphrase: scrypt derives the key, ChaCha20-Poly1305 encrypts pieces.
 
     b"macpool sealed 1\n" | salt, 16 bytes | pieces of 64 KiB, each with a tag of 16 bytes
 
@@ -23,7 +23,7 @@ _COST, _BLOCK, _LANES = 2**17, 8, 1
 
 
 class EncryptionError(Exception):
-    """The file cannot be decrypted with this passphrase, or is incomplete."""
+    """The file cannot be decrypted with this passphrase, or is damaged or truncated. The text has the reason."""
 
 
 def _cipher(passphrase: bytes, salt: bytes) -> ChaCha20Poly1305:
@@ -35,7 +35,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
 
 
 class EncryptingWriter:
-    """Encrypting writer to `file`. `finish` must be called at the end."""
+    """Writer that encrypts data into `file`. Write the head at once. The caller ends with `finish`."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         salt = os.urandom(SALT_BYTES)
@@ -46,7 +46,7 @@ class EncryptingWriter:
         file.write(self._head)
 
     def write(self, data: bytes) -> int:
-        """Encrypt bytes and return their number."""
+        """Encrypt and write all complete pieces; keep the rest for the next call. Return the length of `data`."""
         self._waiting += data
         while len(self._waiting) > CHUNK_BYTES:
             self._seal(bytes(self._waiting[:CHUNK_BYTES]), last=False)
@@ -54,7 +54,7 @@ class EncryptingWriter:
         return len(data)
 
     def finish(self) -> None:
-        """Encrypt and write the last piece."""
+        """Encrypt and write the last piece, without which the file cannot be decrypted."""
         self._seal(bytes(self._waiting), last=True)
 
     def _seal(self, piece: bytes, *, last: bool) -> None:
@@ -63,9 +63,9 @@ class EncryptingWriter:
 
 
 class DecryptingReader:
-    """Decrypting reader of an `EncryptingWriter`'s output.
+    """Reader that decrypts a file of `EncryptingWriter`. `file` is positioned after `MAGIC`.
 
-    `file` is positioned behind `MAGIC`. Raise `EncryptionError` on a modified file.
+    Raise `EncryptionError` if the file ends within the salt.
     """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
@@ -80,7 +80,10 @@ class DecryptingReader:
         self._ended = False
 
     def read(self, size: int) -> bytes:
-        """Return up to `size` bytes; fewer only at the end."""
+        """Return up to `size` decrypted bytes; fewer only at the end.
+
+        Raise `EncryptionError` if the passphrase is wrong, or the file is modified or truncated.
+        """
         pieces = [self._plain]
         have = len(self._plain)
         while have < size and not self._ended:

@@ -1,4 +1,4 @@
-"""Decides which of two coordinators of one cluster is valid: the one with the higher generation.
+"""Fence between two coordinators of one cluster: only the one with the higher generation is valid.
 
 A restored backup has a higher generation than its source. Nodes receive the generation in Welcome, signed by the CA,
 and send the highest seen generation in Hello. If a coordinator receives a higher generation with a valid signature, it
@@ -22,28 +22,34 @@ class SupersededError(Exception):
 
 
 class SupersededMark(msgspec.Struct, frozen=True):
-    """Record of a superseding generation: number, signature, node that sent it, time (Unix seconds)."""
+    """Record in the state folder that a coordinator with a higher generation exists."""
 
     generation: int
+    """The higher generation."""
     seal: bytes
+    """The CA's signature of that generation."""
     node: str = ""
+    """Node that sent the generation; empty if unknown."""
     at: float = 0.0
+    """Time of the record, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationFence:
-    """Fence of one coordinator: the authority that signs, and the coordinator's generation."""
+    """Check of other generations against that of this coordinator. `authority` verifies their signatures."""
 
     authority: ClusterCa
     generation: int
 
     def is_newer(self, generation: int, seal: bytes) -> bool:
-        """Return whether this proves a coordinator with a higher generation."""
+        """Return whether a generation is higher than this coordinator's, and `seal` is the CA's signature of it."""
         return generation > self.generation and self.authority.sealed(generation, seal)
 
     def check(self, state: Path) -> None:
-        """Raise `SupersededError` if a record exists and is still valid. A restore raises the generation above the
-        record."""
+        """Raise `SupersededError` if the state folder has a `SupersededMark` with a higher generation.
+
+        A later restore into the folder raises this coordinator's generation, after which the mark has no effect.
+        """
         try:
             mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -53,12 +59,12 @@ class GenerationFence:
 
 
 def record_superseded(state: Path, mark: SupersededMark) -> None:
-    """Record that this coordinator is superseded. Raise `OSError` if the write fails."""
+    """Write into the state folder that its coordinator is superseded. Raise `OSError` if the write fails."""
     write_private(state / MARK_FILE, msgspec.json.encode(mark))
 
 
 def moved_message(mark: SupersededMark, state: Path) -> str:
-    """Return the message that the cluster has moved, with the next steps."""
+    """Return the error message that another coordinator has superseded that of the folder `state`, with next steps."""
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (
         f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "

@@ -1,4 +1,4 @@
-"""Restores a backup into a state folder: reads it once, verifies everything, then commits.
+"""Restore of a backup into a state folder: read the backup once, verify everything, then commit.
 
     read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► increment the
     generation ─► commit (`atomic_swap`), the one step at which the new state becomes valid
@@ -50,24 +50,26 @@ CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """The restore failed without any change. The text has the reason and the next step."""
+    """The backup cannot be read or restored. The text has the reason and the next step."""
 
 
 class PassphraseNeeded(RestoreError):
-    """The backup is encrypted."""
+    """The backup is encrypted, and no passphrase was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExistingState:
-    """Cluster in a folder: its id (empty: it cannot be read) and epoch."""
+    """Cluster that a state folder holds before a restore."""
 
     cluster: str
+    """Id of the cluster; empty if the CA's file cannot be read."""
     epoch: int
+    """Epoch of its coordinator; 0 if the database cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredCounts:
-    """Content of a restored state, as counts."""
+    """Numbers of members, API keys, join tokens and video jobs in a restored state; removed and revoked not counted."""
 
     members: int
     keys: int
@@ -77,19 +79,24 @@ class RestoredCounts:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Result of a restore."""
+    """Result of a completed restore."""
 
     manifest: Manifest
     counts: RestoredCounts
     generation: int
+    """New generation of the coordinator."""
     aside: Path | None
-    """Folder of the former state."""
+    """Folder of the former state; None if no file was replaced."""
     config: str
-    """Path of the backup's settings; empty if there are none."""
+    """Name of the settings file in the state folder: `CONFIG`, or `CONFIG_ASIDE` if the folder has other settings.
+    Empty if the backup has no settings."""
 
 
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
-    """Read a whole backup without any change. Raise `RestoreError` if it cannot be restored."""
+    """Read and verify a whole backup without any change, and return its manifest.
+
+    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it cannot be restored.
+    """
     try:
         with file.open("rb") as opened:
             source = _opened(file, opened, passphrase)
@@ -108,8 +115,9 @@ def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
 def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
     """Restore a backup into a state folder. `now` is Unix seconds; `replace` permits a folder with a cluster.
 
-    Raise `RestoreError` if the backup is incomplete or too new, or the folder holds a cluster. Raise `StateLockedError`
-    if a coordinator runs there.
+    Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
+    damaged or too new, if a file cannot be written, or if the folder holds a cluster without `replace`. Raise
+    `StateLockedError` if a coordinator runs there.
     """
     try:
         lock = StateLock(private_folder(state))
@@ -168,7 +176,7 @@ def _fitting(manifest: Manifest) -> Manifest:
 
 
 def existing_cluster(state: Path) -> ExistingState | None:
-    """Return the cluster that a folder holds; None if there is none."""
+    """Return the cluster that a state folder holds; None if the folder has neither database nor CA."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
         return None

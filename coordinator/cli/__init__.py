@@ -1,4 +1,4 @@
-"""`cluster`: the command. Only click is imported here, so that `--help` and completion are instant."""
+"""The command `cluster`. Only click is imported here, because `--help` and completion must be fast."""
 
 import importlib
 import os
@@ -84,7 +84,7 @@ INTERRUPTED = 130
 
 
 class LazyGroup(CommandGroup):
-    """Imports a command only when it runs."""
+    """Top-level group of all verbs. It imports a verb's module only when the verb runs."""
 
     def main(
         self,
@@ -94,7 +94,7 @@ class LazyGroup(CommandGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a verb and exit with the codes that the help lists; every error is printed in one form."""
+        """Run a verb, print an error uniformly, and exit the process with a code of the help unless the code is 0."""
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except click.ClickException as error:
@@ -113,7 +113,7 @@ class LazyGroup(CommandGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Apply NO_COLOR to click's output. rich reads the variable itself."""
+        """Create click's context, without colours if NO_COLOR is set. rich reads this variable itself."""
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
         return super().make_context(info_name, args, parent, **extra)
@@ -128,14 +128,14 @@ class LazyGroup(CommandGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one verb."""
+        """Import the module of a verb and return its command; None if there is no such verb."""
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Print the verbs by section, without importing anything."""
+        """Write the list of verbs by section for the help, without an import of their modules."""
         for title, verbs in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(14), line) for name, (_, line) in verbs.items()])
@@ -172,7 +172,7 @@ def cluster() -> None:
 
 
 def main() -> None:
-    """Run the command under the name by which it was called."""
+    """Run the command under the name by which the program was called, `cluster` or `macpool`."""
     called = Path(sys.argv[0]).name
     cluster.main(prog_name=called if called in NAMES else NAMES[0])
 

@@ -46,7 +46,10 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return a verb. Raise a usage error with the nearest verb, or with the new command for an old spelling."""
+        """Return name, command and remaining arguments of a verb.
+
+        Raise `click.UsageError` for an unknown verb, with the nearest one, and for an old spelling, with the new one.
+        """
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             if ctx.parent is None:
@@ -59,7 +62,7 @@ class CommandGroup(click.Group):
 
 
 def nearest(word: str, verbs: Sequence[str]) -> str | None:
-    """Return the verb that was probably meant; None if none is similar."""
+    """Return the verb of `verbs` that is a synonym of `word` or similar to it; None if there is none."""
     meant = SYNONYMS.get(word)
     if meant == "remove" and "revoke" in verbs:
         meant = "revoke"
@@ -81,7 +84,7 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
 
 
 def print_error(error: click.ClickException) -> None:
-    """Print an error and the next step. For a usage error, add the usage line and the help command."""
+    """Print an error to standard error. For a usage error, add the usage line and the help command."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return
@@ -93,7 +96,10 @@ def print_error(error: click.ClickException) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before an irreversible action. Raise a usage error if there is no terminal to ask on."""
+    """Ask for confirmation of an action, unless `yes`.
+
+    Raise `click.ClickException` after a no, and `click.UsageError` if there is no terminal to ask on.
+    """
     if yes:
         return
     if not sys.stdin.isatty():
@@ -103,5 +109,5 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def yes_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Add --yes to a command with a confirmation."""
+    """Decorate a command that asks for confirmation with --yes."""
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")(command)

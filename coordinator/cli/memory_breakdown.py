@@ -1,4 +1,4 @@
-"""Text breakdown of a node's memory: the terms of its gate's sum, from the API's values."""
+"""Memory of a node as text for the terminal, from its object in the API (`/api/v1/nodes`)."""
 
 import time
 from typing import Any
@@ -11,7 +11,7 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 
 
 def ago(seconds: float | None) -> str:
-    """Format an age."""
+    """Format an age in the largest unit, as `5m`; `-` if it is unknown."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -21,7 +21,7 @@ def ago(seconds: float | None) -> str:
 
 
 def guard_of(node: dict[str, Any]) -> str:
-    """Return the guard state of a node as one word."""
+    """Return the guard state of a node: armed, not armed, no margin or OFF; `-` if the cap is unknown."""
     if not node["cap"]:
         return "-"
     if not node["guard"]:
@@ -32,8 +32,10 @@ def guard_of(node: dict[str, Any]) -> str:
 
 
 def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
-    """Describe an open circuit breaker: reason and end. Return an empty text if the node gets requests. `now` is Unix
-    seconds."""
+    """Describe a circuit breaker that is not closed, with its reason and end; empty if the node gets requests.
+
+    `now` is in Unix seconds; None for the current time.
+    """
     found: dict[str, Any] = node.get("breaker", {"state": "closed"})
     if found["state"] == "closed":
         return ""
@@ -44,7 +46,7 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
 
 
 def arithmetic(node: dict[str, Any]) -> list[str]:
-    """Return the lines: limits of cap and ceiling, terms of headroom, readings, counts."""
+    """Return the lines of `cluster node show` about memory: cap, ceiling, headroom and its terms, readings, counts."""
     counts, enforcement, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {
         name: show_size(node[name])

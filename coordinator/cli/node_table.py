@@ -8,6 +8,7 @@ from wire.node_state import SILENT, NodeState
 from wire.units import GIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
+"""Columns for 80 characters."""
 WIDE = (
     "NAME",
     "STATE",
@@ -24,13 +25,13 @@ WIDE = (
     "HEARD",
     "VERSION",
 )
-"""States of a node that does not report: its last numbers are outdated."""
+"""Columns of `-o wide`."""
 
 
 def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
     """Return a node's cells for `NARROW`. MEMORY is current of ceiling, MODELS is loaded of known.
 
-    VIDEO comes last, and is omitted if no node has a video package.
+    VIDEO comes last, because the caller omits that column if no node has a video package.
     """
     video = video_of(node.get("video")).partition(",")[0]
     return (
@@ -67,7 +68,7 @@ def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def state_of(node: dict[str, Any]) -> str:
-    """Return a node's state with all facts that need a person."""
+    """Return a node's state, with facts that need attention: silence, cordon, failing engine, guard not armed."""
     words = [node["state"]]
     if node["state"] in (NodeState.LOST, NodeState.SUSPECT) and node["heard_seconds"] is not None:
         words[0] += f" {ago(node['heard_seconds'])}"
@@ -83,20 +84,20 @@ def state_of(node: dict[str, Any]) -> str:
 
 
 def memory_of(node: dict[str, Any]) -> str:
-    """Return current of ceiling in GiB; `-` if they are unknown or outdated."""
+    """Return current memory of ceiling, as `12.3/24.0 GiB`; `-` if they are unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
     return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
 
 
 def models_of(node: dict[str, Any]) -> str:
-    """Return how many models are loaded, of how many."""
+    """Return the number of loaded models of all models of a node, as `1 of 3`; `-` without models."""
     known = node["models"]
     return f"{sum(one['model'] == 'loaded' for one in known)} of {len(known)}" if known else "-"
 
 
 def video_of(video: dict[str, Any] | None) -> str:
-    """Describe a node's video capability: none, possible, or the leased memory."""
+    """Describe a node's video capability: `-` without package, leases with progress, or whether the node is ready."""
     if not video or not video["packages"]:
         return "-"
     lent = [lease for lease in video["leases"] if lease["size"]]
@@ -113,7 +114,10 @@ def headroom_of(node: dict[str, Any]) -> str:
 
 
 def bar(node: dict[str, Any], width: int) -> str:
-    """Render a node's ceiling as a bar of `width` characters: current, reserved, margin and free."""
+    """Render a node's ceiling as a bar of `width` characters: current, reserved, margin and free.
+
+    The bar consists of `?` if the numbers are unknown or outdated.
+    """
     ceiling = node["ceiling"] or 0
     if not ceiling or node["current"] is None or node["state"] in SILENT:
         return "?" * width

@@ -1,4 +1,4 @@
-"""Access commands without a running coordinator: the same operations, on the locked database."""
+"""Administration of tokens and keys without a running coordinator: the API's operations on the locked database."""
 
 import time
 from typing import Any
@@ -18,9 +18,9 @@ from router.admission.rate_limits import KeyLimits
 
 
 def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Perform a route's operation on the state folder.
+    """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
-    Raise `CommandError` if there is no cluster, it is in use, or the id is unknown.
+    Raise `CommandError` if there is no cluster, the database cannot be opened, the id is unknown, or the name is taken.
     """
     if not (session.state / "cluster.db").exists():
         if member_of(session.state) is not None:

@@ -24,7 +24,7 @@ LOGIN_FILE = "login.json"
 
 
 def default_state() -> Path:
-    """Return the default state folder."""
+    """Return the default state folder: `macpool` in the user's folder for data of applications."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
@@ -32,16 +32,21 @@ def default_state() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """Coordinator that a command uses. `authority` (PEM) is empty if the system's authorities apply."""
+    """Endpoint of the coordinator that a command uses, with credentials."""
 
     url: str
     """Base URL without a path."""
     key: str
+    """API key."""
     authority: str
+    """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
 
 
 def base_url(text: str) -> str:
-    """Return the base URL of a coordinator, without path. Raise a usage error if the text is not such a URL."""
+    """Return the base URL of a coordinator, without path; `https` if the text has no scheme.
+
+    Raise `click.UsageError` if the text is not such a URL.
+    """
     parts = urlsplit(text if "//" in text else f"https://{text}")
     if parts.scheme in ("macpool", "cluster"):
         raise click.UsageError(f"{text} is the address for nodes; the URL of the API is the `endpoint` of `cluster up`")
@@ -57,12 +62,16 @@ def base_url(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ApiSession:
-    """Connection of a command to one coordinator, with its output format."""
+    """Options with which a command selects a coordinator and an output format."""
 
     state: Path
+    """State folder."""
     url: str | None
+    """URL of --url; None for the coordinator of the state folder or of `cluster login`."""
     key_file: Path | None
+    """File of --key-file with an API key."""
     output: str
+    """`text`, `wide` or `json`."""
 
     @property
     def json(self) -> bool:
@@ -71,17 +80,20 @@ class ApiSession:
 
     @property
     def wide(self) -> bool:
-        """Whether to print every column."""
+        """Whether to print every column of a table."""
         return self.output == "wide"
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator is known: named, running in the state folder, or stored by `login`."""
+        """Whether a coordinator is known: by --url, as running in the state folder, or by `cluster login`."""
         return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
 
     @property
     def kept_login(self) -> dict[str, Any] | None:
-        """Data of `cluster login`: URL, key and authority (PEM) of a remote coordinator."""
+        """Data of `cluster login`: URL, key and CA (PEM) of a remote coordinator; None without login.
+
+        Raise `CommandError` if the file cannot be read.
+        """
         return self._read(LOGIN_FILE)
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -108,7 +120,7 @@ class ApiSession:
         raise CommandError(UNREACHABLE, self.no_coordinator())
 
     def no_coordinator(self) -> str:
-        """Return the message if no coordinator is known here: its location, or how to start one."""
+        """Return the error message for a state folder without known coordinator, with the next step."""
         from coordinator.client.member_client import host_of, member_of
 
         member = member_of(self.state)
@@ -125,12 +137,15 @@ class ApiSession:
         )
 
     def target(self) -> tuple[str, str]:
-        """Return base URL (no path) and key. Raise `CommandError` if neither state folder nor options have them."""
+        """Return base URL (without path) and key of `reached()`. Raise `CommandError` if no coordinator is known."""
         reached = self.reached()
         return reached.url, reached.key
 
     def authority(self) -> str:
-        """Return the known authority (PEM) of the endpoint; empty if the system trusts it, or without TLS."""
+        """Return the known CA (PEM) of the endpoint; empty if the system trusts it, or without TLS.
+
+        Raise `CommandError` if no coordinator is known.
+        """
         return self.reached().authority
 
     def _known_authority(self, url: str) -> str:
@@ -153,11 +168,18 @@ class ApiSession:
             raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
 
     def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
-        """Send a request and return the response with any status. Raise `CommandError` without a response."""
+        """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
+
+        Raise `CommandError` if no coordinator is known or there is no response.
+        """
         return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
-        """Send a request and return its JSON. Raise `CommandError` with the server's message for an error status."""
+        """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
+
+        On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise `CommandError`
+        without a response, or with the server's message for an error status.
+        """
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import member_of, query
 
@@ -171,7 +193,7 @@ class ApiSession:
         return json.loads(raw) if raw else {}
 
     def show(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
-        """Print an answer as JSON or through `text`."""
+        """Print an answer: as JSON with `-o json`, otherwise by a call of `text`."""
         if self.json:
             click.echo(json.dumps(answer))
         else:
@@ -193,7 +215,8 @@ def send(
 ) -> http.client.HTTPResponse:
     """Send a request to a coordinator and return the response with any status.
 
-    Raise `CommandError` without a response.
+    `body` is sent as JSON. `timeout` is in seconds, for the connection and each read. Raise `CommandError` without a
+    response.
     """
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
@@ -216,8 +239,10 @@ def send(
 
 
 def connection_error(base: str, error: OSError) -> tuple[int, str]:
-    """Return exit code and message for a failed connection. Errno 65 on macOS means a privacy block, not a network
-    fault."""
+    """Return exit code and message for a failed connection to the URL `base`.
+
+    Errno 65 on macOS means a block by local network privacy, not a network fault.
+    """
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (
             f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
@@ -232,7 +257,7 @@ def connection_error(base: str, error: OSError) -> tuple[int, str]:
 
 
 def raise_for(status: int, raw: bytes) -> NoReturn:
-    """Convert an error body to a `CommandError`."""
+    """Raise `CommandError` for an error status, with the message in the body `raw` and the matching exit code."""
     try:
         error = json.loads(raw)["error"]
         message = str(error["message"]) + _numbers(error.get("memory"))
@@ -261,12 +286,12 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --state, --url, --key-file and -o to a command. Its first argument becomes an `ApiSession`."""
+    """Decorate a command with --state, --url, --key-file and -o. The command receives an `ApiSession` first."""
     return _with_session(command, ("text", "json"))
 
 
 def wide_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `options`, with `wide` as a third form of -o."""
+    """Decorate a command as `options` does, with `wide` as a third value of -o."""
     return _with_session(command, ("text", "wide", "json"))
 
 
@@ -306,11 +331,11 @@ def table(
     fold: Collection[str] = (),
     full_width: bool = False,
 ) -> None:
-    """Print a table.
+    """Print a table with the header `columns`. Each row has one text per column.
 
-    On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `whole`, and
-    outside a terminal, each row is one line. Cells with a text of `alarming` are red. The columns `numbers` are
-    right-aligned.
+    On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`. No cell
+    is truncated. With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are
+    red. The columns `numbers` are right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""Settings of a state folder: those that a start would use, and those of the processes that run.
+"""Settings of a state folder: those that a start would use, and those of the running processes.
 
 The module `node.inspect.report` reads the settings of the node in a process of its own, because the coordinator does
 not import the node.
@@ -23,37 +23,37 @@ ANSWER_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SettingsReport:
-    """Every active setting as a row (key, value, origin, description), and all faults."""
+    """Settings that a start would use, and their faults."""
 
     rows: tuple[dict[str, Any], ...]
+    """Every setting as a row: key, value, origin, description. An invalid value is ignored."""
     wrong: tuple[Any, ...]
     """Faults as `coordinator.state.config_file.ConfigFault`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningProcesses:
-    """Settings in use by the processes of a state folder.
-
-    It has the running processes ("coordinator", "node") and their settings as rows. It also has the settings whose file
-    has changed since the start (`host.settings_loader.SettingDrift`, as dictionaries).
-    """
+    """Settings in use by the processes of a state folder."""
 
     roles: tuple[str, ...]
+    """Running processes: `coordinator`, `node`, both or none."""
     rows: tuple[dict[str, Any], ...]
+    """Their settings as rows: key, value, origin, description."""
     drift: tuple[dict[str, Any], ...]
+    """Settings that differ in the file since the start: `host.settings_loader.SettingDrift`, as dictionaries."""
 
     @property
     def given(self) -> list[dict[str, Any]]:
-        """Return the rows from flags and environment of the processes, without those from files and defaults."""
+        """Rows from flags and environment of the processes, without those from files and defaults."""
         from host.settings_loader import GIVEN
 
         return [row for row in self.rows if row["origin"] in GIVEN]
 
 
 def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
-    """Return the settings of the running coordinator and of the node (`node.inspect.report`) of this state folder.
+    """Return the settings of the running coordinator and node of a state folder.
 
-    A process that does not answer is treated as not running.
+    `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running.
     """
     running: dict[str, list[dict[str, Any]]] | None = node.get("running")
     halves = {} if running is None else {"node": running}
@@ -77,7 +77,7 @@ def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
+    """Return the settings that differ from the file, except addresses; an empty list if the file is invalid."""
     from coordinator.state.config_file import ADDRESSES
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import changed_settings, from_tree
@@ -98,7 +98,11 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def inspect_settings(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> SettingsReport:
-    """Read all settings of coordinator and node as a start would. `node`: the node's settings if already read."""
+    """Read all settings of coordinator and node as a start would: from `file`, `environ`, and `pairs` of --set.
+
+    `node` is the report of `node_settings`, if already read. Raise `CommandError` for an invalid --set or MACPOOL_
+    variable, or if the node's settings cannot be read.
+    """
     from coordinator.state.config_file import ConfigFault, located, rows_shown, syntax
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import (
@@ -145,7 +149,10 @@ def inspect_settings(
 
 
 def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of the node, as `node.inspect.report` prints them."""
+    """Return the settings of the node, as `node.inspect.report --settings-only` prints them.
+
+    Raise `CommandError` if that process fails, or does not end within `CHILD_TIMEOUT_SECONDS`.
+    """
     command = [
         sys.executable,
         "-P",

@@ -1,4 +1,4 @@
-"""Failures of commands, and their exit codes."""
+"""Exception for a failed command, and the exit codes of commands."""
 
 import click
 
@@ -9,7 +9,7 @@ UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 
 
 
 class CommandError(click.ClickException):
-    """Failure of a command: exit code, and a text with the next step."""
+    """Failure of a command: its exit code, and a message with the next step, without terminal control sequences."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(harmless(message))

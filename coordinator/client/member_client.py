@@ -1,4 +1,6 @@
-"""Queries from a Mac that is a node: over the cluster port with the node's own certificate, which may only read."""
+"""Queries to the coordinator from a Mac that is a node, over the cluster port with the node's certificate. Such
+queries only read.
+"""
 
 import base64
 import json
@@ -16,23 +18,34 @@ from wire.identity import PROTOCOL as SPOKEN
 from wire.identity import coordinator_uri
 
 CONNECT_TIMEOUT_SECONDS = 5.0
+"""Longest wait for the connection and for each read, in seconds."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+"""Bytes of an answer after which no more is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """Data of a state folder's node for queries."""
+    """Identity of the node in a state folder, with which it queries the coordinator."""
 
     folder: Path
+    """Folder of the identity, with the certificate."""
     cluster: str
+    """Id of the cluster."""
     node: str
+    """Id of the node."""
     machine: str
+    """Id of the machine."""
     ca: bytes
+    """Certificate of the cluster's CA (DER)."""
     addresses: tuple[str, ...]
+    """Addresses of the coordinator's cluster port (HOST:PORT), that of the last link first."""
 
 
 def member_of(state: Path) -> MemberIdentity | None:
-    """Return the node that joined from a state folder. Return None without one, or if the folder has a cluster."""
+    """Return the node that joined from a state folder.
+
+    Return None if there is no readable identity, or if the folder holds the state of a coordinator.
+    """
     folder = state / "node" / "identity"
     if (state / "cluster.db").exists():
         return None
@@ -52,12 +65,15 @@ def member_of(state: Path) -> MemberIdentity | None:
 
 
 def host_of(member: MemberIdentity) -> str:
-    """Return the host on which the coordinator was found last."""
+    """Return the host of the coordinator's first known address, or a description if none is known."""
     return member.addresses[0].rpartition(":")[0] if member.addresses else "the coordinator's Mac"
 
 
 def query(member: MemberIdentity, path: str) -> dict[str, Any]:
-    """Return the content of an API path. Raise `CommandError` if no address answers, or the coordinator refuses."""
+    """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
+
+    Raise `CommandError` if no address answers, if the coordinator refuses, or if the peer is not the coordinator.
+    """
     failures: list[str] = []
     for address in member.addresses:
         try:

@@ -20,28 +20,31 @@ _OUTPUT = re.compile(rf"(\x1b\[(?:{COLOURS})?m)|[{_HARMFUL}]")
 
 
 def harmless(text: str) -> str:
-    """Return text from another machine without terminal control sequences."""
+    """Return text from another machine with each control character replaced by `?`."""
     return _TEXT.sub("?", text)
 
 
 class SanitizedStream:
-    """Text stream whose `write` filters control sequences. All other attributes are the stream's own."""
+    """Text stream whose `write` filters control characters, except colours. Other attributes are those of `stream`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     encoding = "utf-8"
-    """click would write past this class into the buffer of a stream that it takes for misconfigured."""
+    """Encoding that click sees. With ASCII, click would bypass this class and write into the stream's buffer."""
 
     def write(self, text: str) -> int:
-        """Write a text without terminal control sequences, and without characters that the stream cannot encode."""
+        """Write a text with `?` for control characters, and for characters that the stream cannot encode.
+
+        Return the length of `text`.
+        """
         shown = _OUTPUT.sub(lambda found: found[1] or "?", text)
         known = self.stream.encoding or "utf-8"
         self.stream.write(shown.encode(known, "replace").decode(known))
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Write lines."""
+        """Write each line like `write`."""
         for line in lines:
             self.write(line)
 
@@ -51,7 +54,7 @@ class SanitizedStream:
 
 @contextmanager
 def harmless_output() -> Generator[None]:
-    """Write everything that is printed in this block through `SanitizedStream`."""
+    """Replace standard output and standard error by a `SanitizedStream` while the context is open."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in streams)
     try:
@@ -61,5 +64,5 @@ def harmless_output() -> Generator[None]:
 
 
 def raw_output(stream: TextIO) -> TextIO:
-    """Return the unfiltered stream, for a screen or bar whose text is already filtered."""
+    """Return the stream without filter, for a screen or progress bar whose text is already filtered."""
     return stream.stream if isinstance(stream, SanitizedStream) else stream

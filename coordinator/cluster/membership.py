@@ -218,7 +218,7 @@ _J, _R, _S, _A, _L, _D, _P, _X = (
     NodeState.LEFT,
 )
 _NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
-_TOLD = frozenset({_R, _D, _P})
+_REPORTED = frozenset({_R, _D, _P})
 """States that a report can set."""
 
 TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
@@ -233,7 +233,7 @@ TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
         _X: frozenset({_J}),
     },
     MemberConnected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
-    MemberReported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
+    MemberReported: {_J: _REPORTED, _R: _REPORTED, _D: _REPORTED, _P: _REPORTED, _S: _REPORTED | {_S}},
     MemberDisconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
     MemberGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
     MemberCordoned: {state: frozenset({state}) for state in _NOT_LEFT},

@@ -67,7 +67,7 @@ Review it before you send it: it contains names of machines and models.
 
 @cache
 def own_events() -> frozenset[str]:
-    """Return the names of all events that this project logs. They are read from its source code, to stay current."""
+    """Return the names of all log events of this project. The names are read from its source code, to stay current."""
     found: set[str] = set()
     for name in OURS:
         package = find_spec(name)
@@ -78,7 +78,7 @@ def own_events() -> frozenset[str]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Return the allowed content of one JSON log line; None for a foreign line."""
+    """Return the allowed fields of one log line in JSON; None if the line is not a JSON object."""
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -115,7 +115,10 @@ def _where(exception: str) -> str:
 
 
 def log_lines(lines: Iterable[str]) -> str:
-    """Return the allowed events of a log, one JSON object a line, and the number of omitted lines."""
+    """Return the newest `MAX_LINES` events of a log, as one JSON object per line with allowed fields.
+
+    The last line has the number of omitted lines.
+    """
     kept: list[str] = []
     left_out = 0
     for line in lines:
@@ -140,7 +143,7 @@ def _console(line: str) -> dict[str, Any] | None:
 
 
 def newest(file: Path) -> list[str]:
-    """Read the end of a log; an empty list if there is none."""
+    """Return the complete lines in the last `MAX_LOG_BYTES` of a log; an empty list if the file cannot be read."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
@@ -152,7 +155,7 @@ def newest(file: Path) -> list[str]:
 
 
 def clean(value: object, home: str) -> Any:
-    """Redact possible secrets anywhere in a value, and the home folder's name in paths."""
+    """Return a value (JSON) with possible secrets redacted at any depth, and the home folder in paths as `~`."""
     if isinstance(value, str):
         return hide(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
@@ -164,7 +167,7 @@ def clean(value: object, home: str) -> Any:
 
 
 def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return settings with their origins. A text that is not a plain word is replaced by the fact that it is set."""
+    """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`."""
     return {row["key"]: {"value": _setting(row["value"]), "origin": row["origin"]} for row in rows}
 
 
@@ -175,7 +178,11 @@ def _setting(value: object) -> object:
 
 
 def write(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
-    """Write the archive with mode 0600 and return the names of its files. Raise `OSError` if it cannot be written."""
+    """Write the archive (tar.gz, mode 0600) and return the names of its files.
+
+    `contents` has JSON values by file name. `logs` are the files from which events are taken. `home` is the home
+    folder, which is redacted. Raise `OSError` if the archive cannot be written.
+    """
     parts = {"README.txt": README}
     parts |= {
         name: json.dumps(clean(value, str(home)), indent=1, default=str) + "\n" for name, value in contents.items()

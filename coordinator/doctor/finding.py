@@ -1,4 +1,4 @@
-"""Result of a check, and the exit code of all results. Pure.
+"""Result of a check of the doctor, and the exit code of all results. Does no I/O.
 
 A check returns ok, warn, fail, or "not here" with the reason; never nothing. Ids are stable, because scripts and the
 manual use them. A fault comes with the next step.
@@ -12,19 +12,22 @@ Result = Literal["ok", "warn", "fail", "not here"]
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
 """Exit codes of the doctor."""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
-"""Checks whose failure has its own exit code."""
+"""Ids of checks. A failure of `LOCAL_NETWORK` has its own exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check: finding with numbers (bytes, seconds, shares), and the next step unless ok."""
+    """Result of one check of the doctor."""
 
     result: Result
     text: str
+    """Description of the result."""
     fix: str = ""
+    """Next step; empty if there is nothing to do."""
     numbers: Mapping[str, float | str | None] = field(default_factory=dict[str, "float | str | None"])
+    """Values by name, for programs: bytes, seconds, counts or texts."""
     intercepted: bool = False
-    """Whether the peer is not the expected one."""
+    """Whether another peer than the coordinator of this node answers."""
 
 
 def ok(text: str, **numbers: float | str | None) -> Finding:
@@ -48,7 +51,11 @@ def not_here(why: str) -> Finding:
 
 
 def exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
-    """Return the exit code for findings by id. The privacy block and the wrong peer come first, with their codes."""
+    """Return the doctor's exit code for findings with their check ids.
+
+    That is `BLOCKED` if `LOCAL_NETWORK` failed, `PIN` for an unexpected peer, or `FAILED` after another failure. With
+    `strict`, warnings alone are `WARNED`. Otherwise return `CLEAN`.
+    """
     found = list(findings)
     failed = {name for name, one in found if one.result == "fail"}
     if LOCAL_NETWORK in failed:

@@ -22,6 +22,7 @@ from host.power import PowerState, read_power
 from host.settings_loader import OUTSIDE
 
 TOOL_TIMEOUT_SECONDS = 2.5
+"""Longest run of a tool, in seconds."""
 CHILD_MARGIN_SECONDS = 0.7
 """Seconds by which a child process must end before the whole examination."""
 DIAL_TIMEOUT_SECONDS = 1.5
@@ -32,21 +33,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """Result of a tool: standard output, exit code and standard error."""
+    """Result of a system tool that ended."""
 
     code: int
+    """Exit code."""
     text: str
+    """Standard output."""
     error: str = ""
+    """Standard error."""
 
 
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
 """Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
-"""Connects to a host and port, then disconnects. Returns 0 or the errno."""
+"""Connects to a host and port by TCP, then disconnects. Returns 0, the errno, or -1 after a timeout."""
 
 
 def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
-    """Run a tool of the system."""
+    """Run a system tool for at most `seconds`. Return None if it is missing or does not end in time."""
     try:
         done = subprocess.run(
             command,
@@ -63,7 +67,10 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
 
 
 def run_dial(host: str, port: int) -> int:
-    """Connect by TCP."""
+    """Connect to a host and port by TCP, for at most `DIAL_TIMEOUT_SECONDS`, and disconnect.
+
+    Return 0, the errno of the failure, or -1 after a timeout.
+    """
     try:
         socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
     except TimeoutError:
@@ -74,7 +81,7 @@ def run_dial(host: str, port: int) -> int:
 
 
 class Lazy(Generic[T]):
-    """Lazy value that several threads use and one computes."""
+    """Value that is computed by `make` at its first use. Several threads may use it; only one computes it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -82,7 +89,7 @@ class Lazy(Generic[T]):
         self._made: list[T] = []
 
     def __call__(self) -> T:
-        """Return the value."""
+        """Return the value. Compute it in the first call; concurrent calls wait."""
         with self._lock:
             if not self._made:
                 self._made.append(self._make())
@@ -91,24 +98,31 @@ class Lazy(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """This machine, or a simulated one."""
+    """Access of all checks to this machine, or in tests to a simulated one."""
 
     session: ApiSession
+    """Access to the coordinator's API, with the state folder."""
     platform: str = sys.platform
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: RunTool = run_tool
     dial: Dial = run_dial
     root: Path = Path("/")
+    """Folder that takes the place of `/`."""
     power: Callable[[], PowerState] = read_power
+    """Reads power source and battery."""
     seconds: float = 4.5
     """Time limit for all checks, in seconds."""
     examined: Lazy[dict[str, Any] | None] = field(init=False)
+    """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     device: Lazy[dict[str, Any] | None] = field(init=False)
+    """MLX and its device, from `node.engine.process.device_info`; None as for `examined`."""
     version: Lazy["CoordinatorAnswer"] = field(init=False)
+    """Answer of the coordinator's `/api/v1/version`."""
     nodes: Lazy["CoordinatorAnswer"] = field(init=False)
+    """Answer of the coordinator's `/api/v1/nodes`."""
 
     def __post_init__(self) -> None:
-        """Set up values that are computed once."""
+        """Create the values that are computed at their first use."""
         children = {
             "examined": ("node.inspect.report", "--state", str(self.state)),
             "device": ("node.engine.process.device_info",),
@@ -120,7 +134,7 @@ class HostProbe:
 
     @property
     def state(self) -> Path:
-        """The state folder."""
+        """State folder of the session."""
         return self.session.state
 
     @property
@@ -130,7 +144,7 @@ class HostProbe:
 
     @property
     def has_cluster(self) -> bool:
-        """Whether the state folder holds a cluster."""
+        """Whether the state folder holds the state of a coordinator."""
         return (self.state / "cluster.db").exists()
 
     @property
@@ -139,12 +153,12 @@ class HostProbe:
         return (self.state / "node" / "identity" / "identity.json").exists()
 
     def run_tool(self, *command: str) -> str:
-        """Return the output of a tool; empty if it is missing or failed."""
+        """Return the standard output of a system tool; empty if it is missing, fails, or does not end in time."""
         found = self.run(command, TOOL_TIMEOUT_SECONDS)
         return found.text if found is not None and found.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
-        """Send a GET request to the coordinator. A refusal is also an answer."""
+        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message."""
         try:
             return CoordinatorAnswer(self.session.call("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
         except (CommandError, OSError, ValueError) as error:
@@ -165,18 +179,21 @@ class HostProbe:
         return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None
 
     def variables(self, *names: str) -> list[str]:
-        """Return the environment variables among `names` that are set."""
+        """Return those of `names` that are set as environment variables, in upper or lower case."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
     def stray_variables(self) -> list[str]:
-        """Return the MACPOOL_ variables in the environment that are settings."""
+        """Return the names of environment variables that begin with MACPOOL_ and are settings, sorted."""
         return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAnswer:
-    """Answer of the coordinator, or the exit code and message of the failure."""
+    """Answer of the coordinator's API, or the failure of the request."""
 
     value: dict[str, Any] | None
+    """JSON of the answer; None after a failure."""
     code: int = 0
+    """Exit code for the failure; 0 without one."""
     problem: str = ""
+    """Message of the failure."""

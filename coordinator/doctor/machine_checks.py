@@ -27,7 +27,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def system(here: HostProbe) -> Finding:
-    """Version and build of the system."""
+    """Check the version of the operating system; nodes need `MIN_MACOS_VERSION`."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
     version, build = macos.version_in(here.run_tool("/usr/bin/sw_vers"))
@@ -61,7 +61,7 @@ def python(here: HostProbe) -> Finding:
 
 
 def mlx(here: HostProbe) -> Finding:
-    """Check MLX and its compute device."""
+    """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac."""
     device = here.device()
     if device is None:
         return warn(
@@ -80,7 +80,7 @@ def mlx(here: HostProbe) -> Finding:
 
 
 def wired_limit(here: HostProbe) -> Finding:
-    """Compare Metal's limit with the cap, and name the highest safe limit of this machine."""
+    """Check Metal's wired limit. Fail above the highest safe value of this machine; warn if it limits the cap."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     inspection = here.examined()
@@ -119,7 +119,7 @@ def wired_limit(here: HostProbe) -> Finding:
 
 
 def memory(here: HostProbe) -> Finding:
-    """Check RAM, cap, and the term that limits the cap."""
+    """Check that cap and margin of this machine's memory are valid, and that the guard is on."""
     inspection = here.examined()
     if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
@@ -140,7 +140,7 @@ def memory(here: HostProbe) -> Finding:
 
 
 def disk(here: HostProbe) -> Finding:
-    """Check the free space of the disks of models and state."""
+    """Check the free space on the disks of the model folders and the state folder."""
     inspection = here.examined()
     folders = [Path(one) for one in (inspection["folders"] if inspection else ())]
     rows = [(folder, _free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
@@ -179,7 +179,7 @@ MAX_FILES_SEARCHED = 5000
 
 
 def files(here: HostProbe) -> Finding:
-    """Check the permissions of the secrets in the state folder."""
+    """Check that files with secrets in the state folder belong to this user, and that only this user can read them."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_short(here.state)}")
     secrets = list(_secrets(here.state))
@@ -220,7 +220,7 @@ def _open(path: Path) -> bool:
 
 
 def firewall(here: HostProbe) -> Finding:
-    """Check macOS's application firewall, which does not prompt for a service that listens."""
+    """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.firewall_in(here.run_tool(FIREWALL, "--getglobalstate"))
@@ -250,7 +250,7 @@ def firewall(here: HostProbe) -> Finding:
 
 
 def sleep(here: HostProbe) -> Finding:
-    """Check whether this Mac sleeps while it serves the pool."""
+    """Check the sleep settings, because a sleeping Mac serves no requests. A laptop may sleep."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     found = macos.power_settings_in(here.run_tool("/usr/bin/pmset", "-g"))
@@ -270,7 +270,7 @@ def sleep(here: HostProbe) -> Finding:
 
 
 def power(here: HostProbe) -> Finding:
-    """Check mains power, battery and lid."""
+    """Check that this machine is on mains power, and that the lid of a laptop is open."""
     now = here.power()
     if now.plugged is None:
         return warn("the power supply cannot be read", "check `pmset -g batt`") if here.mac else not_here(NO_SUPPLY)
@@ -304,7 +304,10 @@ def filevault(here: HostProbe) -> Finding:
 
 
 def panics(here: HostProbe) -> Finding:
-    """Check for reports of kernel panics. Name the newest, and whether the GPU's memory caused it."""
+    """Check for reports of kernel panics in the last `MAX_PANIC_AGE_DAYS` days.
+
+    Fail if one names the GPU's memory; warn about any other.
+    """
     if not here.mac:
         return not_here(ONLY_MACOS)
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"
@@ -337,7 +340,10 @@ def panics(here: HostProbe) -> Finding:
 
 
 def started_from(here: HostProbe) -> Finding:
-    """Check which program macOS holds responsible for this process, because that program's permission applies."""
+    """Check that the program that started this process needs no permission for the local network.
+
+    macOS applies the permission of that program to this process.
+    """
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)
@@ -351,7 +357,7 @@ def started_from(here: HostProbe) -> Finding:
 
 
 def open_files(here: HostProbe) -> Finding:
-    """Check how many files and connections a process may open."""
+    """Check that a process may open at least `MIN_OPEN_FILES` files and connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
     if most < MIN_OPEN_FILES:
@@ -362,7 +368,7 @@ def open_files(here: HostProbe) -> Finding:
 
 
 def proxy(here: HostProbe) -> Finding:
-    """Check for proxies in the environment, because requests to the local network must not use one."""
+    """Check that the environment has no proxy, or has NO_PROXY: requests to the local network must not use a proxy."""
     found = here.variables(*PROXIES)
     if found and not here.variables("NO_PROXY"):
         return warn(

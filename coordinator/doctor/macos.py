@@ -1,7 +1,7 @@
-"""Parsers of macOS's tools. Pure; unverified on macOS until the entries of the checklist are done.
+"""Parsers for the output of macOS's tools. They do no I/O, and are not verified on macOS until the checklist is done.
 
-The texts in the tests come from the tools' manuals and public reports. Every parser returns None for missing data,
-because macOS changes such texts between versions and a guess is worse than no answer.
+The texts in the tests come from the tools' manuals and public reports. For missing data, every parser returns None or
+an empty value. macOS changes such texts between versions, and a guess is worse than no answer.
 """
 
 import re
@@ -21,24 +21,27 @@ GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\
 
 
 def version_in(listing: str) -> tuple[str, str]:
-    """Parse `sw_vers`: version and build; empty if missing."""
+    """Return version and build from the output of `sw_vers`; empty texts if they are missing."""
     found = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
     return found.get("ProductVersion", ""), found.get("BuildVersion", "")
 
 
 def power_settings_in(listing: str) -> dict[str, int]:
-    """Parse `pmset -g`: the active settings, minutes and switches by name."""
+    """Return the numeric settings in the output of `pmset -g`, by name. `sleep` is in minutes; switches are 0 or 1."""
     return {name: int(value) for name, value in re.findall(r"^ ?(\w+)\s+(\d+)\b", listing, re.MULTILINE)}
 
 
 def firewall_in(listing: str) -> bool | None:
-    """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on."""
+    """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on; None if there is no state."""
     found = re.search(r"State = (\d)", listing)
     return None if found is None else found[1] != "0"
 
 
 def blocks_all_in(listing: str) -> bool | None:
-    """Parse `socketfilterfw --getblockall`: whether it blocks all incoming connections."""
+    """Parse `socketfilterfw --getblockall`: whether the firewall blocks all incoming connections.
+
+    Return None if the output does not mention this setting.
+    """
     text = listing.casefold()
     if "block all" not in text:
         return None
@@ -46,7 +49,7 @@ def blocks_all_in(listing: str) -> bool | None:
 
 
 def blocked_in(listing: str, program: str) -> bool | None:
-    """Parse `socketfilterfw --listapps`: whether a program is blocked; None if it is not in the list."""
+    """Parse `socketfilterfw --listapps`: whether the firewall blocks a program (path); None if it is not listed."""
     lines = listing.splitlines()
     for line, after in pairwise(lines):
         if program in line:
@@ -55,7 +58,7 @@ def blocked_in(listing: str, program: str) -> bool | None:
 
 
 def filevault_in(listing: str) -> bool | None:
-    """Parse `fdesetup status`."""
+    """Parse `fdesetup status`: whether FileVault is on; None if the output has no state."""
     found = re.search(r"FileVault is (On|Off)", listing)
     return None if found is None else found[1] == "On"
 
@@ -67,41 +70,44 @@ def lid_in(listing: str) -> bool | None:
 
 
 def gateway_in(listing: str) -> str | None:
-    """Parse `route -n get default`."""
+    """Return the address of the gateway from the output of `route -n get default`; None without one."""
     found = re.search(r"gateway:\s+(\S+)", listing)
     return None if found is None else found[1]
 
 
 def neighbours_in(listing: str, gateway: str | None) -> list[str]:
-    """Parse `arp -an`: machines of the local network other than the gateway."""
+    """Return the IPv4 addresses in the output of `arp -an`, without the gateway, broadcast and multicast."""
     found = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
     return [one for one in found if one != gateway and not one.endswith(".255") and int(one.split(".")[0]) < 224]
 
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Results of connections to the gateway and to machines of the local network: 0 or an errno; None: not tried."""
+    """Results of TCP connections in the local network: 0, an errno, or -1 after a timeout."""
 
     gateway: int | None
+    """Result for the gateway; None if not tried."""
     others: tuple[tuple[str, int], ...]
+    """Address and result for each other machine that was tried."""
 
 
 def answers(code: int | None) -> bool:
-    """Return whether a machine answered. A refused connection is an answer."""
+    """Return whether a machine answered, by the result of a connection. A refused connection is an answer."""
     return code == 0 or code in REFUSED
 
 
 def is_blocked(reach: Reachability) -> bool:
-    """Return whether local network privacy blocks: no route to a machine of this network, while the gateway answers.
+    """Return whether macOS's local network privacy blocks this process.
 
-    If the gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.
+    That is the case if only the gateway answers, and a connection to another machine failed with `NO_ROUTE`. If the
+    gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.
     """
     refused = any(code == NO_ROUTE for _, code in reach.others)
     return refused and answers(reach.gateway) and not any(answers(code) for _, code in reach.others)
 
 
 def responsible(environ: "dict[str, str]") -> str:
-    """Return the program whose permission applies: macOS uses the one that started this process."""
+    """Return the name of the program that started this process, whose permissions macOS applies."""
     if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
         return f"the launchd job {environ['XPC_SERVICE_NAME']}"
     if environ.get("SSH_CONNECTION"):
@@ -118,14 +124,17 @@ def responsible(environ: "dict[str, str]") -> str:
 
 
 def exempt(environ: "dict[str, str]") -> bool:
-    """Return whether macOS permits local network access without a prompt for processes started here (TN3179)."""
+    """Return whether a process with this environment needs no permission for the local network (TN3179).
+
+    True for processes started from Terminal or an SSH session.
+    """
     return responsible(environ) in ("Terminal", "the SSH session")
 
 
 def panic_in(report: str) -> tuple[str, bool]:
-    """Return the message of a panic report, and whether it names the GPU's memory; empty where there is no message.
+    """Return the message of a panic report (empty if there is none), and whether the message names the GPU's memory.
 
-    Only the message counts: every report lists the GPU's driver among the loaded kernel extensions.
+    The rest of the report is ignored, because every report lists the GPU's driver among the loaded kernel extensions.
     """
     found = re.search(r"panic\(cpu[^)]*\):? *(.*?)(?:\\n|\n|$)", report)
     message = found[1].replace('\\"', '"').strip() if found else ""

@@ -21,7 +21,9 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 GROUP = ("224.0.0.251", 5353)
 """Multicast group and port of Bonjour."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
+"""Longest wait for the own query to return, in seconds."""
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
+"""Differences of the clocks, in seconds, above which the check warns or fails."""
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 MAX_TAIL_BYTES = 256 * 1024
@@ -29,7 +31,10 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster 
 
 
 def settings(here: HostProbe) -> Finding:
-    """Check config.toml and the environment as a start would read them, and compare with the running processes."""
+    """Check config.toml and the environment as a start would read them.
+
+    Fail if a setting is invalid; warn if a running process uses another value than the file has.
+    """
     from coordinator.client.config_inspect import inspect_settings, settings_in_force
 
     inspection = here.examined()
@@ -96,7 +101,10 @@ def _endpoint(here: HostProbe) -> Finding:
 
 
 def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
-    """Evaluate the answers at the addresses that a node stored."""
+    """Return the finding for connections to the coordinator's addresses that a node stored.
+
+    `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator.
+    """
     text = "; ".join(f"{one['address']}: {_probe_text(one)}" for one in dialled) or "no address is stored"
     numbers = {one["address"]: one["seconds"] for one in dialled}
     if any(one["proven"] for one in dialled):
@@ -126,7 +134,7 @@ def _probe_text(one: dict[str, Any]) -> str:
 
 
 def local_network(here: HostProbe) -> Finding:
-    """Check macOS's local network privacy, whose block resembles a network fault."""
+    """Check that macOS's local network privacy does not block this process, which would resemble a network fault."""
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
     gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
@@ -164,7 +172,7 @@ def _reached(code: int | None) -> str:
 
 
 def bonjour(here: HostProbe) -> Finding:
-    """Check that a query to Bonjour's multicast group returns to this machine, on its own port."""
+    """Check that multicast works: that a query to Bonjour's group and port returns to this machine."""
     question = (
         b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
         + os.urandom(4).hex().encode()
@@ -254,7 +262,7 @@ def _lives(here: HostProbe) -> dict[str, float]:
 
 
 def clock(here: HostProbe) -> Finding:
-    """Compare this machine's clock with the coordinator's: from its API, or from the node's last record."""
+    """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log."""
     if here.session.running:
         skew = _api_clock_difference(here)
         where = "the coordinator's endpoint"
@@ -292,7 +300,7 @@ def _last_skew(log: Path) -> float | None:
 
 
 def protocol(here: HostProbe) -> Finding:
-    """Check the versions of the coordinator and of this machine."""
+    """Check that this machine, the coordinator and all nodes have the same version of macpool."""
     from importlib.metadata import version
 
     ours = version("macpool")
@@ -315,7 +323,7 @@ def protocol(here: HostProbe) -> Finding:
 
 
 def identity(here: HostProbe) -> Finding:
-    """Check that this node is one machine and not a copy."""
+    """Check that the node's identity was created on this machine, and not copied from another."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
     inspection = here.examined()
@@ -364,7 +372,7 @@ def _taken(port: int) -> bool:
 
 
 def log_errors(here: HostProbe) -> Finding:
-    """Check the logs of the last hour for errors."""
+    """Check that the logs of coordinator and node have no errors in the last hour."""
     folder = here.state / "logs"
     if not folder.is_dir():
         return not_here("there are no logs yet")

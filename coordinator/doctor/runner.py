@@ -1,4 +1,4 @@
-"""Runs all checks concurrently, each with a time limit, and yields the findings in the order of the table.
+"""Concurrent run of all checks with a time limit; the findings come in the order of `CHECKS`.
 
 A check that hangs becomes a finding, and the doctor continues without it. Threads are daemons, because a thread blocked
 in the kernel on a dead disk must not keep the command from ending.
@@ -17,10 +17,12 @@ from coordinator.doctor.host_probe import HostProbe
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. `id` is stable; `title` names its subject."""
+    """One check of the doctor."""
 
     id: str
+    """Name that scripts and the manual use, and that never changes."""
     title: str
+    """Subject of the check, for `--list`."""
     run: Callable[[HostProbe], Finding]
 
 
@@ -57,14 +59,14 @@ CHECKS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A check with its finding and its duration."""
+    """A check with its finding, and its duration in seconds."""
 
     check: Check
     finding: Finding
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Return the result as a row for programs."""
+        """Return the result as a JSON object, for `-o json` and the bundle."""
         one = self.finding
         return {
             "id": self.check.id,
@@ -80,7 +82,8 @@ class CheckResult:
 def examine(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Start every check, and yield results in order as soon as they are done.
 
-    A check that has not ended after `here.seconds` is abandoned.
+    A check that has not ended after `here.seconds` is abandoned, and a check that raises does not end the run. Both
+    yield a warning.
     """
     began = time.monotonic()
     running = [_Running(check, here) for check in checks]

@@ -1,4 +1,4 @@
-"""Check of the service: completely installed, with the current unit text, and running."""
+"""Check of the doctor for the system service: installed with an existing Python, and running."""
 
 import os
 
@@ -12,7 +12,10 @@ REPAIR = "`sudo cluster service install` repairs it"
 
 
 def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
-    """Unit, manager and process of the service, and macOS's ProcessType."""
+    """Check that an installed service runs, and that its unit has an existing Python and the right ProcessType.
+
+    `manager` is the service manager; None for that of this machine.
+    """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:
         found = existing(host, host.unit)

@@ -53,16 +53,20 @@ _ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrad
 
 @dataclass(frozen=True, slots=True)
 class ParsedHead:
-    """Parsed request head. `length` is None if the fast path does not apply."""
+    """Parsed head of a chat request."""
 
     length: int | None = None
+    """Bytes of the body; None if the app must answer the request."""
     key: bytes = b""
+    """API key, not checked."""
     request_id: str = ""
+    """Valid request id of the client; empty without one."""
     session: str = ""
+    """Session of the client; empty without one."""
 
 
 class FastPath:
-    """State shared by all connections."""
+    """Parser of chat requests for the fast path, shared by all connections."""
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
@@ -75,7 +79,10 @@ class FastPath:
         self._count = itertools.count(1)
 
     def head(self, raw: bytes) -> ParsedHead:
-        """Parse a head, or return it from the cache."""
+        """Parse a request head, without the empty line at its end, or return the result from the cache.
+
+        `length` of the result is None for unusual heads, which the app must answer.
+        """
         known = self._heads.get(raw)
         if known is None:
             known = self._read(raw)
@@ -106,11 +113,11 @@ class FastPath:
         )
 
     def is_known_key(self, presented: bytes) -> bool:
-        """Return whether a key is valid. The use is not counted."""
+        """Return whether the API key `presented` is valid. The use is not counted."""
         return self._ring.knows(presented)
 
     def job(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
-        """Return the job of a complete request; None if the app must answer."""
+        """Check key and body of a complete request, and return its specification; None if the app must answer."""
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
             return None
@@ -124,7 +131,7 @@ class FastPath:
 
 
 class FastPathProtocol(DeadlineProtocol):
-    """One client connection. `protocol` sets `door`."""
+    """Connection of one client, with the fast path for chat requests. `protocol()` sets `fast_path`."""
 
     fast_path: ClassVar[FastPath]
 
@@ -174,7 +181,7 @@ class FastPathProtocol(DeadlineProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Resume the fast path after uvicorn's answer, unless it has further answers."""
+        """Resume the fast path after an answer of uvicorn, unless further requests wait for theirs."""
         self._serving = bool(self.pipeline)
         super().on_response_complete()
 
@@ -286,19 +293,19 @@ class FastPathProtocol(DeadlineProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Stop sending to a slow client. Deltas wait in the ticket, whose limit ends the stream."""
+        """Stop sending to a slow client. Deltas wait in the request, whose limit ends the stream."""
         super().pause_writing()
         if self._stream is not None:
             self._stream.busy = True
 
     def resume_writing(self) -> None:
-        """Resume the stream."""
+        """Resume the stream after the client has received enough."""
         super().resume_writing()
         if self._stream is not None:
             self._stream.resume()
 
     def shutdown(self) -> None:
-        """Close at uvicorn's shutdown, after the current answer."""
+        """Close the connection, after the answer to a running request. Uvicorn calls this when it stops."""
         if self._request is not None:
             self._closing = True
         else:
@@ -306,9 +313,10 @@ class FastPathProtocol(DeadlineProtocol):
 
 
 class ChunkedStream:
-    """Sink for events as HTTP chunks, written in the call that brings them.
+    """Sink that writes the events of one streamed answer as HTTP chunks, at once.
 
-    Same interface as `router.http.sse.EventSink`.
+    Same interface as `router.http.sse.EventSink`. `head` is the response head, sent with the first events. `ended` is
+    called at the end, with True if the stream is complete.
     """
 
     __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
@@ -321,16 +329,16 @@ class ChunkedStream:
         self._ready: Callable[[], None] = _nothing
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever the transport accepts writes again."""
+        """Set the function that is called whenever the transport accepts writes again."""
         self._ready = then
 
     def resume(self) -> None:
-        """Resume after the transport accepts writes again."""
+        """Mark the transport as writable, and call the function of `when_ready`."""
         self.busy = False
         self._ready()
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send complete events. Return False if the transport's buffer is full."""
+        """Send complete events; with `last`, also end the response. Return False if the transport's buffer is full."""
         chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
         self._head = b""
         if last:
@@ -342,7 +350,7 @@ class ChunkedStream:
         return not self.busy
 
     def abandon(self) -> None:
-        """Abandon the stream."""
+        """End the stream as incomplete, which aborts the connection."""
         self._ready = _nothing
         self._ended(False)
 
@@ -359,5 +367,5 @@ def _nothing() -> None:
 
 
 def protocol(fast_path: FastPath) -> type[FastPathProtocol]:
-    """Return the protocol class for one `FastPath`."""
+    """Return a subclass of `FastPathProtocol` whose connections use `fast_path`."""
     return type("FrontProtocol", (FastPathProtocol,), {"fast_path": fast_path})

@@ -1,9 +1,9 @@
 """Connection limits of the HTTP port, and choice of the connection that closes for a new one.
 
-Every connection has a place from its acceptance, before any handshake. There each costs 60 KiB, and one stranger could
-take every descriptor of this process. An address without a valid key has few places. If no place is free, the
-connection with the longest idle time closes for the new one. A connection with an unanswered request never closes for
-another. A handshake counts as idle.
+Every connection has a slot from its acceptance, before any handshake. A handshake costs 60 KiB, and one client without
+a key could use all file descriptors of this process. An address without a valid key has few slots. If no slot is free,
+the connection with the longest idle time closes for the new one. A connection with an unanswered request never closes
+for another. A handshake counts as idle.
 """
 
 import ipaddress
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 MAX_CONNECTIONS = 4096
+"""Most connections in total."""
 RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
@@ -24,7 +25,7 @@ MAX_KNOWN_ADDRESSES = 4096
 
 
 def connections_for(files: int) -> int:
-    """Return the number of connections that fit into `files` descriptors."""
+    """Return the number of connections for a limit of `files` open files: at least 16, at most `MAX_CONNECTIONS`."""
     return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
@@ -44,7 +45,7 @@ def origin(address: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(address: str) -> bool:
-    """Return whether an origin is this machine, whose programs are trusted."""
+    """Return whether an address is of this machine, whose programs are trusted."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -53,34 +54,35 @@ def is_this_machine(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ConnectionSlot:
-    """Place of one connection."""
+    """Slot of one connection of the HTTP port. `ConnectionSlots.take` creates it."""
 
     origin: str
+    """Key under which the client's address is counted (`origin()`)."""
     places: "ConnectionSlots"
     end: Callable[[], object] = bool
-    """Closes the connection."""
+    """Function that closes the connection for a new one."""
     proven: bool = False
     """Whether the client has presented a valid key."""
 
     def handshake_done(self) -> None:
-        """Record the end of the handshake."""
+        """Record the end of this connection's TLS handshake."""
         self.places.handshake_done(self)
 
     def work(self) -> None:
-        """Record the start of a request."""
+        """Mark the connection as busy, because a request has begun. It then never closes for a new one."""
         self.places.work(self)
 
     def rest(self) -> None:
-        """Record that every request is answered."""
+        """Mark the connection as idle, because all of its requests are answered."""
         self.places.rest(self)
 
     def know(self) -> None:
-        """Record that the client has presented a valid key."""
+        """Record that the client has presented a valid key, after which its origin may have more connections."""
         self.proven = True
         self.places.know(self.origin)
 
     def leave(self) -> None:
-        """Release the place."""
+        """Release the slot."""
         self.places.leave(self)
 
 
@@ -93,8 +95,12 @@ class _Origin:
 
 
 class ConnectionSlots:
-    """Places for connections: `most` in total, `strangers` for an origin without a valid key, half of `most` for any
-    other."""
+    """Slots of all connections of the HTTP port.
+
+    The limits are `most` in total, `unauthenticated` for an origin without a valid key, and half of `most` for an
+    origin with one. At most `handshakes` TLS handshakes run at a time. Origins for which `trusted` returns true need no
+    key.
+    """
 
     def __init__(
         self,
@@ -113,15 +119,15 @@ class ConnectionSlots:
         self._shaking: OrderedDict[ConnectionSlot, None] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
         self.shed = 0
-        """Idle connections that were closed for another."""
+        """Number of idle connections that were closed for a new one."""
         self.refused = 0
-        """Connections for which no place was free."""
+        """Number of connections for which no slot was free."""
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def take(self, address: str) -> ConnectionSlot | None:
-        """Reserve a place for a new connection. Return None if none is free."""
+        """Reserve a slot for a new connection, if necessary by closing an idle one. Return None if no slot is free."""
         where = origin(address)
         mine = self._origins.get(where)
         if mine is not None and mine.count >= self._allowed(where) and not self._shed(mine.resting):
@@ -153,17 +159,17 @@ class ConnectionSlots:
         return True
 
     def handshake_done(self, place: ConnectionSlot) -> None:
-        """Record the end of a handshake."""
+        """Record the end of a connection's TLS handshake."""
         self._shaking.pop(place, None)
 
     def work(self, place: ConnectionSlot) -> None:
-        """Record the start of a request."""
+        """Mark a connection as busy, because a request has begun."""
         self._resting.pop(place, None)
         if place in self._taken:
             self._origins[place.origin].resting.pop(place, None)
 
     def rest(self, place: ConnectionSlot) -> None:
-        """Record that every request of a connection is answered."""
+        """Mark a connection as idle, because all of its requests are answered."""
         if place not in self._taken:
             return
         for order in (self._resting, self._origins[place.origin].resting):
@@ -171,14 +177,14 @@ class ConnectionSlots:
             order.move_to_end(place)
 
     def know(self, where: str) -> None:
-        """Record that an origin has presented a valid key."""
+        """Record that a client of the origin `where` has presented a valid key."""
         self._known[where] = None
         self._known.move_to_end(where)
         if len(self._known) > MAX_KNOWN_ADDRESSES:
             self._known.popitem(last=False)
 
     def leave(self, place: ConnectionSlot) -> None:
-        """Release the place of a connection."""
+        """Release the slot of a connection. Do nothing if it is released already."""
         if place not in self._taken:
             return
         self.work(place)

@@ -25,7 +25,9 @@ from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
 HEAD_TIMEOUT_SECONDS = 10.0
+"""Seconds for a complete request head."""
 MAX_HEAD_BYTES = 32 * 1024
+"""Most bytes of a request head."""
 MAX_PIPELINED_BYTES = 64 * 1024
 """Most bytes that a client may send ahead of the answer to its last request. With more, the connection ends after that
 answer."""
@@ -38,7 +40,7 @@ CROWDED = Problem(503, "too_many_connections", "too many connections are open he
 
 
 def turned_away(problem: Problem) -> bytes:
-    """Return a complete HTTP response that closes its connection."""
+    """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app."""
     body = problem.body("")
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
     head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
@@ -46,7 +48,7 @@ def turned_away(problem: Problem) -> bytes:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """One HTTP connection. `most` limits open connections, to keep file descriptors for the links of the nodes."""
+    """Connection of one HTTP client. `most` limits open connections, to keep file descriptors for links of nodes."""
 
     most: ClassVar[int] = MAX_CONNECTIONS
 
@@ -64,7 +66,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self.place: ConnectionSlot | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the deadline of the first head."""
+        """Start the deadline of the first head. Above the limit of connections, answer 503 and close."""
         super().connection_made(transport)
         if self.place is not None:
             self.place.end = transport.abort
@@ -187,10 +189,10 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the target and require a path without fragment.
+        """Count the bytes of the request target, and check that the target is a path without fragment.
 
-        A host in the target next to the Host header names another server. A fragment belongs to the client: a proxy may
-        interpret it, and the routes never do.
+        Raise `HttpParserError` otherwise, or if the head is too long. A host in the target next to the Host header
+        names another server. A fragment belongs to the client: a proxy may interpret it, and the routes never do.
         """
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")
@@ -200,13 +202,20 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header. Discard a trailer after counting, because it arrives after the check of the headers."""
+        """Count the bytes of a header. Raise `HttpParserError` if the head is too long.
+
+        A trailer is counted and discarded, because it arrives after the check of the headers.
+        """
         self._count(len(name) + len(value) + 4)
         if not self._in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the complete head and cancel its deadline. The parser also accepts HTTP versions that do not exist."""
+        """Check the complete head and cancel its deadline.
+
+        Raise `HttpParserError` for a refused head, and for versions other than 1.0 and 1.1, because httptools accepts
+        them.
+        """
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
             raise httptools.HttpParserError("only HTTP/1.0 and HTTP/1.1 are supported")
@@ -227,7 +236,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _work(self) -> None:
-        """Mark this connection as busy while its request is answered. A valid key grants its address more places."""
+        """Mark this connection as busy while its request is answered. A valid key grants its address more slots."""
         if self.place is not None:
             self.place.work()
             if not self.place.proven and self._proves():
@@ -238,19 +247,19 @@ class DeadlineProtocol(HttpToolsProtocol):
         return False
 
     def on_body(self, body: bytes) -> None:
-        """Subtract received bytes from the announced body length."""
+        """Subtract the received bytes from the announced length of the body."""
         self._left = max(0, self._left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that the next bytes are another head."""
+        """Record that the request is complete, and that the next bytes are another head."""
         if self._upgrades:
             return
         self._in_body, self._left = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the deadline if the next head has begun, and parse held bytes."""
+        """Mark the connection as idle, start the deadline if the next head has begun, and parse held bytes."""
         super().on_response_complete()
         if self.place is not None and not self.pipeline:
             self.place.rest()
@@ -267,10 +276,10 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- answers of our own -------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Answer in the format of all other errors, and close.
+        """Answer a request that cannot be parsed with a problem as JSON, and close the connection. `msg` is not used.
 
-        If earlier requests are unanswered, the connection ends after their answers, because a client would take this
-        answer for theirs.
+        If an earlier request is unanswered, only close after its answer, because the client would take this answer for
+        that of the earlier request. If an answer has begun, abort the connection.
         """
         problem, self._refusal = self._refusal or MALFORMED, None
         if self._is_answering():

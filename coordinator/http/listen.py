@@ -7,7 +7,10 @@ from host.bonjour_announce import addresses
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open the HTTP socket, because the number of port 0 must be known before the announcement."""
+    """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
+
+    The socket is opened before the server starts, because the number for port 0 must be known for the announcement.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -22,7 +25,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def reachable(host: str) -> str:
-    """Return the host under which other machines reach a listening address: for a wildcard, the best LAN address."""
+    """Return the host part of a URL with which other machines reach a listening address.
+
+    For a wildcard that is the best address of this machine in its network.
+    """
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return f"[{host}]" if ":" in host else host
     best = next(iter(addresses()), "127.0.0.1")
@@ -30,13 +36,13 @@ def reachable(host: str) -> str:
 
 
 def from_here(host: str) -> str:
-    """Return the host under which this machine reaches a listening address."""
+    """Return the host part of a URL with which this machine reaches a listening address; loopback for a wildcard."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{own}]" if ":" in own else own
 
 
 def cluster_addresses(host: str, port: int) -> tuple[str, ...]:
-    """Return every HOST:PORT at which nodes may reach a listening address."""
+    """Return every HOST:PORT at which nodes may reach a listening address; for a wildcard, all addresses."""
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return (f"{reachable(host)}:{port}",)
     return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in addresses())

@@ -22,7 +22,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 async def answer(send: Send, problem: Problem) -> None:
-    """Send a problem as the complete response."""
+    """Send a problem as a complete response through the ASGI function `send`."""
     body = problem.body("")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
@@ -30,7 +30,7 @@ async def answer(send: Send, problem: Problem) -> None:
 
 
 class PrivateResponses:
-    """ASGI middleware that forbids caching and content sniffing. Each answer is for one client and one moment."""
+    """ASGI middleware that adds headers against caching and content sniffing to every response of `app`."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
@@ -73,7 +73,10 @@ class OriginCheck:
         await answer(send, problem)
 
     def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
-        """Return the problem of a request, by its method and its lower-case headers; None if there is none."""
+        """Check host and origin of a request. Header names are in lower case.
+
+        Return the problem for an unknown host (421) or a state change from another site (403); None if accepted.
+        """
         hosts: list[bytes] = []
         origin = site = b""
         for name, value in headers:

@@ -42,7 +42,7 @@ def twice(name: bytes) -> Problem:
 
 
 def judge(version: str, headers: Sequence[Header]) -> Problem | None:
-    """Return the problem of a head (HTTP version, lower-case names); None if it is accepted."""
+    """Return the problem of a head; None if it is accepted. `version` is as `1.1`; header names are in lower case."""
     seen: set[bytes] = set()
     for name, value in headers:
         if name not in ONCE:
@@ -64,7 +64,10 @@ def judge(version: str, headers: Sequence[Header]) -> Problem | None:
 
 
 def without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
-    """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8)."""
+    """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8).
+
+    Header names are in lower case. `version` is as `1.1`. The result includes the empty line at the end.
+    """
     kept = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
     options = [one.strip() for name, value in headers if name == b"connection" for one in value.split(b",")]
     options = [one for one in options if one.lower() not in (b"upgrade", b"http2-settings", b"")]

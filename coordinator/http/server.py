@@ -31,10 +31,10 @@ HANDSHAKE_TIMEOUT_SECONDS = 10.0
 
 
 class Server(uvicorn.Server):
-    """uvicorn without signal handling, because the composition root decides when to stop.
+    """Uvicorn server without signal handling, because `coordinator.run` decides when to stop.
 
-    It adds a deadline for handshakes and a place for each connection, because no protocol class sees a connection
-    before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
+    The server adds a deadline for handshakes and a slot for each connection, because no protocol class sees a
+    connection before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
     """
 
     def __init__(self, config: uvicorn.Config, places: ConnectionSlots) -> None:
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
         await self.ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections."""
+        """Start to accept connections on each of the listening sockets."""
         config = self.config
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Do not install signal handlers."""
+        """Do nothing, where uvicorn would install signal handlers."""
         yield
 
 
@@ -118,7 +118,10 @@ async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socke
 
 
 class Listener:
-    """Accepts connections on one socket. Each takes a place before its handshake, or is closed at once."""
+    """Accept loop of one listening socket, with the interface of `asyncio.Server` that uvicorn needs.
+
+    Each connection takes a slot and then runs `connect`, or is closed at once if no slot is free.
+    """
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Stop accepting."""
+        """Stop to accept connections."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
@@ -180,7 +183,11 @@ async def http_server(
     tls: ssl.SSLContext | None,
     places: ConnectionSlots,
 ) -> AsyncGenerator[None]:
-    """Serve on these sockets until left; requests that run have been let end by then."""
+    """Serve `app` and `fast_path` on listening sockets while the context is open.
+
+    `tls` is None for HTTP without TLS. The caller first ends running requests. At the end, those that still run have
+    1 s before they are cancelled.
+    """
     config = uvicorn.Config(
         app,
         loop="none",

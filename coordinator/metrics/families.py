@@ -78,10 +78,10 @@ class CollectedFamily(NamedTuple, Generic[P]):
 
 def collect(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
     """Read each family from one snapshot. Omit values that are not finite."""
-    return [CollectedFamily(one, [row for row in one.read(snapshot) if _tellable(row[1])]) for one in families]
+    return [CollectedFamily(one, [row for row in one.read(snapshot) if _is_finite(row[1])]) for one in families]
 
 
-def _tellable(value: Value) -> bool:
+def _is_finite(value: Value) -> bool:
     return math.isfinite(value.tally.total) if isinstance(value, HistogramValue) else math.isfinite(value)
 
 

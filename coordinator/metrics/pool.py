@@ -39,7 +39,7 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current links, other current connections, links and denials since the start."""
+    """Connections of the cluster port: current (`open`, `unlinked`) and since the start (`linked`, `denied`)."""
 
     open: int
     unlinked: int

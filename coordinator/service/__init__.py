@@ -1,1 +1,1 @@
-"""Macpool as a system service: installs, checks and removes the units of launchd and systemd."""
+"""Macpool as a system service: installation, check and removal of the units of launchd and systemd."""

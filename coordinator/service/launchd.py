@@ -1,5 +1,6 @@
-"""The service as a launchd job, and parsing of launchctl's output. Pure; unverified on macOS: see `service` in the
-checklist.
+"""The service as a launchd job, and parsing of launchctl's output. Does no I/O.
+
+Not verified on macOS: see `service` in the checklist.
 
 A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. It
 runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd
@@ -25,7 +26,7 @@ from coordinator.service.plan import (
 
 FOLDER = "Library/LaunchDaemons"
 LOGS = "/Library/Logs/macpool"
-"""Must be on the startup volume, because launchd opens no log on another volume."""
+"""Folder of the service's output. Must be on the startup volume, because launchd opens no log on another volume."""
 DOMAIN = "system"
 NOT_FOUND = frozenset({113, 3, 36})
 """Exit codes of launchctl for a job that is not loaded."""
@@ -54,7 +55,7 @@ TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
 def job(plan: ServicePlan) -> dict[str, Any]:
-    """Return the job's property list."""
+    """Return the property list of the launchd job that runs the service of a plan."""
     log = f"{plan.logs}/service.log"
     return {
         "Label": LABEL,
@@ -77,7 +78,10 @@ def job(plan: ServicePlan) -> dict[str, Any]:
 
 
 def wired_job(megabytes: int) -> dict[str, Any]:
-    """Return the job that sets Metal's wired limit at each boot, because the limit does not persist."""
+    """Return the property list of the job that sets Metal's wired limit (in MiB) at each boot.
+
+    The job is necessary because macOS does not keep the limit across a boot.
+    """
     return {
         "Label": WIRED_LABEL,
         "ProgramArguments": [SYSCTL, f"iogpu.wired_limit_mb={megabytes}"],
@@ -87,12 +91,15 @@ def wired_job(megabytes: int) -> dict[str, Any]:
 
 
 def text(made: dict[str, Any]) -> str:
-    """Write a property list as XML."""
+    """Return a property list as XML text."""
     return plistlib.dumps(made, sort_keys=False).decode()
 
 
 def faults(content: bytes) -> list[str]:
-    """Return the faults that launchd would refuse or silently ignore: unknown keys, wrong types, unexpandable paths."""
+    """Return the faults of a property list that launchd would refuse or silently ignore; an empty list if valid.
+
+    Faults are unknown keys, wrong types, missing keys, relative paths, and paths that launchd does not expand.
+    """
     made = _read(content)
     if made is None:
         return ["not a property list with a dictionary"]
@@ -133,7 +140,7 @@ def _deeper(made: dict[str, Any]) -> list[str]:
 
 
 def parse_own_job(content: bytes) -> dict[str, Any] | None:
-    """Return the job of a file that this program wrote; None for any other."""
+    """Return the property list in a file's content; None if this program did not write the file."""
     job = _read(content)
     if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
         return None
@@ -142,7 +149,7 @@ def parse_own_job(content: bytes) -> dict[str, Any] | None:
 
 
 def parse_state(code: int, listing: str) -> ServiceState:
-    """Parse `launchctl print system/LABEL`."""
+    """Parse exit code and output of `launchctl print system/LABEL`. With another code than 0, no job is loaded."""
     if code != 0:
         return ServiceState()
     found = dict(

@@ -1,4 +1,4 @@
-"""Plan of the service before any file is written: user, program and state folder. Pure."""
+"""Plan of the service before any file is written: user, program and state folder. Does no I/O."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,41 +6,52 @@ from typing import Literal
 LABEL = "org.macpool"
 """Name of the launchd job."""
 WIRED_LABEL = "org.macpool.wired-limit"
+"""Name of the launchd job that sets Metal's wired limit."""
 UNIT = "macpool.service"
+"""Name of the systemd unit."""
 MODULE = "coordinator.cli"
 """Module that starts every program of this project. A unit without it is foreign."""
 STOP_TIMEOUT_SECONDS = 45
-"""Longer than both drains: requests end, then the local node does."""
+"""Seconds from the stop signal to a kill. Longer than both drains: requests end, then the local node does."""
 THROTTLE_SECONDS = 10
+"""Least seconds between two starts."""
 MAX_OPEN_FILES = 8192
+"""Limit of open files of the service."""
 
 Role = Literal["coordinator", "node"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """One service. Paths are absolute; `arguments` go to `cluster up` or `join`; `wired_limit_mb` 0: not changed."""
+    """Service to install on this machine. Paths are absolute."""
 
     role: Role
     python: str
+    """Path of the Python interpreter."""
     user: str
+    """Account under which the service runs."""
     group: str
     home: str
+    """Home folder of `user`."""
     state: str
+    """State folder."""
     logs: str
+    """Folder of the service's output under launchd."""
     arguments: tuple[str, ...] = ()
+    """Further arguments of `cluster up` or `cluster join`."""
     wired_limit_mb: int = 0
+    """Metal's wired limit to set, in MiB; 0: do not change it."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """The command, without a shell."""
+        """Command line of the service, run without a shell."""
         verb = "up" if self.role == "coordinator" else "join"
         return (self.python, "-P", "-m", MODULE, verb, "--state", self.state, *self.arguments)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the complete environment. It has no proxy, because a proxy would receive requests for machines of the
-        local network."""
+        """Complete environment of the service. It has no proxy, because a proxy would receive requests for machines of
+        the local network."""
         return {
             "HOME": self.home,
             "LANG": "en_US.UTF-8",
@@ -53,17 +64,21 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """State of the service: loaded, running with a process id, and its last exit."""
+    """State of the service, as the service manager reports it."""
 
     loaded: bool = False
+    """Whether the manager knows the unit."""
     running: bool = False
     pid: int | None = None
+    """Process id; None if no process runs."""
     last_exit: str = ""
+    """Last signal, exit code or result; empty if the service never exited, or exited without an error under systemd."""
     properties: dict[str, str] = field(default_factory=dict[str, str])
+    """Properties in the manager's output, by name."""
 
 
 def refused_arguments(arguments: tuple[str, ...]) -> str | None:
-    """Return why these arguments cannot be in a unit, which every user of the machine can read; None if they can."""
+    """Return why these arguments cannot be in a unit; None if they can. Every user of the machine can read a unit."""
     for one in arguments:
         name = one.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):
@@ -79,7 +94,7 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
 
 
 def clamp_wired_limit(wanted: int, safe_bytes: int) -> str | None:
-    """Return why a wired limit in MiB is not allowed; None if it leaves the system its reserve."""
+    """Return why a wired limit of `wanted` MiB is not allowed; None if it is at most `safe_bytes`."""
     safe = safe_bytes >> 20
     if safe <= 0:
         return "the RAM of this machine cannot be read: no wired limit is known to be safe"

@@ -15,6 +15,7 @@ from coordinator.service import launchd, systemd
 from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, ServicePlan, ServiceState
 
 TOOL_TIMEOUT_SECONDS = 60.0
+"""Longest run of a tool, in seconds."""
 TOOLS = {
     "launchctl": "/bin/launchctl",
     "plutil": "/usr/bin/plutil",
@@ -25,7 +26,7 @@ TOOLS = {
 
 
 class ServiceError(Exception):
-    """An operation on the service failed: exit code, and a text with the reason and the next step."""
+    """An operation on the service failed: exit code of the command, and a text with the reason and the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -34,12 +35,15 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceHost:
-    """This system, or a simulated one below another root."""
+    """Service manager of this system, or in tests of a simulated system below another root."""
 
     platform: str = sys.platform
     root: Path = Path("/")
+    """Folder that takes the place of `/` for units and logs."""
     tools: Mapping[str, str] = field(default_factory=lambda: TOOLS)
+    """Paths of the tools, by name."""
     uid: int = field(default_factory=os.geteuid)
+    """User id under which the command runs."""
 
     @property
     def mac(self) -> bool:
@@ -48,12 +52,12 @@ class ServiceHost:
 
     @property
     def unit(self) -> Path:
-        """Path of the service's unit."""
+        """Path of the service's launchd job or systemd unit."""
         return self.root / launchd.FOLDER / f"{LABEL}.plist" if self.mac else self.root / systemd.FOLDER / UNIT
 
     @property
     def wired_unit(self) -> Path:
-        """Path of the wired limit's job, on macOS."""
+        """Path of the launchd job that sets Metal's wired limit, on macOS."""
         return self.root / launchd.FOLDER / f"{WIRED_LABEL}.plist"
 
     @property
@@ -62,11 +66,14 @@ class ServiceHost:
         return self.root / launchd.LOGS.removeprefix("/")
 
     def text(self, plan: ServicePlan) -> str:
-        """Return the unit's text for a plan."""
+        """Return the text of the launchd job or systemd unit for a plan."""
         return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
 
     def call(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run a tool and return its result, whichever exit code. Raise `ServiceError` if it is missing or hangs."""
+        """Run a tool of `tools` and return its result with any exit code.
+
+        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`.
+        """
         command = [self.tools[tool], *arguments]
         try:
             return subprocess.run(
@@ -86,7 +93,7 @@ class ServiceHost:
             raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
     def call_checked(self, tool: str, *arguments: str) -> None:
-        """Run a tool. Raise `ServiceError` with its message if it fails."""
+        """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0."""
         done = self.call(tool, *arguments)
         if done.returncode:
             message = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
@@ -97,14 +104,14 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def state(self) -> ServiceState:
-        """Return the state of the service."""
+        """Return the state of the service. Raise `ServiceError` if the manager's tool is missing or hangs."""
         if self.mac:
             done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
         return systemd.parse_state(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
 
     def load(self) -> None:
-        """Load the unit into the manager, and start it now and at each boot."""
+        """Load the unit into the manager, and start it now and at each boot. Raise `ServiceError` if a tool fails."""
         if self.mac:
             self.call("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
             self.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
@@ -114,7 +121,10 @@ class ServiceHost:
         self.call_checked("systemctl", "restart", UNIT)
 
     def unload(self, label: str = LABEL) -> None:
-        """Stop and unload a unit. Do nothing if it is not loaded."""
+        """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
+
+        Raise `ServiceError` if launchctl or systemctl fails.
+        """
         if self.mac:
             done = self.call("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
             if done.returncode and done.returncode not in launchd.NOT_FOUND:
@@ -124,14 +134,14 @@ class ServiceHost:
             self.call_checked("systemctl", "disable", "--now", UNIT)
 
     def restart(self) -> None:
-        """Stop the service gracefully and start it again."""
+        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
         if self.mac:
             self.call_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
             self.call_checked("systemctl", "restart", UNIT)
 
     def reload_manager(self) -> None:
-        """Reload the manager after the removal of the unit's file."""
+        """Reload systemd after the removal of the unit's file; launchd needs no reload."""
         if not self.mac:
             self.call_checked("systemctl", "daemon-reload")
 

@@ -1,4 +1,4 @@
-"""Installs, repairs and removes the system service. Checks come first, changes second.
+"""Installation, repair and removal of the system service. Checks come first, changes second.
 
 A service consists of the unit's file, the unit loaded by the manager, and the running program. Each may be missing or
 old after a crash, an update or manual changes. `install` checks all three and does the remaining steps; it is safe to
@@ -24,6 +24,7 @@ from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
 from coordinator.service.service_manager import ServiceError, ServiceHost, account
 
 READY_TIMEOUT_SECONDS = 45.0
+"""Longest wait for the service to run, in seconds."""
 STEADY_SECONDS = 3.0
 """Seconds with one process id after which a service counts as running."""
 POLL_INTERVAL_SECONDS = 0.25
@@ -32,15 +33,21 @@ TAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ExistingUnit:
-    """Existing unit of this program: none, or its text with user and state folder."""
+    """Existing unit that this program wrote. All fields are empty if there is none."""
 
     text: str = ""
+    """Content of the file."""
     user: str = ""
+    """Account under which the unit runs the service."""
     program: tuple[str, ...] = ()
+    """Command line, with systemd as quoted in the unit."""
 
 
 def existing(host: ServiceHost, file: Path) -> ExistingUnit:
-    """Read the existing unit. Raise `ServiceError` if it is foreign."""
+    """Read an existing unit; empty if the file does not exist.
+
+    Raise `ServiceError` if this program did not write the file, or if it cannot be read.
+    """
     try:
         facts = file.lstat()
     except FileNotFoundError:
@@ -64,7 +71,11 @@ def existing(host: ServiceHost, file: Path) -> ExistingUnit:
 
 
 def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
-    """Check a plan and return the existing unit. Raise `ServiceError` if the plan is not allowed."""
+    """Check a plan and return the existing unit.
+
+    Raise `ServiceError` without root, if files belong to another user, or if the existing unit is foreign or serves
+    another user or state folder.
+    """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
     uid, _, _ = account(plan.user)
@@ -106,7 +117,11 @@ def _serves(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
 def install(
     host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_TIMEOUT_SECONDS
 ) -> tuple[list[str], ServiceState]:
-    """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
+    """Carry out the plan, and wait up to `seconds` until the service runs.
+
+    Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
+    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
+    """
     before, done = check(host, plan), list[str]()
     wanted, service_state = host.text(plan), host.state()
     done += _folders(host, plan)
@@ -134,7 +149,10 @@ def install(
 
 
 def wait(host: ServiceHost, seconds: float) -> ServiceState:
-    """Wait until the service has had one process for `STEADY_SECONDS`. Raise `ServiceError` after `seconds`."""
+    """Wait until the service has run as one process for `STEADY_SECONDS`, or `seconds / 4` if that is less.
+
+    Return the state of the service. Raise `ServiceError` if that does not happen within `seconds`.
+    """
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
     while (now := time.monotonic()) - began < seconds:
@@ -149,7 +167,7 @@ def wait(host: ServiceHost, seconds: float) -> ServiceState:
 
 
 def last_words(host: ServiceHost) -> str:
-    """Return the end of the service's output, which launchd keeps in a file."""
+    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if there is no such file."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:
@@ -226,7 +244,10 @@ def _write(host: ServiceHost, file: Path, text: str) -> None:
 
 
 def uninstall(host: ServiceHost) -> list[str]:
-    """Stop the service and remove its units. Return the steps done. Data is kept."""
+    """Stop the service and remove its units, but no data. Return the completed steps.
+
+    Raise `ServiceError` without root, if a unit is foreign, or if launchctl or systemctl fails.
+    """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []

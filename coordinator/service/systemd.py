@@ -1,4 +1,4 @@
-"""The service as a systemd unit, and parsing of systemctl's output. Pure.
+"""The service as a systemd unit, and parsing of systemctl's output. Does no I/O.
 
 Hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other address
 families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory stays
@@ -38,7 +38,7 @@ HARDENING = {
 
 
 def unit(plan: ServicePlan) -> str:
-    """Return the unit's text."""
+    """Return the text of the systemd unit that runs the service of a plan."""
     pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
     hardening = "".join(f"{name}={value}\n" for name, value in HARDENING.items())
@@ -70,14 +70,17 @@ WantedBy=multi-user.target
 
 
 def quoted(word: str, *, expanded: bool = True) -> str:
-    """Quote one word such that systemd neither splits nor expands it. In commands systemd also expands variables."""
+    """Quote one word such that systemd neither splits nor expands it.
+
+    With `expanded`, also escape `$`, because systemd expands variables in commands.
+    """
     plain = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     plain = plain.replace("$", "$$") if expanded else plain
     return f'"{plain}"' if not word or any(letter in " \t'\";#" for letter in word) else plain
 
 
 def parse_own_unit(content: str) -> dict[str, str] | None:
-    """Return the settings of a unit that this program wrote; None for any other."""
+    """Return the settings of a unit by name, without `Environment`; None if this program did not write the unit."""
     if not content.startswith(NOTICE) or MODULE not in content:
         return None
     pairs = (line.split("=", 1) for line in content.splitlines() if "=" in line and not line.startswith("#"))
@@ -85,7 +88,7 @@ def parse_own_unit(content: str) -> dict[str, str] | None:
 
 
 def parse_state(listing: str) -> ServiceState:
-    """Parse the output of `systemctl show` for `SHOWN`."""
+    """Parse the output of `systemctl show` for the properties `SHOWN`."""
     properties = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = properties.get("LoadState") == "loaded"
     pid = int(properties["MainPID"]) if properties.get("MainPID", "").isdecimal() else 0

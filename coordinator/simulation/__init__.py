@@ -1,1 +1,4 @@
-"""A pool in virtual time: the production router and membership over modelled Macs, for `cluster simulate` and tests."""
+"""Simulation of a pool in virtual time, with the production router and membership, and modelled Macs.
+
+`cluster simulate` and tests use it.
+"""

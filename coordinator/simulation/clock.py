@@ -1,4 +1,4 @@
-"""Event loop with virtual time: a wait advances the clock at once.
+"""Event loop with virtual time: a wait advances the clock at once and takes no real time.
 
 The production code takes its time and timers from the running loop, and runs here unchanged. Timers of the same moment
 fire in heap order, which is the same in every run.
@@ -28,7 +28,7 @@ class _Leap(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Start the virtual time at 0 s."""
+    """Event loop whose clock is virtual. It starts at 0 s, and jumps to the next timer instead of a wait."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -36,63 +36,76 @@ from wire.refusals import Refused
 from wire.units import parse_size
 
 SLOTS = 20
+"""Moments of a report period at which nodes report."""
 IDLE_SECONDS = 1.0
+"""Seconds between two reports of an idle node."""
 GIVE_UP_SECONDS = 3600.0
 """Seconds after the last arrival at which an open request counts as failed."""
 
 
 class SimulatedRouter(Protocol):
-    """Router under test: the production dispatcher, a peer's rule, or the clairvoyant."""
+    """Router under test: the production dispatcher, a router with the rule of another project, or the clairvoyant."""
 
     def set_view(self, view: ClusterView) -> None:
         """Apply a new cluster view."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Handle a node's frame about a request."""
+        """Handle a frame of a node about a request. Reports arrive with `set_view`."""
         ...
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Follow the end of a node's link."""
+        """Handle the loss of a node, whose requests end there."""
         ...
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Accept a request. Its end must be reported to the pool with `ended`."""
+        """Accept a new request. The router reports the end of the request with `SimulatedPool.ended`."""
         ...
 
     def changed(self, node: NodeId) -> None:
-        """Handle the end of a request on a node at this moment. Only the clairvoyant may use it."""
+        """Handle free memory on a node, without the delay of a report. Only the clairvoyant may use this."""
         ...
 
     def close(self) -> None:
-        """Release everything."""
+        """Release all resources at the end of the simulation."""
         ...
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Result of one request. Times are in seconds. `first_refused`: the first node refused."""
+    """Course and result of one request. Times are virtual, in seconds; None: not yet."""
 
     turn: ConversationTurn
     arrived: float
     fits: bool
+    """Whether the request fits on some node that holds nothing else."""
     sent: float | None = None
+    """Time of the last try before the first token."""
     first: float | None = None
+    """Time of the first token."""
     ended: float | None = None
     outcome: Outcome | None = None
     tries: int = 0
+    """Number of times that the request was sent to a node."""
     first_refused: bool = False
+    """Whether the node of the first try refused."""
     gaps: int = 0
+    """Not used; always 0."""
     nodes: list[str] = field(default_factory=list[str])
+    """Node of each try, in order."""
 
     @property
     def served(self) -> bool:
-        """Whether the answer was completed."""
+        """Whether the answer is complete."""
         return isinstance(self.outcome, Finished)
 
 
 class SimulatedPool:
-    """Simulated pool. `log` receives one line for each notable event; None disables the log."""
+    """Nodes, links, membership and arrivals of one simulation, without the router.
+
+    `conversations` are in order of arrival. `seed` is for the loss of reports. `log` receives one line for each notable
+    event; None disables the log.
+    """
 
     def __init__(
         self,
@@ -166,7 +179,7 @@ class SimulatedPool:
     # frames
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame to a node. Return False if it has no link."""
+        """Send a frame to a node, where it arrives after the latency. Return False if the node has no link."""
         member = self.members[node]
         if not member.link:
             return False
@@ -214,7 +227,7 @@ class SimulatedPool:
     # results of requests
 
     def note_sent(self, node: NodeId, frame: Generate) -> None:
-        """Record that a request was sent to a node."""
+        """Record in the outcome of a request that it was sent to a node."""
         outcome = self.outcomes[frame.request_id]
         self._requests[frame.request] = frame.request_id
         outcome.tries += 1
@@ -241,7 +254,7 @@ class SimulatedPool:
         return self.outcomes.get(self._requests.get(request, ""))
 
     def ended(self, request_id: str, outcome: Outcome) -> None:
-        """Record the end of a request, called by the contender."""
+        """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
         record, now = self.outcomes[request_id], self.loop.time()
         record.ended, record.outcome = now, outcome
         self._open -= 1
@@ -262,7 +275,7 @@ class SimulatedPool:
             self._over.set()
 
     def log_line(self, line: str) -> None:
-        """Write a line to the log."""
+        """Write a line with the virtual time to the log, if there is one."""
         if self._log is not None:
             self._log(f"{self.loop.time():.3f} {line}")
 
@@ -406,7 +419,10 @@ class SimulatedPool:
     # the run
 
     async def run(self, contender: SimulatedRouter) -> None:
-        """Run the complete scenario."""
+        """Run the complete scenario with a router, until all requests have ended.
+
+        Requests that have not ended `GIVE_UP_SECONDS` after the scenario count as failed.
+        """
         self.contender = contender
         nodes = list(self.machines)
         for slot in range(SLOTS):
@@ -436,5 +452,5 @@ class SimulatedPool:
         contender.close()
 
     def cancel(self, node: NodeId, request: int) -> None:
-        """Send a node the cancellation of a request."""
+        """Send a node the cancellation of the request with this number."""
         self.send(node, Cancel(request))

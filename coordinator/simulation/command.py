@@ -1,4 +1,4 @@
-"""`cluster simulate`: runs a scenario in virtual time under each policy."""
+"""`cluster simulate`: run a scenario in virtual time under each policy, and print the results."""
 
 import json
 import math

@@ -12,19 +12,22 @@ from types import MappingProxyType
 from wire.units import GIB
 
 MEASURED_BILLIONS = 6.74
+"""Parameters of the measured model, in billions."""
 MEASURED_BYTES = 3.83e9
+"""Bytes of the measured model's weights."""
 BATCH_COST = 0.15
-"""By how much each further row slows a decode step."""
+"""Share of the time of the weights in a decode step that each further row adds."""
 METAL_SHARE = 0.75
+"""Metal's wired limit as a share of memory. It is a node's default cap, because it is the lowest of the cap's terms."""
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""Metal's wired limit as a share of memory. It is a node's default cap, because it is the lowest of the terms."""
+"""That share for Macs of at most `METAL_SMALL` bytes."""
 BASE = 700 * 1024**2
 """Bytes that an engine uses without any model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Tokens per second of the measured model: prefill, and decode of one row."""
+    """Speeds of an Apple chip with the measured model, in tokens per second: of prefill, and of decode with one row."""
 
     prefill: float
     decode: float
@@ -52,16 +55,19 @@ CHIPS = MappingProxyType(
 
 
 def cap_of(memory: int) -> int:
-    """Return the default cap in bytes of a Mac with this much memory."""
+    """Return the default cap, in bytes, of a Mac with `memory` bytes."""
     return int(memory * (METAL_SHARE_SMALL if memory <= METAL_SMALL else METAL_SHARE))
 
 
 def prefill_speed(chip: Chip, billions: float) -> float:
-    """Return the prefill speed of a machine without other load, in tokens per second."""
+    """Return the prefill speed, in tokens per second, of a model with `billions` of active parameters."""
     return chip.prefill * MEASURED_BILLIONS / billions
 
 
 def step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
-    """Return the seconds of one decode step of a model with `rows` rows, whose caches hold `kv_bytes`."""
+    """Return the seconds of one decode step of `rows` rows, whose KV caches have `kv_bytes` bytes.
+
+    `billions` are the active parameters of the model.
+    """
     read = billions / MEASURED_BILLIONS
     return (read * (1 + BATCH_COST * (rows - 1)) + kv_bytes / MEASURED_BYTES) / chip.decode

@@ -1,4 +1,4 @@
-"""Results of a run: the figures, a table row for each contender, and the table."""
+"""Statistics of simulation runs, one row for each policy, and the table of rows."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,58 +11,71 @@ from wire.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """Results of one contender in one scenario. Times are in seconds.
+    """Results of one policy in one scenario. Times are virtual, in seconds, with their quantiles.
 
-    Of the requests that fit on some node: `ttft_*` is the time to the first token, infinite for a request never served.
-    `whole_*` is the time to the last token, `wait_*` the time from arrival to the answering node. `refused` counts
-    final refusals. `failed` counts requests that began, or were abandoned, without an answer. `first_refused` is the
-    share of sent requests whose first node refused. `jain` compares each API key's service until the last arrival with
-    its fair share.
+    All values but `requests`, `loads`, `preemptions` and `seconds` are of the requests that fit on some node.
     """
 
     policy: str
     requests: int
+    """Number of all requests."""
     fit: int
+    """Number of requests that fit on some node."""
     served: int
+    """Number of complete answers."""
     ttft_p50: float
+    """Time from arrival to the first token; infinite for a request without complete answer."""
     ttft_p95: float
     ttft_p99: float
     refused: int
+    """Number of requests that ended with a refusal."""
     first_refused: float
+    """Share of the sent requests whose first node refused."""
     failed: int
+    """Number of requests that failed, or did not end."""
     whole_p50: float
+    """Time from arrival to the last token; infinite for a request without complete answer."""
     whole_p95: float
     wait_p50: float
+    """Time from arrival to the last try before the first token, of complete answers."""
     wait_p95: float
     loads: int
+    """Number of models that were loaded during the run."""
     preemptions: int
     jain: float
+    """Fairness among API keys, as `jain` returns it."""
     seconds: float
+    """Time of the last end of a request."""
     ratio_p50: float = math.nan
+    """`ttft_p50` as a multiple of the clairvoyant's."""
     ratio_p95: float = math.nan
     ratio_p99: float = math.nan
 
 
 def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
-    """Return the statistics of a run."""
+    """Return the statistics of a completed run without ratios. `until` is the end of arrivals, for `jain`."""
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
-    ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in outcomes)
-    durations = sorted(
-        fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in outcomes
+    ttft = sorted(
+        math.inf if outcome.first is None or not outcome.served else outcome.first - outcome.arrived
+        for outcome in outcomes
     )
-    wait = sorted(fate.sent - fate.arrived for fate in outcomes if fate.served and fate.sent is not None)
-    sent = [fate for fate in outcomes if fate.tries]
+    durations = sorted(
+        outcome.ended - outcome.arrived if outcome.served and outcome.ended is not None else math.inf
+        for outcome in outcomes
+    )
+    wait = sorted(outcome.sent - outcome.arrived for outcome in outcomes if outcome.served and outcome.sent is not None)
+    sent = [outcome for outcome in outcomes if outcome.tries]
     return RunStatistics(
         policy,
         len(pool.outcomes),
         len(outcomes),
-        sum(fate.served for fate in outcomes),
+        sum(outcome.served for outcome in outcomes),
         quantile(ttft, 0.5),
         quantile(ttft, 0.95),
         quantile(ttft, 0.99),
-        sum(isinstance(fate.outcome, Refused) for fate in outcomes),
-        sum(fate.first_refused for fate in sent) / max(1, len(sent)),
-        sum(isinstance(fate.outcome, RequestFailure) for fate in outcomes),
+        sum(isinstance(outcome.outcome, Refused) for outcome in outcomes),
+        sum(outcome.first_refused for outcome in sent) / max(1, len(sent)),
+        sum(isinstance(outcome.outcome, RequestFailure) for outcome in outcomes),
         quantile(durations, 0.5),
         quantile(durations, 0.95),
         quantile(wait, 0.5),
@@ -75,16 +88,16 @@ def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the value below which this share lies; NaN for an empty sequence."""
+    """Return the quantile `part` (0 to 1) of ascending values, by nearest rank; NaN for an empty sequence."""
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
 def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
-    """Return Jain's index over API keys of tokens served until a moment.
+    """Return Jain's fairness index over API keys, of the tokens that were served until the time `until`.
 
-    Each value is divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got
-    everything. A single key has 1. Requests of the last `patience` seconds do not count, because their result is still
-    open.
+    Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
+    key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` do not count, because
+    their result is still open.
     """
     demands: dict[str, float] = {}
     served: dict[str, float] = {}
@@ -104,8 +117,10 @@ def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: floa
 
 
 def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
-    """Divide `whole` into max-min fair shares: no key gets more than it requested, and the rest is divided among the
-    remaining keys."""
+    """Divide `total` into max-min fair shares, by key: no key gets more than in `demands`.
+
+    The rest of a key that needs less than an equal share is divided among the remaining keys.
+    """
     shares: dict[str, float] = {}
     left = total
     for number, (key, wanted) in enumerate(sorted(demands.items(), key=lambda one: one[1])):
@@ -133,7 +148,7 @@ _COLUMNS = (
 
 
 def table(rows: Sequence[RunStatistics]) -> str:
-    """Render the table: times in seconds, `x p95` as a multiple of the clairvoyant's."""
+    """Render rows as a text table: times in seconds, and `x p95` as a multiple of the clairvoyant's TTFT."""
     lines = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
     return "\n".join(

@@ -1,8 +1,9 @@
-"""Routers of a simulation: the dispatcher under any policy, rules of peer projects, and a clairvoyant router.
+"""Routers of a simulation: the dispatcher under any policy, rules of other projects, and a clairvoyant router.
 
-`production` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the memory
-filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to the
-first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES` nodes.
+`ProductionRouter` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the
+memory filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to
+the first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES`
+nodes.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -30,17 +31,19 @@ from wire.refusals import FailureCode
 from wire.report import Memory
 
 MAX_TRIES = 5
+"""Most nodes to which `PeerRouter` sends a request."""
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
+"""Seconds from the first refusal to the next try, and factor for each further one."""
 _MOST_MESSAGE = 4
 
 
 def demand_of(turn: ConversationTurn) -> ResourceDemand:
-    """Return the router's knowledge of a request."""
+    """Return the facts of a request that a router knows: model, bytes of the prompt, and limit of output tokens."""
     return ResourceDemand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
 def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return texts of the right length that begin with the texts of the conversation's earlier turns."""
+    """Return messages of the right length that begin with the messages of the conversation's earlier turns."""
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
         for number, (text, tokens) in enumerate(turn.conversation)
@@ -48,7 +51,7 @@ def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
 
 
 class ProductionRouter:
-    """Contender that uses the dispatcher."""
+    """Router that uses the production dispatcher with a placement policy. `seed` is for random choices."""
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy) -> None:
         self._pool = pool
@@ -77,7 +80,7 @@ class ProductionRouter:
         return self._pool.send(node, frame)
 
     def set_view(self, view: ClusterView) -> None:
-        """Pass the view to the dispatcher."""
+        """Pass a new cluster view to the dispatcher."""
         self.dispatcher.set_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
@@ -92,7 +95,7 @@ class ProductionRouter:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Submit a turn as one job and consume its stream."""
+        """Submit a turn as a streaming request to the dispatcher, and consume its stream."""
         job = RequestSpec(
             demand_of(turn),
             turn.key,
@@ -115,13 +118,16 @@ class ProductionRouter:
             self._pool.ended(request.job.request_id, request.outcome)
 
     def close(self) -> None:
-        """Stop the dispatcher and check the ledger's balance."""
+        """Stop the dispatcher, and check that its reservation ledger is consistent."""
         self.dispatcher.shutdown()
         self.dispatcher.ledger.check()
 
 
 class PeerRouter:
-    """Router without reservations. `sample` is the number of nodes compared for a request; 0: all."""
+    """Router of other projects: sends a request to the best node by `policy`, without reservations and queue.
+
+    `sample` is the number of random nodes that are compared for a request; 0: all. `seed` is for random choices.
+    """
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy, sample: int = 0) -> None:
         self._pool = pool
@@ -135,7 +141,7 @@ class PeerRouter:
         self._begun: set[int] = set()
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view. Requests that its reports already include are no longer counted here."""
+        """Apply a new view. Do not count the tokens of requests that the new reports already include."""
         old = {node.id: node for node in self._view.nodes}
         self._view = view
         for node in view.nodes:
@@ -146,7 +152,10 @@ class PeerRouter:
                         mine[request] = 0
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Track a request; after a refusal, try another node."""
+        """Apply a frame of a request. After a refusal, retry on another node after a backoff.
+
+        A request that is refused in its last try (`MAX_TRIES`) ends.
+        """
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
@@ -162,7 +171,10 @@ class PeerRouter:
             self._pool.ended(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Fail the streams of a lost node, and retry requests without a first token on another node."""
+        """Handle the loss of a node. Requests with a first token, or with `MAX_TRIES` tries, fail.
+
+        All other requests of the node are retried on another node at once.
+        """
         for request in [number for number, live in self._live.items() if live[1] == node]:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
@@ -181,7 +193,7 @@ class PeerRouter:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to a node."""
+        """Send a turn to the best node; fail the turn if no node is ready."""
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:
@@ -225,7 +237,7 @@ class PeerRouter:
 
 
 class OracleRouter:
-    """Router with exact knowledge of all nodes and answers."""
+    """Clairvoyant router, with exact knowledge of all nodes and of the lengths of answers."""
 
     def __init__(self, pool: SimulatedPool) -> None:
         self._pool = pool
@@ -235,14 +247,20 @@ class OracleRouter:
         self._ready: frozenset[NodeId] = frozenset()
 
     def set_view(self, view: ClusterView) -> None:
-        """Update the set of ready nodes. Their state is read from the nodes directly."""
+        """Update the set of ready nodes, and place waiting requests if the set changed.
+
+        All other facts are read from the nodes directly.
+        """
         ready = frozenset(node.id for node in view.nodes if node.state == NodeState.READY)
         if ready != self._ready:
             self._ready = ready
             self._wake(ready)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Track a request. Two requests sent at one moment may collide on a node; a refused request waits again."""
+        """Apply a frame of a request. Enqueue a refused request again.
+
+        A refusal is possible because two requests at one moment may collide on a node.
+        """
         if isinstance(frame, Refusal):
             self._waiting.append(self._live.pop(frame.request)[0])
             self._wake(self._ready)
@@ -252,20 +270,20 @@ class OracleRouter:
             self._pool.ended(turn.id, outcome)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Restart the requests of a lost node on other nodes. A loss is not foreseen."""
+        """Restart the requests of a lost node on other nodes. The clairvoyant does not foresee a loss."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Place a turn now, or enqueue it."""
+        """Place a turn now, or let it wait for memory; fail a turn that fits on no node."""
         if not any(machine.ever(turn) for machine in self._pool.machines.values()):
             self._pool.ended(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)
 
     def changed(self, node: NodeId) -> None:
-        """Try the waiting requests on this node only, because they did not fit on any other node before."""
+        """Try to place the waiting requests on this node only, because they did not fit on any other node before."""
         self._wake(self._ready & {node})
 
     def _wake(self, nodes: Collection[NodeId]) -> None:
@@ -300,52 +318,52 @@ class OracleRouter:
 
 
 class RoundRobin:
-    """Rule: node with the fewest turns."""
+    """Policy that prefers the node to which the fewest requests were sent."""
 
     def __init__(self) -> None:
         self._turns: dict[NodeId, int] = {}
 
     def sent(self, node: NodeId) -> None:
-        """Count a turn."""
+        """Count a request that is sent to a node."""
         self._turns[node] = self._turns.get(node, 0) + 1
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by turns."""
+        """Return the number of requests that were sent to the node; less is better."""
         return (self._turns.get(candidate.node, 0),)
 
 
 class LeastInFlight:
-    """Rule: node with the fewest requests of this router."""
+    """Policy that prefers the node with the fewest running requests of this router."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by requests in flight."""
+        """Return the number of requests in flight on the node; less is better."""
         return (candidate.in_flight,)
 
 
 class LeastLoad:
-    """SMG's least_load: queued tokens over throughput, and 0.15 s × k/(1−k) for the share k of memory in use."""
+    """Policy `least_load` of SMG: seconds of queued tokens, plus 0.15 s × k/(1−k) for the share k of memory in use."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by seconds."""
+        """Return the load of the node in seconds; less is better."""
         used = min(0.99, _used(candidate.memory))
         return (_queued(candidate) / _speed(candidate) + 0.15 * used / (1 - used),)
 
 
 class LinearCost:
-    """Dynamo's cost: prefill tokens on the node, and tokens in decode. Machines count as equal."""
+    """Policy of Dynamo: prefill tokens that the node has to process, plus tokens in decode. Speeds are ignored."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by tokens."""
+        """Return the cost of the node in tokens; less is better."""
         groups = candidate.model.groups if candidate.model is not None else ()
         prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.warm)
         return (prefill + sum(group.tokens for group in groups),)
 
 
 class WeightedScorers:
-    """The scorers of the Gateway API's inference extension as llm-d mixes them: prefix 3, queue 2, memory 2."""
+    """Policy of llm-d (Gateway API inference extension), by its weights: prefix cache 3, queue 2, memory 2."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by the weighted sum of scores between 0 and 1."""
+        """Return the negative weighted sum of scores between 0 and 1; less is better."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
         return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
 
@@ -368,7 +386,7 @@ def _used(memory: Memory) -> float:
 
 CLAIRVOYANT = "clairvoyant"
 FILTERED = "+filter"
-"""Suffix of a peer's rule behind the memory filter, ledger and queue."""
+"""Suffix of a policy of another project that runs in the dispatcher, with memory filter, ledger and queue."""
 RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
     {
         "round-robin": RoundRobin,
@@ -385,11 +403,11 @@ NAMES = (
     *RULES,
     *(name + FILTERED for name in RULES if name not in _SAMPLES),
 )
-"""Names of all contenders except the clairvoyant, which is always included."""
+"""Names of all policies except the clairvoyant, which is always included."""
 
 
 def make(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
-    """Create a contender. Raise `LookupError` with the known names."""
+    """Create the router for the policy `name`. Raise `LookupError` unless it is in `NAMES` or is `CLAIRVOYANT`."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:
         return OracleRouter(pool)

@@ -1,4 +1,4 @@
-"""Runs a scenario for each policy in turn and compares the results with the clairvoyant router."""
+"""Runs of a scenario under each policy in turn, and comparison of the results with the clairvoyant router."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from coordinator.simulation.workload import draw
 
 
 def shipped() -> dict[str, str]:
-    """Return the text of every scenario in the package, by name."""
+    """Return the TOML text of every scenario in the package, by name."""
     folder = resources.files("coordinator.simulation") / "scenarios"
     return {
         file.name.removesuffix(".toml"): file.read_text("utf-8")
@@ -25,9 +25,9 @@ def shipped() -> dict[str, str]:
 
 
 def load(name: str) -> tuple[Scenario, Path]:
-    """Read a scenario by its name or from a file. Return it and the folder of its traces.
+    """Read the scenario of the package with this name, or from a file. Return the scenario and its folder of traces.
 
-    Raise `ScenarioError` if it is neither, or cannot be simulated.
+    Raise `ScenarioError` if there is no such scenario and no such file, or if the scenario is invalid.
     """
     known = shipped()
     if name in known:
@@ -58,7 +58,11 @@ def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
 def play(
     scenario: Scenario, policy: str, seed: int, folder: Path, log: Callable[[str], None] | None = None
 ) -> tuple[RunStatistics, SimulatedPool]:
-    """Run a scenario once, in virtual time."""
+    """Run a scenario once under a policy, in virtual time. Return the statistics, and the pool after the run.
+
+    `folder` is the folder of the scenario's traces. `log` receives one line for each notable event. Raise
+    `ScenarioError` if a trace cannot be read, and `LookupError` for an unknown policy.
+    """
     loop = VirtualLoop()
     try:
         pool = SimulatedPool(scenario, draw(scenario, seed, folder), loop, seed, log)
@@ -70,8 +74,10 @@ def play(
 
 
 def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[RunStatistics]:
-    """Run all policies in turn. Yield each result when it is complete, with its ratios to the clairvoyant, which is
-    first."""
+    """Run a scenario under all policies in turn, and yield each result when it is complete.
+
+    The ratios of a result are to the first policy, which is the clairvoyant (`policies_of`).
+    """
     best: RunStatistics | None = None
     for policy in policies:
         row, _ = play(scenario, policy, seed, folder)

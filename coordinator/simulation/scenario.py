@@ -1,4 +1,4 @@
-"""Scenario files (TOML): models, Macs, load and faults. Parsed and validated here.
+"""Scenario files (TOML) of the simulation: models, Macs, load and faults, with their parser and checks.
 
 Every error names its location and the valid values. Sizes are texts such as "16GiB", times are seconds, lengths are
 tokens.
@@ -26,7 +26,7 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
 
 class ScenarioError(ValueError):
-    """The file cannot be simulated. The text has location and reason."""
+    """The scenario is invalid or cannot be read. The text has location and reason."""
 
 
 class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,43 +34,52 @@ class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ModelSpec(_StrictTable, frozen=True):
-    """A model.
-
-    `active`: billions of active parameters per token, which scale the speeds. `usual`: the output tokens that nodes
-    report to the router as expected.
-    """
+    """A model of the simulated pool."""
 
     name: Name
     weights: str
+    """Size of the weights."""
     kv_per_token: str
+    """Size of the KV cache of one token."""
     active: Positive
+    """Active parameters per token in billions, which scale the speeds."""
     context: Tokens = 32_768
+    """Most tokens of prompt and answer."""
     usual: Tokens = 256
+    """Output tokens that nodes report to the router as expected."""
     transient: str = "256MiB"
+    """Size of the buffers that a forward pass needs for a moment."""
 
 
 class NodeSpec(_StrictTable, frozen=True):
-    """Macs of one kind: `name`, or `name-1`, `name-2`… for several.
-
-    `models` are the models on disk (default: all), `loaded` those in memory at the start.
-    """
+    """Macs of one kind: one with the name `name`, or several with the names `name-1`, `name-2`…"""
 
     name: Name
     chip: str
+    """Name in `hardware.CHIPS`."""
     memory: str
+    """Size of the RAM."""
     count: Count = 1
+    """Number of Macs."""
     models: tuple[Name, ...] = ()
+    """Models on disk; empty: all."""
     loaded: tuple[Name, ...] = ()
+    """Models in memory at the start."""
     batch: Count = 32
+    """Most rows of a node."""
     disk: str = "3GB"
+    """Bytes that the disk reads per second, as a size."""
 
     def names(self) -> list[str]:
-        """Return the name of each Mac."""
+        """Return the names of these Macs."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
 class Lengths(_StrictTable, frozen=True):
-    """Lognormal distribution: half are above `median`; `sigma` is that of the logarithm; cut at `least` and `most`."""
+    """Lognormal distribution of tokens or seconds. `sigma` is the standard deviation of the logarithm.
+
+    Values are limited to `least` and `most`.
+    """
 
     median: Positive
     sigma: NotNegative = 1.0
@@ -79,76 +88,83 @@ class Lengths(_StrictTable, frozen=True):
 
 
 class LoadSpec(_StrictTable, frozen=True):
-    """Load of one client group.
-
-    The pace is one of three: `rate` (conversations a second), `share` of the total prefill speed of all nodes, or the
-    times of a `trace`. A trace has JSON lines with `at`, `prompt`, `output` and optionally `session`.
-
-    A conversation has `turns` on average, each `think` seconds after the previous answer. Its prompts grow by the
-    earlier turns. With `bursts`, that many conversations begin at the same moment.
-    """
+    """Load of one group of clients. Exactly one of `rate`, `share` and `trace` sets the pace of conversations."""
 
     model: Name
     key: Name = "all"
+    """API key of the requests."""
     rate: NotNegative = 0.0
+    """Conversations per second."""
     share: NotNegative = 0.0
+    """Prompt tokens as a share of the total prefill speed of all nodes."""
     trace: str = ""
+    """File of JSON lines with `at`, `prompt`, `output` and optionally `session`."""
     prompt: Lengths = Lengths(median=1000.0)
+    """Tokens that each turn adds to the prompt, which also contains the earlier turns."""
     output: Lengths = Lengths(median=180.0, sigma=0.8, least=10.0, most=2000.0)
+    """Tokens of an answer."""
     max_tokens: Tokens | None = None
     turns: Annotated[float, Meta(ge=1)] = 1.0
+    """Average number of turns of a conversation."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
+    """Seconds from an answer to the next turn."""
     bursts: Count = 1
+    """Number of conversations that begin at the same moment."""
     begins: NotNegative = 0.0
+    """Start of the load, in seconds."""
     ends: Positive | None = None
+    """End of the load, in seconds; None: the end of the scenario."""
 
 
 class EventSpec(_StrictTable, frozen=True):
-    """Event of a node at a moment, for `seconds`.
-
-    The node `dies` (process and link), falls `silent` (link and reports stall), or grants a `lease` of `size` to a
-    video.
-    """
+    """Fault or lease of a node, from `at` for `seconds`."""
 
     at: NotNegative
+    """Begin, in seconds."""
     node: str
+    """Name of the node."""
     does: Literal["dies", "silent", "lease"]
+    """`dies`: process and link end. `silent`: link and reports stall. `lease`: the node grants a lease for a video."""
     seconds: Positive = 30.0
     size: str = "0"
+    """Size of the lease."""
 
 
 class Scenario(_StrictTable, frozen=True):
-    """A complete scenario.
-
-    Requests arrive for `seconds`; then the simulation runs until all have ended. `latency` is the one-way delay of the
-    link. `report_loss` is the share of lost reports.
-    """
+    """A complete scenario, as in a scenario file."""
 
     about: str
+    """Description in one line."""
     seconds: Positive
+    """Duration of arrivals. The simulation then runs until all requests have ended."""
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
     nodes: Annotated[tuple[NodeSpec, ...], Meta(min_length=1)]
     load: Annotated[tuple[LoadSpec, ...], Meta(min_length=1)]
     events: tuple[EventSpec, ...] = ()
     report_seconds: Positive = 0.5
+    """Seconds between two reports of a busy node."""
     report_loss: Share = 0.0
+    """Share of reports that are lost."""
     latency: NotNegative = 0.002
+    """One-way delay of a link, in seconds."""
     queue_timeout_seconds: Positive = 30.0
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     policies: tuple[str, ...] = ()
+    """Policies to compare; empty: all."""
     seed: int = 1
+    """Seed for all random choices."""
 
     def model(self, name: str) -> ModelSpec:
-        """Return a model by name. A validated scenario has it."""
+        """Return the model of this name, which must be in the scenario."""
         return next(model for model in self.models if model.name == name)
 
     def node_names(self) -> list[str]:
-        """Return every Mac's name."""
+        """Return the names of all Macs of the scenario."""
         return [name for node in self.nodes for name in node.names()]
 
 
 def read(text: str) -> Scenario:
-    """Parse and validate a scenario. Raise `ScenarioError` with location and reason."""
+    """Parse and check the TOML text of a scenario. Raise `ScenarioError` if the text is invalid."""
     try:
         scenario = msgspec.convert(tomllib.loads(text), Scenario)
     except tomllib.TOMLDecodeError as error:
@@ -217,5 +233,5 @@ def _size(where: str, text: str) -> int:
 
 
 def whole(value: float) -> int:
-    """Convert a length to whole tokens."""
+    """Round a length down to whole tokens, at least 1."""
     return max(1, math.floor(value))

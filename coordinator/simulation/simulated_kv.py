@@ -1,4 +1,4 @@
-"""Rows of one model on a simulated node: committed and written tokens, padded batches (`wire.capacity.arithmetic`)."""
+"""KV caches of one model on a simulated node, in padded batches, with the sums of `wire.capacity.arithmetic`."""
 
 from dataclasses import dataclass, field
 
@@ -8,19 +8,19 @@ from wire.report import BatchGroup, KvParameters
 
 @dataclass(slots=True, eq=False)
 class SimulatedRow:
-    """KV cache of one answer.
-
-    `promised` are its reserved tokens. Its cached tokens are `prompt` and the tokens decoded since `start`, a count of
-    the node's decode steps. `joined` is set after its prefill.
-    """
+    """KV cache of one answer."""
 
     promised: int
+    """Reserved tokens."""
     prompt: int = 0
+    """Cached tokens, without those that were decoded since `start`."""
     start: float = 0.0
+    """Number of decode steps of the node from which decoded tokens count."""
     joined: bool = False
+    """Whether the prefill is complete and the row is part of a batch."""
 
     def written(self, steps: float) -> int:
-        """Return its cached tokens at the node's step count `steps`."""
+        """Return the cached tokens after `steps` decode steps of the node, at most `promised`."""
         return min(self.promised, int(self.prompt + (steps - self.start if self.joined else 0)))
 
 
@@ -39,7 +39,7 @@ class _SimulatedBatch:
 
 
 class SimulatedRows:
-    """All rows of one model."""
+    """All KV caches of one model on a simulated node."""
 
     def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
@@ -52,7 +52,7 @@ class SimulatedRows:
         return self._count
 
     def groups(self) -> tuple[BatchGroup, ...]:
-        """Return the batches as in a report."""
+        """Return the batches with their reserved tokens, as a node reports them."""
         if self._groups is None:
             self._groups = tuple(batch.promised() for batch in self._batches)
             self._promised = sum(padded(group, self.kv) for group in self._groups)
@@ -64,7 +64,7 @@ class SimulatedRows:
         return self._promised
 
     def written(self, steps: float) -> int:
-        """Return the bytes in use."""
+        """Return the bytes of the cached tokens of all rows, after `steps` decode steps of the node."""
         return sum(batch.written(self.kv, steps) for batch in self._batches)
 
     def add(self, row: SimulatedRow) -> None:
@@ -88,12 +88,12 @@ class SimulatedRows:
         self._groups = None
 
     def extend(self, row: SimulatedRow, more: int) -> None:
-        """Reserve `more` tokens for a row."""
+        """Reserve `more` additional tokens for a row."""
         row.promised += more
         self._groups = None
 
     def extension(self, row: SimulatedRow, more: int) -> int:
-        """Return the additional bytes for `more` tokens of a row."""
+        """Return the bytes that `extend` of a row by `more` tokens would add."""
         group = next(batch for batch in self._batches if row in batch.rows).promised()
         longest = max(group.longest, row.promised + more)
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)

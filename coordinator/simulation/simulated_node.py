@@ -52,46 +52,58 @@ _EPSILON = 1e-6
 
 @dataclass(slots=True, eq=False)
 class SimulatedModel:
-    """Model in a node's catalogue, and its state on the node."""
+    """Model in the catalogue of a simulated node, and its state there. Times are virtual, in seconds."""
 
     spec: ModelSpec
     model: Model
+    """Constant part of the model in reports."""
     rows: SimulatedRows
+    """KV caches of the model's requests."""
     speed: float
+    """Prefill speed, in tokens per second."""
     loaded: bool = False
     used: float = 0.0
+    """Time of the last use."""
     ready_at: float = 0.0
+    """Time at which the running load ends; 0 if no load runs."""
     loading: bool = False
+    """Whether the model is being loaded, or waits for its turn to load."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """One admitted request."""
+    """Admitted request on a simulated node."""
 
     request: int
+    """Number of the request."""
     owner: WeightedKey
+    """API key of the request."""
     turn: ConversationTurn
     model: SimulatedModel
     row: SimulatedRow
     age: int
+    """Number of the admission; lower is older."""
     left: float
-    """Prompt tokens still to prefill."""
+    """Prompt tokens that are not prefilled yet."""
     cached: int
+    """Prompt tokens from the prefix cache."""
     known: int = 0
-    """Tokens that were generated before the request came, or returned, to this node."""
+    """Tokens that were generated before a resume on this node, or before the last preemption."""
     sent_tokens: int = 0
+    """Generated tokens that were sent to the router."""
     decoding: bool = False
+    """Whether the prefill is complete."""
 
     def produced(self, steps: float) -> float:
-        """Return the number of generated tokens."""
+        """Return the number of generated tokens after `steps` decode steps of the node."""
         return self.known + (steps - self.row.start if self.decoding else 0.0)
 
 
 class SimulatedNode:
-    """Simulated Mac.
+    """Simulated Mac, which answers frames of the router in the virtual time of `loop`.
 
-    `say` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
-    called after a request ended or memory was released.
+    `send` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
+    called after a request has ended or memory was released. Without `loads`, no model is in memory at the start.
     """
 
     def __init__(
@@ -156,7 +168,7 @@ class SimulatedNode:
     # frames from the router
 
     def take(self, frame: Frame) -> None:
-        """Handle a frame of the router."""
+        """Handle a frame of the router: `Generate` or `Cancel`. Ignore other frames."""
         self._advance()
         if isinstance(frame, Generate):
             self._generate(frame)
@@ -226,7 +238,7 @@ class SimulatedNode:
                 return
 
     def here(self) -> list[SimulatedSequence]:
-        """Return every request on this node."""
+        """Return all requests on this node: in decode, in prefill, queued and preempted."""
         return [*self.decoding, *self.prefills, *self._line, *self._preempted]
 
     def flush(self) -> None:
@@ -236,14 +248,17 @@ class SimulatedNode:
             self._report_tokens(sequence)
 
     def forget(self) -> None:
-        """Delete every request without a message, because the link of its router is gone."""
+        """Delete all requests without a frame to the router, because the link is lost."""
         self._advance()
         for sequence in self.here():
             self._drop(sequence)
         self._settle()
 
     def lease(self, size: int) -> bool:
-        """Lease `size` bytes to a video if they fit. A negative size returns them. Return whether they were leased."""
+        """Lease `size` bytes to a video, after eviction of caches and idle models. Return False if they do not fit.
+
+        A negative size ends a lease of that size.
+        """
         self._advance()
         if size > 0:
             self._free_memory(size, None)
@@ -255,7 +270,7 @@ class SimulatedNode:
         return True
 
     def stop(self) -> None:
-        """Cancel the timer."""
+        """Cancel the timer of the next event, at the end of this node's life."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -263,7 +278,11 @@ class SimulatedNode:
     # memory
 
     def memory(self, *, reported: bool = False) -> Memory:
-        """Return the current memory. Unless `reported`, rows count as reserved only: the sum is the same."""
+        """Return the memory at this moment, as the gate sums it.
+
+        With `reported`, cached tokens count as active memory, as in a report. Without, rows count as reserved only, and
+        the sum is the same.
+        """
         written = promised = 0
         now = self._loop.time()
         for model in self.models.values():
@@ -565,7 +584,7 @@ class SimulatedNode:
     # reports
 
     def report(self) -> Report:
-        """Return the current report."""
+        """Return the node's report at this moment, with the next sequence number."""
         self._advance()
         self._sequence += 1
         self.dirty = bool(self.decoding or self.prefills or self._line or self._preempted)
@@ -601,7 +620,7 @@ class SimulatedNode:
     # queries of the clairvoyant
 
     def fits(self, turn: ConversationTurn) -> bool:
-        """Return whether this request, with its complete answer, would be admitted now."""
+        """Return whether a request with its complete answer would fit now, if caches and idle models were evicted."""
         self._advance()
         model = self.models.get(turn.model)
         if model is None:
@@ -616,12 +635,15 @@ class SimulatedNode:
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 
     def ever(self, turn: ConversationTurn) -> bool:
-        """Return whether the request, with its complete answer, fits on this node without other load and leases."""
+        """Return whether a request with its complete answer would fit on this node without any other load."""
         model = self.models.get(turn.model)
         return model is not None and can_ever_fit(self.memory(), model.model, turn.prompt, turn.output)
 
     def forecast(self, turn: ConversationTurn) -> float:
-        """Return the seconds to the first token if the request arrived now and no further request came."""
+        """Return the seconds to the first token of a request that arrives now, if no further request arrives.
+
+        The node must have the model of the request.
+        """
         model = self.models[turn.model]
         kept = self._cache.get(turn.session) if turn.session else None
         mine = turn.prompt - (min(kept[1], turn.prompt - 1) if kept is not None and kept[0] == turn.model else 0)

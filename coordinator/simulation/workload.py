@@ -1,4 +1,4 @@
-"""Workload: arrivals and lengths of requests, drawn once from a scenario and equal for every policy.
+"""Workload of a simulation: arrivals and lengths of requests, drawn once from a scenario and equal for every policy.
 
 A conversation is drawn completely before it begins. Only the times of its later turns depend on the answers, as with
 people: a slow system receives fewer requests.
@@ -17,33 +17,42 @@ from coordinator.simulation.hardware import CHIPS, prefill_speed
 from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
 
 BYTES_PER_TOKEN = 4.0
+"""Median of the bytes per prompt token."""
 TOKEN_BYTES_SIGMA = 0.08
 """Sigma of the logarithm of the bytes per prompt token. The router estimates them, the node counts tokens."""
 MAX_REQUESTS = 500_000
+"""Most conversations of a scenario."""
 
 
 @dataclass(slots=True, eq=False)
 class ConversationTurn:
-    """One request: new prompt tokens, answer tokens, seconds of thought before it."""
+    """One request of a simulated conversation."""
 
     id: str
     key: str
+    """Name of the API key."""
     model: str
     prompt: int
+    """Tokens of the complete prompt, with the earlier turns."""
     output: int
+    """Tokens of the complete answer."""
     bytes: int
+    """Size of the prompt's text in bytes."""
     max_tokens: int | None
     think: float
+    """Seconds from the previous answer to this request."""
     session: str = ""
+    """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
     conversation: tuple[tuple[str, int], ...] = ()
     """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedConversation:
-    """A conversation that begins `at` seconds."""
+    """Conversation of one client. Each turn after the first begins `think` seconds after the previous answer."""
 
     at: float
+    """Time of the first turn, in seconds."""
     turns: list[ConversationTurn] = field(default_factory=list[ConversationTurn])
 
 
@@ -57,7 +66,7 @@ class _TraceLine(msgspec.Struct, frozen=True):
 
 
 def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
-    """Return all conversations by start time. Traces are read from `folder`.
+    """Draw all conversations of a scenario, and return them by start time. Traces are read from `folder`.
 
     Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
     """
@@ -112,7 +121,7 @@ def _mean(lengths: Lengths) -> float:
 
 
 def length(lengths: Lengths, random: Random) -> float:
-    """Draw one value."""
+    """Draw one value of a distribution."""
     drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
     return min(lengths.most, max(lengths.least, drawn))
 

@@ -24,7 +24,7 @@ USAGE_DAYS = 400
 
 
 def load_pepper(state: Path) -> bytes:
-    """Return the secret for key digests. Create it on first use (32 bytes, mode 0600)."""
+    """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600)."""
     file = state / "pepper"
     if not file.exists():
         write_private(file, secrets.token_bytes(32))
@@ -32,12 +32,15 @@ def load_pepper(state: Path) -> bytes:
 
 
 class NameTakenError(ValueError):
-    """A key with this name exists. The audit log and `cluster key` could not distinguish the two."""
+    """Another key has this name or id. The audit log and `cluster key` could not distinguish the two keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessAdmin:
-    """Operations of /api/v1/tokens and /api/v1/keys. `clock` returns Unix seconds."""
+    """Administration of join tokens, API keys, usage and audit log, in the database and in the key ring.
+
+    Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds.
+    """
 
     store: Database
     tokens: JoinTokens
@@ -51,11 +54,14 @@ class AccessAdmin:
             self.ring.put(_ring_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
-        """Create a join token. The answer contains its text."""
+        """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
+
+        Raise `ValueError` unless both are positive.
+        """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
-        """List tokens without secrets."""
+        """List join tokens without secrets, newest first. Times are in Unix seconds."""
         rows = [
             {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
             for t in self.tokens.list()
@@ -63,7 +69,7 @@ class AccessAdmin:
         return {"schema": 1, "tokens": rows}
 
     def revoke_token(self, token: str) -> bool:
-        """Revoke a token. Return False if there is none."""
+        """Revoke a join token by its id. Return False if no token has this id."""
         return self.tokens.revoke(token)
 
     def check_name(self, name: str, apart_from: str = "") -> None:
@@ -77,9 +83,9 @@ class AccessAdmin:
     def create_key(
         self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
     ) -> dict[str, Any]:
-        """Create an API key. The answer contains its text, which is not stored.
+        """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
 
-        Raise `ValueError` for unknown scopes.
+        The result contains the key's text, which is not stored. Raise `ValueError` for unknown scopes.
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
@@ -91,19 +97,19 @@ class AccessAdmin:
         return {"schema": 1, "id": key.id, "key": text}
 
     def limit_key(self, key: str, limits: KeyLimits) -> bool:
-        """Replace a key's limits at once. Return False if there is none."""
+        """Replace the limits of a key, effective at once. Return False if no key has the id `key`."""
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
-        """Rename a key; return False when it does not exist."""
+        """Rename a key. Return False if no key has the id `key`."""
         return self._change_key(key, name=name)
 
     def expire_key(self, key: str, ttl: float | None) -> bool:
-        """Set the expiry of a key to `ttl` seconds from now, None for never; return False when it does not exist."""
+        """Set the expiry of a key to `ttl` seconds from now; None: never. Return False if no key has the id `key`."""
         return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
 
     def rotate_key(self, key: str) -> str | None:
-        """Replace the secret of a key and return its text. Return None if the key does not exist."""
+        """Replace the secret of a key. Return the key's new text; None if no key has the id `key`."""
         digest, text = new_secret(self.pepper, key)
         return text if self._change_key(key, digest=digest) else None
 
@@ -117,7 +123,7 @@ class AccessAdmin:
         return True
 
     def list_keys(self) -> dict[str, Any]:
-        """List keys without secrets."""
+        """List API keys without secrets. Times are in Unix seconds."""
         rows = [
             {
                 "id": row.id,
@@ -132,7 +138,7 @@ class AccessAdmin:
         return {"schema": 1, "keys": rows}
 
     def revoke_key(self, key: str) -> bool:
-        """Revoke a key at once. Return False if there is none."""
+        """Revoke a key, effective at once. Return False if no key has the id `key`."""
         self.ring.drop(key)
         return self.store.revoke_key(key, self.clock())
 
@@ -153,8 +159,10 @@ class AccessAdmin:
         self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
-        """Sum the usage by key and model since a day, or for each day (UTC) with `daily`. `key` limits the result to
-        one key."""
+        """Sum the usage by key and model, and with `daily` also by day (UTC).
+
+        `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
+        """
         sums: dict[tuple[str, str, str], UsageTotals] = {}
         for row in self.store.usage:
             if row.day >= since and key in (None, row.key):

@@ -1,4 +1,4 @@
-"""Settings file as written by a person: its settings, its faults and their lines. Pure.
+"""Faults of a settings file with their lines, and settings without secrets for output. Does no I/O.
 
 The TOML parser returns values without lines. This module finds the lines with a second scan of tables and keys. A key
 in an inline table has the line of its table.
@@ -15,23 +15,27 @@ _TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 _SYNTAX = re.compile(r"\(at line (\d+), column (\d+)\)")
 HIDDEN = "(set, not shown)"
+"""Replacement of a value that is not shown."""
 ADDRESSES = frozenset({"alerts.webhook_url"})
 """Settings with a URL, which may contain a secret: only scheme and host are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFault:
-    """One fault of a settings file."""
+    """One fault in the settings of a file or of another source."""
 
     origin: str
+    """Path of the file, or name of the other source."""
     line: int
     """Line from 1; 0 if unknown."""
     key: str
+    """Dotted name of the setting; empty for a fault of TOML syntax."""
     text: str
+    """Description of the fault."""
     near: str = ""
     """Known key with a similar name, as a hint."""
     meaning: str = ""
-    """Description of that key."""
+    """Description of the setting; empty if unknown."""
 
     def summary(self) -> str:
         """Render the fault as one line of text."""
@@ -78,20 +82,20 @@ def line_of(key: str, lines: Mapping[str, int]) -> int:
 
 
 def syntax(origin: str, message: str) -> ConfigFault:
-    """Convert the parser's error into a `ConfigFault`."""
+    """Convert the message of a `TOMLDecodeError` into a `ConfigFault` of `origin`."""
     found = _SYNTAX.search(message)
     return ConfigFault(origin, int(found[1]) if found else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
 
 
 def located(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:
-    """Return faults with their lines, in the order of the file."""
+    """Add lines to the faults of `origin`, and sort them by line. `text` is the TOML; if empty, no line is known."""
     lines = lines_of(text)
     found = [ConfigFault(origin, line_of(one.key, lines), one.key, one.text, one.near, one.meaning) for one in faults]
     return sorted(found, key=lambda one: (one.line, one.key))
 
 
 def shown(key: str, value: object) -> object:
-    """Return a setting's value with possible secrets removed."""
+    """Return the value of the setting `key` for output. Of a URL that may contain a secret, only scheme and host."""
     if key not in ADDRESSES or not value:
         return value
     parts = urlsplit(str(value))
@@ -99,5 +103,5 @@ def shown(key: str, value: object) -> object:
 
 
 def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Remove possible secrets from settings (rows of `host.settings_loader.setting_rows`), for every administrator."""
+    """Return rows of `host.settings_loader.setting_rows` with `shown` applied to each value."""
     return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)

@@ -74,7 +74,7 @@ class StoreError(Exception):
 
 
 class StateLockedError(StoreError):
-    """Another process owns the state folder."""
+    """Another process holds the lock of the state folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +82,31 @@ class ClusterMeta:
     """Identity of the coordinator. Of two coordinators of one cluster, the one with the higher generation is valid."""
 
     cluster: str = ""
+    """Id of the cluster; empty before it is created."""
     name: str = ""
+    """Display name of the cluster."""
     epoch: int = 0
-    """Number of starts of the coordinator."""
+    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
     generation: int = 0
-    """Incremented by every restore of a backup."""
+    """Raised by every restore of a backup, to at least the Unix time of the restore."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A member of the cluster. Times are in Unix seconds."""
+    """A node that has joined the cluster. Times are in Unix seconds."""
 
     node: NodeId
     name: str
+    """Display name."""
     machine: str
+    """Id of the machine."""
     hardware: Hardware
     serial: str
-    """Serial (hex) of its newest certificate."""
+    """Serial (hex) of the node's newest certificate."""
     joined: float
     cordoned: bool = False
     removed: float | None = None
+    """Time of the removal; None for a member."""
     labels: tuple[str, ...] = ()
     video: bool = False
     """Whether an administrator allows video jobs on the node."""
@@ -109,7 +114,7 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A join token without its secret. `key` is the MAC key, which is also secret. Times are in Unix seconds."""
+    """A join token. `key` is the MAC key derived from its secret, and is also secret. Times are in Unix seconds."""
 
     id: str
     key: bytes
@@ -122,14 +127,17 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key without its secret: SHA-256 digest, scopes (infer, admin, metrics), times in Unix seconds."""
+    """An API key without its secret. Times are in Unix seconds."""
 
     id: str
     name: str
     scopes: tuple[str, ...]
+    """Any of `infer`, `admin` and `metrics`."""
     digest: bytes
+    """Digest of the secret."""
     created: float
     expires: float | None = None
+    """None: never."""
     limits: KeyLimits | None = None
 
 
@@ -145,11 +153,11 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One entry of the audit log."""
+    """One entry of the audit log: the action of an actor on a subject."""
 
     number: int
     at: float
-    """Unix seconds."""
+    """Time in Unix seconds."""
     actor: str
     """Id of a key, `local`, `offline`, or the name of a node."""
     action: str
@@ -159,7 +167,10 @@ class AuditRow:
 
 
 class StateLock:
-    """Exclusive lock of a state folder, held until released or until the process ends."""
+    """Exclusive lock of a state folder, held until `release` or the end of the process.
+
+    Raise `StateLockedError` if another process holds the lock, and `OSError` if the lock file cannot be opened.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -181,7 +192,11 @@ class StateLock:
 
 
 class Database:
-    """The state folder's database, open and locked. Raise `StoreError` if it cannot be opened."""
+    """Database of a state folder, which is locked until `close`. Opening also finishes an interrupted restore.
+
+    Raise `StoreError` if the database cannot be opened, and `StateLockedError` if another process uses the folder.
+    Methods that change the state raise `StoreError` after a failed write.
+    """
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -203,7 +218,7 @@ class Database:
             raise
         self._failure: StoreError | None = None
         self.on_death: Callable[[], object] = lambda: None
-        """Called on the writer thread when the thread cannot continue."""
+        """Function that the writer thread calls if it cannot continue."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
         self._writer = threading.Thread(target=self._write, name="store", daemon=True)
@@ -226,12 +241,12 @@ class Database:
 
     @property
     def meta(self) -> ClusterMeta:
-        """Identity of the coordinator."""
+        """Identity of the coordinator, as last set."""
         return self._meta
 
     @property
     def members(self) -> Mapping[NodeId, MemberRow]:
-        """All nodes that ever joined, including removed ones (`removed` is set)."""
+        """Rows of all nodes that ever joined, by node id, including removed ones (`removed` is set)."""
         return self._members
 
     @property
@@ -245,18 +260,18 @@ class Database:
         return self._keys
 
     def found(self, cluster: str, name: str) -> None:
-        """Set the cluster's id and name."""
+        """Set id and display name of a new cluster."""
         self._meta = replace(self._meta, cluster=cluster, name=name)
         self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
 
     def next_epoch(self) -> int:
-        """Increment the epoch at a start of the coordinator and return it."""
+        """Increment the epoch, once at each start of the coordinator, and return the new value."""
         self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
         self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
         return self._meta.epoch
 
     def put_member(self, row: MemberRow) -> None:
-        """Add or replace a member."""
+        """Add a member, or replace the row of its node id."""
         self._members[row.node] = row
         self._put(
             "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -273,7 +288,7 @@ class Database:
         )
 
     def put_token(self, row: TokenRow) -> None:
-        """Add or replace a join token."""
+        """Add a join token, or replace the row of its id."""
         self._tokens[row.id] = row
         self._put(
             "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -287,12 +302,12 @@ class Database:
         )
 
     def drop_token(self, token: str) -> None:
-        """Delete a join token."""
+        """Delete the join token of this id. Do nothing if there is none."""
         self._tokens.pop(token, None)
         self._put("DELETE FROM tokens WHERE id = ?", token)
 
     def put_key(self, row: KeyRow) -> None:
-        """Add or replace an API key."""
+        """Add an API key, or replace the row of its id."""
         self._keys[row.id] = row
         self._put(
             "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
@@ -306,13 +321,13 @@ class Database:
         )
 
     def revoke_key(self, key: str, now: float) -> bool:
-        """Revoke an API key. Return False if no key has this id. The row is kept as a record."""
+        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk."""
         known = self._keys.pop(key, None) is not None
         self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
 
     def count(self, key: str, model: str, day: str, used: UsageTotals) -> None:
-        """Add to the usage of a model by a key on a day."""
+        """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`)."""
         row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
         row.used.add(used)
         self._put(
@@ -325,11 +340,11 @@ class Database:
 
     @property
     def usage(self) -> Iterable[UsageRow]:
-        """Usage of every key, oldest day first."""
+        """Usage of every key, model and day, oldest day first."""
         return sorted(self._usage.values(), key=lambda row: (row.day, row.key, row.model))
 
     def forget_usage(self, before: str) -> None:
-        """Delete the usage of days before this one."""
+        """Delete the usage of all days before `before` (`2026-01-31`)."""
         old = [one for one in self._usage if one[2] < before]
         for one in old:
             del self._usage[one]
@@ -337,7 +352,7 @@ class Database:
             self._put("DELETE FROM usage WHERE day < ?", before)
 
     def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Append an entry to the audit log. Delete the oldest entries above `MAX_AUDIT_ENTRIES`."""
+        """Append an entry with the fields of `AuditRow` to the audit log. Keep at most `MAX_AUDIT_ENTRIES` entries."""
         number = self._audit[-1].number + 1 if self._audit else 1
         self._audit.append(AuditRow(number, at, actor, action, subject, address))
         self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
@@ -345,15 +360,15 @@ class Database:
 
     @property
     def audit(self) -> Sequence[AuditRow]:
-        """Newest entries of the audit log, oldest first."""
+        """Entries of the audit log, at most the newest `MAX_AUDIT_ENTRIES`, oldest first."""
         return self._audit
 
     def deny_node(self, node: NodeId, now: float, reason: str) -> None:
-        """Deny this node permanently, with any certificate."""
+        """Add a node to the deny list permanently, with any certificate. `now` is in Unix seconds."""
         self._deny(f"node:{node}", now, reason)
 
     def deny_serial(self, serial: str, now: float, reason: str) -> None:
-        """Deny this certificate (serial in hex) permanently."""
+        """Add a certificate (serial in hex) to the deny list permanently. `now` is in Unix seconds."""
         self._deny(f"serial:{serial}", now, reason)
 
     def denied(self, node: NodeId, serial: str) -> bool:
@@ -378,7 +393,7 @@ class Database:
         self._refuse_when_broken()
 
     def close(self) -> None:
-        """Write pending changes, close the file and release the lock. Raise `StoreError` if a write failed."""
+        """Write pending changes, close the database and release the lock. Raise `StoreError` if a write failed."""
         self._writes.put(None)
         self._writer.join()
         self._connection.close()
@@ -415,7 +430,9 @@ class Database:
 def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     """Open a database (mode 0600, WAL, synchronous=FULL) and apply the missing `migrations`.
 
-    Raise `StoreError` if it cannot be opened, is damaged, or was written by a newer macpool.
+    `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, keep a copy of the
+    database next to it. Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer
+    macpool.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -1,4 +1,4 @@
-"""Settings of the coordinator; `config.toml` in the state folder, MACPOOL_* or --set."""
+"""Settings of the coordinator, from `config.toml` in the state folder, MACPOOL_* variables and --set."""
 
 from typing import Annotated, Literal
 
@@ -10,11 +10,11 @@ from router.admission.cache_scope import CacheSettings
 from router.settings import RouterSettings
 
 NODE_SECTIONS = frozenset({"memory", "engine", "models", "node", "sharing", "worker"})
-"""Sections of the same file for the node on this machine."""
+"""Sections of `config.toml` for the node on this machine, which this module does not read."""
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
-    """Settings of the cluster."""
+    """Section `cluster`: name, announcement and certificates of nodes."""
 
     name: Annotated[
         str, Meta(description="Display name of the cluster, announced by Bonjour and shown to joining Macs.")
@@ -31,7 +31,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
 
 
 class HttpSettings(Section, frozen=True, kw_only=True):
-    """Settings of the clients' endpoint."""
+    """Section `http`: settings of the endpoint for clients."""
 
     drain_seconds: Annotated[float, Meta(ge=0, description="Longest wait at shutdown for running requests to end.")] = (
         20.0
@@ -76,7 +76,7 @@ class HttpSettings(Section, frozen=True, kw_only=True):
 
 
 class AlertSettings(Section, frozen=True, kw_only=True):
-    """Notifications of conditions that need a person."""
+    """Section `alerts`: notifications of conditions that need a person."""
 
     webhook_url: Annotated[
         str, Meta(description="URL that receives a POST for each condition that begins or ends; HTTPS or loopback.")
@@ -84,7 +84,7 @@ class AlertSettings(Section, frozen=True, kw_only=True):
 
 
 class CoordinatorSettings(Section, frozen=True, kw_only=True):
-    """All settings of the coordinator."""
+    """All settings of the coordinator, one attribute per section."""
 
     cluster: ClusterSettings = ClusterSettings()
     http: HttpSettings = HttpSettings()

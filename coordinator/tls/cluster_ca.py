@@ -47,7 +47,7 @@ _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
 
 class AuthorityError(Exception):
-    """The CA's files are missing or damaged. The text names the file and the next step."""
+    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the next step."""
 
 
 class CertificateRequestError(ValueError):
@@ -55,9 +55,10 @@ class CertificateRequestError(ValueError):
 
 
 class ClusterCa:
-    """CA of one cluster, created on first use in `folder`.
+    """CA of one cluster, with the coordinator's own certificate. Both are created in `folder` on first use.
 
-    `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds.
+    `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds. Raise `AuthorityError`
+    if the CA's file is damaged, and `OSError` if a file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:
@@ -92,11 +93,11 @@ class ClusterCa:
         return certificate.public_bytes(Encoding.DER)
 
     def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
-        """Return the member, and the serial (hex) of its certificate (DER), whose key signed a request (DER) to join
-        again.
+        """Return the node id and certificate serial (hex) of the member that signed a request to join again.
 
-        Return None if this CA did not issue the certificate, or its key did not sign. An expired certificate also
-        proves the key.
+        `certificate` is the member's certificate (DER), `csr` the request (DER), and `proof` the signature by the
+        certificate's key. Return None if this CA did not issue the certificate, or its key did not sign. An expired
+        certificate also proves the key.
         """
         try:
             shown = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
@@ -110,11 +111,11 @@ class ClusterCa:
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
     def seal(self, generation: int) -> bytes:
-        """Sign that this cluster has a coordinator of this generation."""
+        """Return the CA's signature that this cluster has a coordinator of this generation."""
         return self._key.sign(_generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
     def sealed(self, generation: int, seal: bytes) -> bool:
-        """Return whether a coordinator of this cluster signed this generation."""
+        """Return whether `seal` is the signature of `seal()` for this generation, by a coordinator of this cluster."""
         try:
             self._key.public_key().verify(seal, _generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
@@ -126,18 +127,21 @@ class ClusterCa:
         return self._context
 
     def validity(self) -> dict[str, tuple[float, float]]:
-        """Return issue and expiry of the CA and of the coordinator's certificate, in Unix seconds."""
+        """Return issue and expiry in Unix seconds of the CA (`authority`) and of the coordinator's certificate
+        (`coordinator`)."""
         own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
 
     @property
     def renew_from(self) -> float:
-        """When `renew` will issue a new coordinator certificate, in Unix seconds."""
+        """Unix time from which `renew` issues a new coordinator certificate."""
         return read_certificate(self._own_certificate()).renew_from
 
     def renew(self) -> bool:
-        """Issue a new coordinator certificate after two thirds of the validity of the current one. New connections use
-        it."""
+        """Issue a new coordinator certificate after two thirds of the validity of the current one.
+
+        New connections use the new certificate. Return whether a certificate was issued.
+        """
         if self._clock() < self.renew_from:
             return False
         self._make_own()
@@ -146,9 +150,10 @@ class ClusterCa:
         return True
 
     def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
-        """Return the node that presented this certificate (DER, or the TLS object that verified it).
+        """Return the node that presented a certificate. `shown` is the verified certificate (DER), or its TLS object.
 
-        Return None without a certificate, or if the certificate names no node of this cluster.
+        Return None without a certificate, or if the certificate names no node of this cluster. The signature is not
+        checked here.
         """
         der = shown.getpeercert(binary_form=True) if isinstance(shown, ssl.SSLObject | ssl.SSLSocket) else shown
         peer = parse_uri(read_certificate(der).uri) if der else None
@@ -246,7 +251,10 @@ def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 def certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
-    """Begin a certificate for a key. `now` is Unix seconds, `life` is seconds."""
+    """Return a builder with subject `name`, issuer, key, serial number and validity; the caller adds extensions.
+
+    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after it.
+    """
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -261,12 +269,12 @@ def certificate_builder(
 
 
 def named(name: str) -> x509.Name:
-    """Return a subject with one common name."""
+    """Return an X.509 name that consists of the common name `name`."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return the key usage extension for certificate signing, or for handshakes."""
+    """Return the key usage extension of a CA, or without `signs_certificates` that of a TLS certificate."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -281,13 +289,13 @@ def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Write a key and its certificate into one private file."""
+    """Replace a file by a key and its certificate (PEM), with mode 0600. Raise `OSError` if it cannot be written."""
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_private(path, private + certificate.public_bytes(Encoding.PEM))
 
 
 def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Read a file of `write_pair`. Raise `AuthorityError` if it is damaged."""
+    """Read key and certificate from a file of `write_pair`. Raise `AuthorityError` if it is missing or damaged."""
     try:
         content = path.read_bytes()
         key = load_pem_private_key(content, None)

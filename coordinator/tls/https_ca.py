@@ -65,8 +65,11 @@ LOCAL = "local"
 
 
 class HttpsCa:
-    """TLS of the endpoint, created on first use in `folder`. `hosts` are additional names; `clock` returns Unix
-    seconds."""
+    """Authority and certificate of the HTTPS endpoint, created in `folder` on first use.
+
+    `hosts` are additional names in the certificate. `clock` returns Unix seconds. `here` returns the current names and
+    addresses of this machine. Raise `AuthorityError` if the authority's file is damaged.
+    """
 
     def __init__(
         self,
@@ -89,22 +92,22 @@ class HttpsCa:
 
     @property
     def ca_pem(self) -> str:
-        """Certificate of the authority (PEM), for the trust stores of clients."""
+        """Certificate of the authority in PEM, for the trust stores of clients."""
         return self._ca.public_bytes(Encoding.PEM).decode()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the authority's certificate (DER), hex."""
+        """SHA-256 of the authority's certificate (DER), in hex."""
         return hashlib.sha256(self._ca.public_bytes(Encoding.DER)).hexdigest()
 
     @property
     def life(self) -> tuple[float, float]:
-        """Issue and expiry of the current certificate, in Unix seconds."""
+        """Issue and expiry of the endpoint's current certificate, in Unix seconds."""
         return certificate_validity(self._own)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names and addresses in the current certificate."""
+        """Names and addresses in the endpoint's current certificate."""
         return self._names
 
     def renew(self) -> bool:
@@ -176,7 +179,7 @@ def certificate_validity(pem: Path) -> tuple[float, float]:
 
 
 def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the names to which an authority is constrained; an empty list without constraints."""
+    """Return the permitted names in the name constraints of an authority; an empty list without constraints."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or ())
     except x509.ExtensionNotFound:
@@ -188,7 +191,10 @@ def _common_name(certificate: x509.Certificate) -> str:
 
 
 def allowed(name: str) -> bool:
-    """Return whether the certificate may contain this address or name of this machine."""
+    """Return whether the endpoint's certificate may contain an address or name of this machine.
+
+    Allowed are addresses in `HOME`, `localhost` and names under `.local`.
+    """
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -198,12 +204,15 @@ def allowed(name: str) -> bool:
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the name of this machine on the local network."""
+    """Return the names of this machine on the local network: its host name under `.local`."""
     return (f"{socket.gethostname().partition('.')[0].lower()}.{LOCAL}",)
 
 
 def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Return the TLS context of given PEM files. Raise `AuthorityError` if they cannot be used."""
+    """Return a server's TLS context with a certificate chain and its key (PEM files).
+
+    Raise `AuthorityError` if the files cannot be used.
+    """
     context = server_context()
     try:
         context.load_cert_chain(certificate, key)
@@ -216,7 +225,7 @@ def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def server_context() -> ssl.SSLContext:
-    """Create a TLS context for clients: TLS 1.2 and later, because many clients are old."""
+    """Return a TLS context of the endpoint without certificate: TLS 1.2 or later, because many clients are old."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -231,7 +240,7 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a listening address is reachable from this machine only."""
+    """Return whether only this machine can reach a listening address. False for other names than `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -15,9 +15,10 @@ log = structlog.get_logger("coordinator.tls.https_ca")
 
 
 def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
-    """Return the TLS of the endpoint at `listen`: its own authority, a context of given files, or None.
+    """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
-    Raise `AuthorityError` if the settings contradict each other or the files are missing.
+    That is the context of the settings' certificate files, or an `HttpsCa`, or None without TLS. Raise `AuthorityError`
+    if the settings contradict each other or a file cannot be used.
     """
     check_http(http, listen)
     if http.tls_cert_file:
@@ -36,9 +37,10 @@ def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSL
 
 
 def check_http(http: HttpSettings, listen: str) -> None:
-    """Check the settings of the endpoint at `listen` and the certificate files that they name.
+    """Check the settings of the endpoint that listens on the host `listen`, and their certificate files.
 
-    Raise `AuthorityError` if the settings contradict each other or the files cannot be used.
+    Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
+    files that cannot be used.
     """
     if http.tls_cert_file and http.tls == "off":
         raise AuthorityError("http.tls_cert_file is given, but http.tls is off: leave one of them out")
@@ -56,7 +58,10 @@ def check_http(http: HttpSettings, listen: str) -> None:
 def https_validity(
     authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None, file: str
 ) -> dict[str, tuple[float, float]]:
-    """Return issue and expiry of the coordinator's certificates and of a given one, in Unix seconds."""
+    """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
+
+    `file` is the certificate file of the settings. `endpoint` is missing without TLS, or if that file cannot be read.
+    """
     lives = authority.validity()
     if isinstance(tls, HttpsCa):
         lives["endpoint"] = tls.life

@@ -15,12 +15,18 @@ from router.admission.api_keys import KeyRing, new_key
 PAGE = "page"
 """Name of browser keys in the audit log. They are not listed."""
 CODE_SECONDS = 120.0
+"""Validity of a sign-in code, in seconds."""
 KEY_SECONDS = 12 * 3600.0
+"""Validity of a browser key, in seconds."""
 MAX_CODES, MAX_KEYS = 16, 64
+"""Most unused codes, and most browser keys. The oldest is removed for a new one."""
 
 
 class BrowserSessions:
-    """Unused sign-in codes and the browser keys. `clock` returns Unix seconds."""
+    """Unused sign-in codes of the page, and the browser keys that were created from codes.
+
+    Browser keys are added to `ring`. `pepper` is the secret of key digests. `clock` returns Unix seconds.
+    """
 
     def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:
         self._ring = ring
@@ -30,7 +36,7 @@ class BrowserSessions:
         self._keys: dict[str, float] = {}
 
     def create_code(self) -> str:
-        """Create a code for one sign-in. At the limit, the oldest code is removed."""
+        """Create a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest code."""
         self._forget()
         while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]
@@ -39,7 +45,10 @@ class BrowserSessions:
         return code
 
     def enter(self, code: str) -> tuple[str, float] | None:
-        """Change a code for a key; give it and its last moment, or None for a code that is unknown, used or old."""
+        """Exchange a sign-in code for a key. Return the key and its expiry in Unix seconds.
+
+        Return None for a code that is unknown, used or expired.
+        """
         self._forget()
         digest = _digest(code)
         found = next((one for one in self._codes if hmac.compare_digest(one, digest)), None)
@@ -55,7 +64,7 @@ class BrowserSessions:
         return text, now + KEY_SECONDS
 
     def end_session(self, key: str) -> bool:
-        """End a visit at once; False for a key that is no visitor's."""
+        """Revoke a browser key by its id. Return False if `key` is not the id of a browser key."""
         if self._keys.pop(key, None) is None:
             return False
         self._ring.drop(key)

@@ -13,13 +13,18 @@ import structlog
 log = structlog.get_logger("coordinator.ui")
 
 POLL_INTERVAL_SECONDS = 0.5
+"""Seconds between two checks of the pool for changes."""
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a comment is sent, because proxies and the page check that the connection works."""
 MAX_VIEWERS = 32
+"""Most streams at a time."""
 
 
 class LiveStream:
-    """`sections()` gives the state as it is now, each section whole."""
+    """Source of server-sent events for open pages, shared by all viewers.
+
+    `sections()` returns the current state: by name of the event, a complete section that can be encoded as JSON.
+    """
 
     def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:
         self._sections = sections
@@ -36,12 +41,15 @@ class LiveStream:
         return self._viewers >= MAX_VIEWERS
 
     async def wait_stopped(self) -> None:
-        """Wait until the task that serves all viewers has ended, after the last viewer left."""
+        """Wait until the task that checks the pool has ended. The task ends when no viewer is left."""
         if self._task is not None:
             await self._task
 
     async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
-        """Yield events for one viewer while `welcome()` is true. Without `follow`, yield only the current state."""
+        """Yield server-sent events for one viewer while `welcome()` is true: first all sections, then changed ones.
+
+        Without `follow`, yield only the current state. The caller checks `full` first.
+        """
         self._viewers += 1
         try:
             if self._task is None or self._task.done():
@@ -85,6 +93,6 @@ class LiveStream:
     def _now(self) -> Mapping[str, object]:
         try:
             return self._sections()
-        except Exception:  # a page that stands still is no reason to end the stream that will move it again
+        except Exception:  # keep the stream open, because the next check may succeed
             log.exception("page not told")
             return {}

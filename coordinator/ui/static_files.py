@@ -36,15 +36,17 @@ HEADERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file as it is sent; `tag` is its ETag."""
+    """One file of the page, as sent to browsers."""
 
     body: bytes
     kind: str
+    """Value of the content-type header."""
     tag: bytes
+    """ETag, with quotes."""
 
 
 class PageApp:
-    """An ASGI app before the control app: `/` and everything below `/ui/`."""
+    """ASGI app that serves the page's files at `/` and below `/ui/`, and passes other requests to `app`."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
@@ -52,7 +54,7 @@ class PageApp:
         self._files["/"] = self._files.pop(ROOT + "index.html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a file, or pass other requests to the app."""
+        """Send a file of the page, a 404 or 405 problem below `/ui/`, or pass the request to `app`."""
         path: str = scope.get("path", "")
         if scope["type"] != "http" or not (path == "/" or path.startswith(ROOT)):
             await self._app(scope, receive, send)

@@ -545,7 +545,7 @@ class TextEngine:
 
     def _make_way(self, owner: WeightedKey, row_cost: int, cost: int, now: float) -> bool:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
-        The request will hold `held` bytes and costs `cost` at its admission."""
+        The request will hold `row_cost` bytes and costs `cost` at its admission."""
         headroom = self._offered(now, owner.name).headroom
         if headroom is None or now < self._way_at or not self.scheduler.make_way(owner, row_cost, cost - headroom):
             return False

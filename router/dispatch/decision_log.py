@@ -75,7 +75,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecisionLog:
-    """Bounded history: `stories` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
+    """Bounded history: `records` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
 
     def __init__(self) -> None:
         self.records: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)

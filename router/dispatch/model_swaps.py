@@ -61,7 +61,7 @@ MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
-    """Request that uses a model on a node. `ticket` is the number of the request."""
+    """Request that uses a model on a node. `request` is the number of the request."""
 
     request: int
     owner: WeightedKey
@@ -70,7 +70,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
-    """Queued request with the arithmetic of the nodes that serve its model. `ticket` is the number of the request."""
+    """Queued request with the arithmetic of the nodes that serve its model. `request` is the number of the request."""
 
     request: int
     owner: WeightedKey

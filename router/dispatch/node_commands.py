@@ -90,7 +90,7 @@ class NodeCommands:
         return await self._carried(kind(number, model), number, node, name, model)
 
     async def count(self, node: NodeId, name: str, request: CountTokens) -> Ended:
-        """Send a prompt to a node for counting and wait for the result. The request number of `asked` is replaced.
+        """Send a prompt to a node for counting and wait for the result. The request number of `request` is replaced.
 
         Without a link, or with too many open counts of the key or of all keys, the result is a refusal.
         """

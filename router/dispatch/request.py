@@ -268,7 +268,7 @@ class ActiveRequest:
 
 
 class StreamingRequest(ActiveRequest):
-    """Request with a streamed answer. `held` is the cost in bytes of the deltas that arrived while the reader was
+    """Request with a streamed answer. `buffered` is the cost in bytes of the deltas that arrived while the reader was
     `blocked`."""
 
     __slots__ = ("blocked", "keepalive_due", "pending", "seen_takes", "still", "takes")
@@ -327,7 +327,7 @@ class StreamingRequest(ActiveRequest):
 
 
 class BufferedRequest(ActiveRequest):
-    """Request with an answer that is read once, at the end. `held` is its collected size in characters, with
+    """Request with an answer that is read once, at the end. `buffered` is its collected size in characters, with
     overheads."""
 
     __slots__ = ("_calls", "_logprobs", "_texts")

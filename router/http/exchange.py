@@ -72,8 +72,8 @@ class Exchange:
         """Receive the body, within the limits of size and time in `settings`.
 
         Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
-        When more than `MAX_INLINE_BYTES` have arrived, `room` is awaited once with the maximum size of the body. A
-        problem that `room` returns ends the reception and is returned.
+        When more than `MAX_INLINE_BYTES` have arrived, `reserve` is awaited once with the maximum size of the body. A
+        problem that `reserve` returns ends the reception and is returned.
         """
         limit = settings.max_body_bytes
         length = self.header(b"content-length")

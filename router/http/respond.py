@@ -29,7 +29,7 @@ async def generate(
 ) -> None:
     """Answer a request with a valid body: submit one job per prompt, and send the combined answer.
 
-    `asked` encodes the answer in the client's dialect. A job that is refused or fails is answered with the problem.
+    `parsed` encodes the answer in the client's dialect. A job that is refused or fails is answered with the problem.
     """
     requests: list[ActiveRequest] = []
 

@@ -240,7 +240,7 @@ def view_of(
     labels: frozenset[str] = frozenset(),
     video_allowed: bool = False,
 ) -> NodeView:
-    """Build a node's view from its report and its membership record. `heard_at` is in monotonic seconds.
+    """Build a node's view from its report and its membership record. `reported_at` is in monotonic seconds.
 
     Impossible values of the report are corrected or left out.
     """

@@ -254,7 +254,7 @@ FIRST = AttemptHistory()
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
     """Maximum headroom in bytes of a node that refused a request although its view had room.
 
-    `heard_at` is the arrival of the report to which the correction applies; the next report ends it.
+    `reported_at` is the arrival of the report to which the correction applies; the next report ends it.
     """
 
     reported_at: float

@@ -92,15 +92,18 @@ def _run(tests: list[str], stop: bool, log: Path, result: Path) -> int:
 
 
 def _wait(child: int, seconds: float) -> int:
-    """Wait for a forked process; end it and all its children when its time is over."""
+    """Wait for a forked process; end it and all its children when its time is over.
+
+    Orphaned processes that end meanwhile are reaped, because tests wait until processes no longer exist.
+    """
     deadline = time.monotonic() + seconds
     code: int | None = None
     try:
         while code is None and time.monotonic() < deadline:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended == child:
                 code = os.waitstatus_to_exitcode(status)
-            else:
+            elif not ended:
                 time.sleep(LOOK_SECONDS)
     finally:
         with suppress(ProcessLookupError, PermissionError):

@@ -12,10 +12,12 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
 from coordinator.api.route import TEXT, Route
+from coordinator.cluster.membership import FORGET_AFTER_SECONDS
 from coordinator.cluster.registry import Registry
 from coordinator.state.database import Database
 from router.errors import Problem
 from wire.identity import NodeId
+from wire.node_state import NodeState
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
 MAX_PAUSE_SECONDS = 365 * 86400.0
@@ -62,15 +64,15 @@ class NodeRoutes:
             Route("GET", "/api/v1/nodes", "metrics", self.nodes),
             Route("GET", "/api/v1/nodes/{node}", "metrics", self.node),
             Route("GET", "/api/v1/nodes/{node}/logs", "admin", self.logs, (503,), TEXT),
-            Route("POST", "/api/v1/nodes/{node}/cordon", "admin", self.cordon),
-            Route("POST", "/api/v1/nodes/{node}/uncordon", "admin", self.uncordon),
-            Route("POST", "/api/v1/nodes/{node}/allow-video", "admin", self.allow_video),
-            Route("POST", "/api/v1/nodes/{node}/deny-video", "admin", self.deny_video),
-            Route("POST", "/api/v1/nodes/{node}/drain", "admin", self.drain),
-            Route("POST", "/api/v1/nodes/{node}/pause", "admin", self.pause, (503,)),
-            Route("POST", "/api/v1/nodes/{node}/resume", "admin", self.resume, (503,)),
-            Route("PUT", "/api/v1/nodes/{node}/labels", "admin", self.label),
-            Route("DELETE", "/api/v1/nodes/{node}", "admin", self.remove),
+            Route("POST", "/api/v1/nodes/{node}/cordon", "admin", self.cordon, (409,)),
+            Route("POST", "/api/v1/nodes/{node}/uncordon", "admin", self.uncordon, (409,)),
+            Route("POST", "/api/v1/nodes/{node}/allow-video", "admin", self.allow_video, (409,)),
+            Route("POST", "/api/v1/nodes/{node}/deny-video", "admin", self.deny_video, (409,)),
+            Route("POST", "/api/v1/nodes/{node}/drain", "admin", self.drain, (409,)),
+            Route("POST", "/api/v1/nodes/{node}/pause", "admin", self.pause, (409, 503)),
+            Route("POST", "/api/v1/nodes/{node}/resume", "admin", self.resume, (409, 503)),
+            Route("PUT", "/api/v1/nodes/{node}/labels", "admin", self.label, (409,)),
+            Route("DELETE", "/api/v1/nodes/{node}", "admin", self.remove, (409,)),
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -91,6 +93,15 @@ class NodeRoutes:
 
     def _find(self, node: str) -> NodeId:
         return find_node(self._registry, node)
+
+    def _find_member(self, node: str) -> NodeId:
+        """Return the id of a node that has not left. Raise `ProblemError` with 404 or 409."""
+        found = self._find(node)
+        if self._registry.pool.members[found].state == NodeState.LEFT:
+            minutes = FORGET_AFTER_SECONDS / 60
+            text = f"{self._row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
+            raise ProblemError(Problem(409, "node_left", text))
+        return found
 
     async def nodes(self) -> dict[str, Any]:
         """List the nodes with their memory arithmetic; sizes in bytes."""
@@ -119,7 +130,7 @@ class NodeRoutes:
         return await self._set_cordon(node, on=False)
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
-        found = self._find(node)
+        found = self._find_member(node)
         self._registry.cordon(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "cordoned": on}
@@ -133,7 +144,7 @@ class NodeRoutes:
         return await self._set_video(node, on=False)
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
-        found = self._find(node)
+        found = self._find_member(node)
         self._registry.allow_video(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "video_allowed": on}
@@ -142,7 +153,7 @@ class NodeRoutes:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
         The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
-        found = self._find(node)
+        found = self._find_member(node)
         self._registry.cordon(found, on=True)
         await self._store.flush()
         left = await self._traffic.wait_drained(found, body.wait_seconds)
@@ -159,7 +170,7 @@ class NodeRoutes:
         return await self._pause(node, 0.0)
 
     async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
-        found = self._find(node)
+        found = self._find_member(node)
         try:
             sharing = await self._registry.pause(found, seconds, "an administrator of the pool")
         except LookupError as error:
@@ -173,14 +184,14 @@ class NodeRoutes:
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Set the labels of a node. Keys can be limited to labels."""
-        found = self._find(node)
+        found = self._find_member(node)
         self._registry.label(found, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
         return {"schema": 1, "node": found, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool."""
-        found = self._find(node)
+        found = self._find_member(node)
         self._registry.remove(found)
         await self._store.flush()
         return {"schema": 1, "node": found}

@@ -169,7 +169,7 @@ def _new_passphrase(file: Path | None) -> bytes:
 
 
 def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
-    """Return the passphrase of a backup that needs one."""
+    """Return the passphrase of an encrypted backup; None if the file is not encrypted."""
     from coordinator.backup import encryption
 
     try:

@@ -1,4 +1,4 @@
-"""`cluster doctor`: runs all checks, prints faults with the next step, and writes a bundle for a report."""
+"""`cluster doctor`: run all checks, print faults with the next step, and write a bundle for a bug report."""
 
 import json
 import sys

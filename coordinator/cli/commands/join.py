@@ -1,4 +1,4 @@
-"""`cluster join` and `cluster leave`: both become the node's own process, which this package never imports."""
+"""`cluster join` and `cluster leave`. Both replace their process by `node.run`, which this package never imports."""
 
 import os
 import signal
@@ -101,7 +101,7 @@ def leave(state: Path | None, force: bool, yes: bool) -> None:
 
 
 def _running(lock: Path) -> int | None:
-    """Return the id of the process that holds the node's lock."""
+    """Return the id of the process that holds the node's lock; None if no process holds it."""
     import fcntl
 
     try:
@@ -116,7 +116,7 @@ def _running(lock: Path) -> int | None:
 
 
 def _wait(lock: Path, seconds: float) -> bool:
-    """Wait until the lock is free. An alarm ends the blocking wait."""
+    """Wait at most `seconds` until the lock is free, and return whether it is. An alarm ends the blocking wait."""
     import fcntl
 
     def late(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`cluster login`: stores URL, key and authority of a remote coordinator for later commands."""
+"""`cluster login` and `cluster logout`: store URL, key and authority of a remote coordinator for later commands."""
 
 import json
 import sys
@@ -60,7 +60,7 @@ def logout(state: Path | None) -> None:
 
 
 def _authority(base: str, fingerprint: str | None) -> str:
-    """Return the authority (PEM) of an endpoint with one of its own, which was confirmed; else empty."""
+    """Return the confirmed authority (PEM) of an HTTPS endpoint that has its own; empty otherwise."""
     if base.startswith("https://"):
         return confirmed_authority(base, fingerprint)
     if fingerprint is not None:

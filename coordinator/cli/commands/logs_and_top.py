@@ -1,4 +1,4 @@
-"""Commands for observation: logs, events, live view of the pool, and Prometheus' configuration."""
+"""`cluster logs`, `events`, `top` and `metrics-config`: observation of the pool."""
 
 import codecs
 import itertools
@@ -33,7 +33,10 @@ WIDE_SCREEN_COLUMNS = 132
 
 
 def print_log(session: ApiSession, response: HTTPResponse) -> None:
-    """Print a log as it arrives: unchanged with `-o json`, else with its JSON lines formatted for people."""
+    """Print a log from a response as it arrives: unchanged with `-o json`, else with JSON lines formatted for people.
+
+    Raise `CommandError` for an error status.
+    """
     if response.status >= 400:
         raise_for(response.status, response.read())
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
@@ -50,7 +53,7 @@ def print_log(session: ApiSession, response: HTTPResponse) -> None:
 
 
 def log_line(line: str) -> str:
-    """Format a log line for people. A line that is not JSON is unchanged."""
+    """Format a log line for people: time, level, event and fields. A line that is not a JSON object is unchanged."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -165,7 +168,10 @@ def _picture(session: ApiSession, width: int) -> "Group":
 
 
 def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
-    """Render the nodes as a table of at most `width` columns."""
+    """Render nodes (objects of `/api/v1/nodes`) as a table for a screen of `width` characters.
+
+    The last four columns are omitted below `WIDE_SCREEN_COLUMNS`.
+    """
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""Commands for models: where they are stored and loaded."""
+"""`cluster models` and `cluster model`: list, show, load, unload and measure models."""
 
 import sys
 import threading
@@ -16,16 +16,17 @@ from wire.node_state import NodeState
 from wire.units import show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
-"""Timeout in seconds. The coordinator abandons a load after an hour, and reports it."""
+"""Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
 SPINNER_DELAY_SECONDS = 1.0
 
 
 @click.command()
 @wide_options
 def models(session: ApiSession) -> None:
-    """List the models: where they are loaded, how many nodes have them, and why a node cannot load one.
+    """List the models and the nodes that have them.
 
-    `-o wide` names every node with the speeds and sizes that were measured there.
+    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. `-o wide` names every
+    node with the speeds and sizes that were measured there.
     """
     session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
 
@@ -42,7 +43,7 @@ model.add_command(models, "list")
 @click.argument("name", metavar="MODEL")
 @options
 def show_model(session: ApiSession, name: str) -> None:
-    """Show one model: the nodes that have it, its sizes and speeds there."""
+    """Show one model, with its sizes and speeds on each node."""
     answer = session.call("GET", "/api/v1/models")
     found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
     if not found:
@@ -52,7 +53,10 @@ def show_model(session: ApiSession, name: str) -> None:
 
 
 def print_models(answer: dict[str, Any], *, wide: bool) -> None:
-    """Print the table of all models."""
+    """Print the models of an answer of `/api/v1/models` as a table, with notes about conflicts and causes below.
+
+    With `wide`, name every node, and add measured speeds and sizes.
+    """
     if wide:
         rows = [
             (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
@@ -93,7 +97,7 @@ def _holders(model: dict[str, Any]) -> int:
 
 
 def _conflict(model: dict[str, Any]) -> str:
-    """Print which nodes have which model under one name, and the next step."""
+    """Describe which nodes have which model under one name, with the next step."""
     holders: dict[str, list[str]] = {}
     for node in model["nodes"]:
         if not node["cause"] and node["state"] != NodeState.LEFT:
@@ -110,7 +114,7 @@ def _conflict(model: dict[str, Any]) -> str:
 
 
 def _speeds(node: dict[str, Any]) -> str:
-    """Return how fast a node processes prompts and generates."""
+    """Format the speeds of prefill and decode of a model on a node."""
     return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
 
 
@@ -128,7 +132,7 @@ def _place(node: dict[str, Any]) -> str:
 
 
 def model_label(name: str, row: dict[str, Any]) -> str:
-    """Format a name with the state of the model; the name alone if it is loaded."""
+    """Format the name of a model or node with the model's state in `row`; the name alone if the model is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
@@ -174,9 +178,11 @@ def _print_unload(answer: dict[str, Any]) -> None:
 @click.option("--node", help="Only on this node; default: where it is loaded, else where it would be loaded.")
 @options
 def profile(session: ApiSession, model: str, node: str | None) -> None:
-    """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
+    """Measure the memory that a model needs on a node.
 
-    The measurement takes up to 10 minutes and uses free memory only; requests are slower meanwhile. Ctrl-C ends it."""
+    It measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes and
+    uses free memory only; requests are slower meanwhile. Ctrl-C ends it.
+    """
     with spinner(f"measuring {model}"):
         answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_profile)
@@ -190,7 +196,10 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 @contextmanager
 def spinner(text: str) -> Generator[None]:
-    """Show a spinner with the elapsed time on a terminal, from one second on. Do nothing outside a terminal."""
+    """Show a spinner with `text` and the elapsed time while the context is open, after `SPINNER_DELAY_SECONDS`.
+
+    Do nothing if standard error is not a terminal.
+    """
     if not sys.stderr.isatty():
         yield
         return

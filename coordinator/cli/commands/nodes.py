@@ -1,4 +1,4 @@
-"""Commands for the nodes of the pool."""
+"""`cluster status`, `nodes`, `node` and `approve`: state of the pool, and administration of nodes."""
 
 import re
 from typing import Any, cast
@@ -18,8 +18,9 @@ from wire.node_state import NodeState
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
+"""Pattern of a valid label."""
 MAX_MODELS_SHOWN = 6
-"""Number of models that `status` prints."""
+"""Most names of models that `status` prints."""
 
 
 @click.command()
@@ -30,7 +31,7 @@ def status(session: ApiSession) -> None:
 
 
 def print_status(answer: dict[str, Any]) -> None:
-    """Print the status of the cluster."""
+    """Print an answer of `/api/v1/status`: cluster, endpoint, nodes, models, requests, conditions and warnings."""
     states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
     click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
     click.echo(f"endpoint  {answer['base_url']}")
@@ -56,7 +57,10 @@ def _few(names: list[str]) -> str:
 @click.command()
 @wide_options
 def nodes(session: ApiSession) -> None:
-    """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
+    """List the nodes with their state and memory.
+
+    Memory is shown as current of ceiling, models as loaded of known. `-o wide` shows every column.
+    """
     session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
 
 
@@ -69,7 +73,10 @@ node.add_command(nodes, "list")
 
 
 def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
-    """Print the table of all nodes."""
+    """Print the nodes of an answer of `/api/v1/nodes` as a table, with notes about faults and pauses below.
+
+    With `wide`, print every column.
+    """
     if wide:
         table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
     else:
@@ -92,14 +99,14 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
 @click.argument("node")
 @options
 def show_node(session: ApiSession, node: str) -> None:
-    """Show all facts about one node, with the memory terms of its gate."""
+    """Show one node, with the memory terms of its gate."""
     session.show(
         session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
     )
 
 
 def print_node(node: dict[str, Any]) -> None:
-    """Print the memory and all facts of one node."""
+    """Print a node (object of `/api/v1/nodes/NODE`): its memory, faults, and then all fields as an indented list."""
     for line in arithmetic(node):
         click.echo(line)
     if broken := breaker_of(node):
@@ -243,7 +250,10 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
 @yes_option
 @options
 def remove(session: ApiSession, node: str, yes: bool) -> None:
-    """Revoke a node's certificate at once and forget the node; a new token or code lets it join again."""
+    """Revoke a node's certificate at once and forget the node.
+
+    The node can join again with a new token or code.
+    """
     path = f"/api/v1/nodes/{quote(node, safe='')}"
     name = session.call("GET", path)["node"]["name"]
     confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
@@ -264,7 +274,7 @@ def remove(session: ApiSession, node: str, yes: bool) -> None:
 )
 @options
 def logs(session: ApiSession, node: str, size: int) -> None:
-    """Print the newest lines of a node's log, fetched over its link."""
+    """Print the newest lines of a node's log. They are fetched over its link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
     print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))

@@ -54,7 +54,7 @@ def resume(session: ApiSession, node: str | None) -> None:
 
 
 def describe_sharing(sharing: dict[str, Any]) -> str:
-    """Describe a node's sharing state: shared, or paused with reason and end."""
+    """Describe the field `sharing` of a node in the API: shared, or paused with reason and end."""
     if not sharing["paused"]:
         return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
     until = f" until {format_minute(sharing['until'])}" if sharing["until"] else ""
@@ -66,7 +66,10 @@ def _left(answer: dict[str, Any]) -> str:
 
 
 def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
-    """Separate a name from a duration: `pause 2h` and `pause studio` have one word each."""
+    """Return name and seconds from the arguments; None for a missing one. A single word may be either.
+
+    Raise `click.UsageError` for an invalid duration.
+    """
     if duration is not None:
         return node, Duration().convert(duration, None, click.get_current_context())
     if node is None:

@@ -1,4 +1,4 @@
-"""`cluster service`: runs this machine's part of the pool as a system service."""
+"""`cluster service`: install, check, restart and remove the system service of this machine."""
 
 import json
 import os
@@ -87,7 +87,11 @@ def install(
 def _plan(
     host: "ServiceHost", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
 ) -> "ServicePlan":
-    """Choose user and program of the service. Raise `CommandError` if the choice is ambiguous."""
+    """Choose user, role and program of the service.
+
+    Raise `CommandError` if the user is unknown, if an argument or wired limit is refused, or if the state folder has
+    neither cluster nor node.
+    """
     import grp
 
     from coordinator.service.plan import ServicePlan, refused_arguments
@@ -129,7 +133,7 @@ def _data_folder(host: "ServiceHost") -> str:
 
 
 def _understood(role: str, arguments: tuple[str, ...]) -> None:
-    """Check the arguments with the verb's own parser, because a service that exits at once is useless."""
+    """Check the arguments with the parser of `up` or `join`, because a service with wrong ones exits at once."""
     from coordinator.cli.commands.join import join
     from coordinator.cli.commands.up import up
 
@@ -234,7 +238,10 @@ def _state_text(answer: dict[str, Any]) -> str:
 @service.command()
 @click.pass_context
 def restart(ctx: click.Context) -> None:
-    """Stop the service gracefully (running requests may end), and start it again."""
+    """Stop the service gracefully and start it again.
+
+    Running requests may end before it stops.
+    """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing, wait
 

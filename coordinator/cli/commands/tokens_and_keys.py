@@ -1,4 +1,4 @@
-"""Tokens for machines and keys for programs, with and without a running coordinator; the audit log."""
+"""`cluster token`, `key` and `audit`, with and without a running coordinator."""
 
 from collections.abc import Callable
 from datetime import UTC, date, datetime
@@ -13,7 +13,11 @@ from coordinator.client.errors import NOT_FOUND, CommandError
 
 
 def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Call the running coordinator. Without one, run the same operation on its database under its lock."""
+    """Call an API route of the running coordinator, and return its JSON.
+
+    If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
+    call fails.
+    """
     if session.running:
         return session.call(method, path, body)
     from coordinator.cli.offline_access import run_offline as offline
@@ -22,22 +26,22 @@ def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | Non
 
 
 def format_minute(seconds: float | None) -> str:
-    """Format a time stamp for a person."""
+    """Format Unix seconds in local time, as `2026-01-31 12:00`; `never` for None."""
     return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def format_second(seconds: float) -> str:
-    """Format a time stamp for a person, to the second."""
+    """Format Unix seconds in local time, as `2026-01-31 12:00:00`."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 class Duration(click.ParamType[float]):
-    """`90s`, `15m`, `1h`, `30d`, as seconds."""
+    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`. The value is in seconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse a duration. Raise a usage error if it is not one."""
+        """Return the seconds of a duration. Raise `click.BadParameter` if `value` is not a duration above 0."""
         if isinstance(value, float):
             return value
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(str(value)[-1:])
@@ -51,12 +55,12 @@ class Duration(click.ParamType[float]):
 
 
 class Day(click.ParamType[str]):
-    """A day of the calendar, `2026-01-31`."""
+    """Parameter type for a day of the calendar: `2026-01-31`."""
 
     name = "day"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the day as written. Raise a usage error if it is not a day."""
+        """Return a day as `2026-01-31`. Raise `click.BadParameter` if `value` is not a day."""
         try:
             return date.fromisoformat(str(value)).isoformat()
         except ValueError:
@@ -64,10 +68,14 @@ class Day(click.ParamType[str]):
 
 
 LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
+"""API route that lists all objects of a kind."""
 
 
 def find(session: ApiSession, kind: str, wanted: str) -> dict[str, Any]:
-    """Return the key or token (`kind`) with this id or name. Raise `CommandError` if there is none or several."""
+    """Return the object of `kind` (`key` or `token`) with the id or name `wanted`, as the API lists it.
+
+    Raise `CommandError` if there is none, or if several have this name.
+    """
     rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
     found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
     if not found:
@@ -146,7 +154,7 @@ def token_revoke(session: ApiSession, token_: str, yes: bool) -> None:
 
 
 def _title(row: dict[str, Any]) -> str:
-    """Return how a key or token is named to a person: by its name and its id."""
+    """Format name and id of a key or token for messages; the id alone without a name."""
     return f"{row['name']} ({row['id']})" if row["name"] else str(row["id"])
 
 
@@ -156,7 +164,7 @@ def key() -> None:
 
 
 def limits(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options for a key's limits."""
+    """Decorate a command with the options for a key's limits."""
     for option in reversed(
         (
             click.option(
@@ -185,7 +193,7 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def limits_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the given limits in the API's form."""
+    """Return the limits among the values of `limits` options that were given, in the form of the API."""
     return {name: value for name, value in given.items() if value not in (None, ())}
 
 
@@ -266,7 +274,10 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
 )
 @options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
-    """Change the given limits of a key at once and print the limits before and after. Other limits stay."""
+    """Change the given limits of a key at once.
+
+    Print the limits before and after. Other limits stay.
+    """
     row, changes = find(session, "key", key_), limits_of(given)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
     both = sorted(names & set(changes)) if "all" not in cleared else []
@@ -305,7 +316,10 @@ def key_rename(session: ApiSession, key_: str, name: str) -> None:
 @click.option("--never", is_flag=True, help="The key does not expire.")
 @options
 def key_expire(session: ApiSession, key_: str, after: float | None, never: bool) -> None:
-    """Set when a key expires: AFTER (90s, 15m, 1h, 30d) from now, or --never."""
+    """Set when a key expires.
+
+    AFTER is a time from now (90s, 15m, 1h, 30d). With --never the key does not expire.
+    """
     if (after is None) != never:
         raise click.UsageError("write either a time from now, as 30d, or --never")
     row = find(session, "key", key_)

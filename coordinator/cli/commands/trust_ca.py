@@ -1,4 +1,4 @@
-"""`cluster trust-ca`: makes this machine's programs trust the pool's HTTPS endpoint."""
+"""`cluster trust-ca`: add the authority of the pool's HTTPS endpoint to the trust store of this machine."""
 
 import hashlib
 import http.client
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
-"""Files with the system's trusted authorities, for programs that do not use the system's trust store."""
+"""Files with the system's trusted authorities. The first that exists is part of the bundle of `write_bundle`."""
 MAX_CERTIFICATE_BYTES = 16_384
 """Maximum bytes of an authority's certificate that are read from an untrusted endpoint."""
 
@@ -71,9 +71,10 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def confirmed_authority(base: str, fingerprint: str | None) -> str:
-    """Return the authority (PEM) of an HTTPS endpoint, confirmed by its fingerprint or by the user.
+    """Return the authority (PEM) of an HTTPS endpoint, confirmed by `fingerprint`, or by a question to the user.
 
-    Return an empty text if the endpoint uses given certificate files, because the system's authorities apply to them.
+    Return an empty text if the endpoint uses given certificate files and `fingerprint` is None, because the system's
+    authorities then apply. Raise `CommandError` if the endpoint cannot be reached, or the authority is not confirmed.
     """
     try:
         pem = fetch(base)
@@ -88,7 +89,10 @@ def confirmed_authority(base: str, fingerprint: str | None) -> str:
 
 
 def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
-    """Ask whether an authority's fingerprint is the one that the coordinator shows. Raise `CommandError` if not."""
+    """Ask whether an authority's fingerprint is the one that the coordinator shows.
+
+    Raise `CommandError` if not, and `click.UsageError` if there is no terminal to ask on.
+    """
     text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can certify {_scope(pem)}"
     click.echo(text, err=True)
     if not sys.stdin.isatty():
@@ -102,7 +106,7 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
 def fetch(base: str) -> str:
     """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted.
 
-    Raise `CommandError` if there is none.
+    Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or does not serve an authority.
     """
     parts = urlsplit(base)
     if parts.scheme != "https" or not parts.hostname:
@@ -124,9 +128,10 @@ def fetch(base: str) -> str:
 
 
 def check(pem: str, base: str, wanted: str | None) -> str:
-    """Return the fingerprint (SHA-256, hex) of a fetched certificate.
+    """Return the fingerprint (SHA-256, hex) of an authority's certificate that was fetched from the URL `base`.
 
-    Raise `CommandError` if it is not the `wanted` one, or if the authority is not constrained to names.
+    Raise `CommandError` if `pem` is not a certificate, or the authority is not constrained to names. Raise it also if
+    the fingerprint is not the `wanted` one; None accepts any.
     """
     from cryptography import x509
 
@@ -164,7 +169,10 @@ def _scope(pem: str) -> str:
 
 
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a bundle of the system's authorities and this one for programs that need a file, and the endpoint's URL."""
+    """Write a PEM file of the system's authorities and this one, for programs that need a file. Return its path.
+
+    A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be written.
+    """
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
@@ -174,15 +182,15 @@ def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Return the file that `write_bundle` wrote for an authority; None if this machine does not trust it yet."""
+    """Return the path of the file that `write_bundle` wrote for an authority (PEM); None if there is none."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 
 
 def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
-    """Return the URL and the bundle of the endpoint that this machine trusted last, or of the one at `base`.
+    """Return URL and bundle of the endpoint at `base` if this machine trusts it; if `base` is None, of the newest one.
 
-    Return None if this machine trusts none.
+    Return None if there is no such endpoint.
     """
     kept = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in kept:
@@ -197,7 +205,10 @@ def _bundle(state: Path, fingerprint: str) -> Path:
 
 
 def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
-    """Return the commands that make a system trust the certificate in a file, or remove the trust."""
+    """Return the commands, as argument lists, that make this system trust the certificate in `file`.
+
+    With `remove`, the commands remove the trust. `fingerprint` is part of the certificate's file name on Linux.
+    """
     if platform == "darwin":
         if remove:
             return [["security", "remove-trusted-cert", str(file)]]

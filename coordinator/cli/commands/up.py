@@ -1,4 +1,4 @@
-"""`cluster up`: settings and addresses from the command line, then the composition root until a signal."""
+"""`cluster up`: read settings and addresses, then run the coordinator (`coordinator.run`) until a signal."""
 
 import json
 import os
@@ -24,12 +24,12 @@ ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses of al
 
 
 class ListenAddress(click.ParamType[tuple[str, int]]):
-    """`HOST:PORT`, `[V6]:PORT`; port 0 means any."""
+    """Parameter type for a listening address: `HOST:PORT` or `[IPV6]:PORT`. Port 0 means any free port."""
 
     name = "host:port"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        """Parse an address. Raise a usage error if it is not one."""
+        """Return host (without brackets) and port. Raise `click.BadParameter` if `value` is not an address."""
         if isinstance(value, tuple):
             return value  # pyright: ignore[reportUnknownVariableType]  a default that was converted before
         host, colon, port = str(value).rpartition(":")
@@ -125,7 +125,10 @@ def up(
 
 
 def _wants_node(folder: Path, given: bool | None) -> bool:
-    """Return whether to start the node of this machine: as given; by default, unless the node has left."""
+    """Return whether to start the node of this machine: `given`, or by default true unless the node has left.
+
+    If `given` is true, delete the mark that the node has left.
+    """
     from host.left_marker import forget_left, has_left
 
     if given:
@@ -136,7 +139,7 @@ def _wants_node(folder: Path, given: bool | None) -> bool:
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
     """Check the node of this machine before anything is created.
 
-    Raise `CommandError` if the node could not start, or belongs to another cluster.
+    Raise `CommandError` if a setting or model folder is wrong, or the node belongs to another cluster.
     """
     from coordinator.client.config_inspect import inspect_settings
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
@@ -159,7 +162,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
 
 
 def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
-    """Merge the settings of file, environment and command line, in this order."""
+    """Merge the settings of file, environment and command line, in this order. Raise `CommandError` if one is wrong."""
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
 
@@ -176,14 +179,14 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[Coordin
 
 
 def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
-    """Return the settings of the node on this machine."""
+    """Return those values of --set that are settings of the node on this machine."""
     from coordinator.state.settings import NODE_SECTIONS
 
     return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in NODE_SECTIONS]
 
 
 def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until a signal. Raise `CommandError` if a part cannot start."""
+    """Run the coordinator until a signal. Raise `CommandError` if a part cannot start, or the coordinator fails."""
     import uvloop
 
     from coordinator.backup.generation_fence import SupersededError

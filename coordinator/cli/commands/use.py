@@ -1,4 +1,4 @@
-"""Using the pool: placement, a chat, and the settings of clients."""
+"""Commands of users: place, open, explain, replay, chat, env, version, completion and help."""
 
 import http.client
 import json
@@ -19,13 +19,14 @@ from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 from wire.units import show_size
 
 RETRY_SECONDS = 1.0
+"""Seconds between two checks whether a node is ready."""
 EMBEDDED_MODEL = "macpool-tiny"
-"""Model in the package."""
+"""Name of the demo model that is part of the package."""
 TOY_NOTE = (
     f"({EMBEDDED_MODEL} is a demo with a few fixed answers. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
-"""Seconds between two checks whether a node is ready."""
+"""Note after an answer of the demo model."""
 
 
 @click.command()
@@ -211,9 +212,9 @@ def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_to
 def _answer(
     session: ApiSession, text: str, model: str | None, max_tokens: int | None, until: float
 ) -> tuple[http.client.HTTPResponse, str]:
-    """Return the answer to a chat and the name of its model, asking again until a node is ready.
+    """Return the response to a chat and the name of the model. Retry until a node is ready.
 
-    Raise `CommandError` if no node is ready by `until`.
+    Raise `CommandError` if no node is ready at `until` (monotonic seconds), or if the request fails.
     """
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": not session.json}
     if max_tokens is not None:
@@ -252,7 +253,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
 BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
-"""Variables with a file of authorities: OpenSSL, Python and Rust; `requests`; Node, Bun and Electron."""
+"""Variables with a file of authorities: of OpenSSL, Python and Rust; of `requests`; of Node, Bun and Electron."""
 
 
 @click.command()
@@ -317,7 +318,7 @@ def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 @click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
 def version(session: ApiSession, all_nodes: bool) -> None:
-    """Print versions. With --cluster, print version, protocol and next step of every member.
+    """Print version and protocol. With --cluster, also print those of every member, with the next step.
 
     Exit code 8 if the protocol of a member is not supported.
     """

@@ -1,4 +1,4 @@
-"""`cluster video`: the whole group, with `install` and `calibrate`."""
+"""`cluster video install` and `calibrate`, added to the group of `coordinator.cli.commands.videos`."""
 
 import json
 import os
@@ -18,7 +18,9 @@ from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
 
 SETTING = "worker.environments"
+"""Setting with the folder of video environments."""
 MATRIX = "384x224,640x368,832x480,1280x720"
+"""Default sizes of `calibrate`, in pixels."""
 
 
 @video.command()
@@ -64,7 +66,9 @@ def _print(answer: dict[str, Any]) -> None:
 )
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
-    """Install the video environment on this machine: several GB, locked by hash.
+    """Install the video environment on this machine.
+
+    It takes several GB, and its packages are locked by hash.
 
     A node that runs here offers video within 30 s, if it has a video package. If the environment is already installed,
     the command changes nothing.
@@ -82,7 +86,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
 
 
 def _folder(state: Path) -> Path:
-    """Return the folder of environments of this state folder's node."""
+    """Return the folder of video environments of a state folder's node. Raise `CommandError` for an invalid file."""
     file = state / "config.toml"
     try:
         found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}

@@ -1,4 +1,4 @@
-"""Commands for videos: create, follow and fetch videos, and list the leased memory."""
+"""`cluster video`: create, follow, list, fetch and cancel videos, and list the leased memory."""
 
 import sys
 import threading
@@ -118,7 +118,9 @@ def cancel(session: ApiSession, video: str) -> None:
 @click.option("--timeout", type=Duration(), help="Longest wait (30s, 2h).")
 @options
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
-    """Wait until a video is complete, and show its progress on a terminal.
+    """Wait until a video is complete, and show its progress.
+
+    Progress is shown only on a terminal.
 
     Exit codes: 6 the video failed, 7 timeout.
     """
@@ -144,8 +146,10 @@ def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bo
 
 
 def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
-    """Write to a temporary file first, then rename, to leave no broken file under the final name. Return its size in
-    bytes."""
+    """Download the `variant` (`video` or `thumbnail`) of a video into a file, and return its size in bytes.
+
+    The data goes into a temporary file first, which is renamed when it is complete. Raise `CommandError` on failure.
+    """
     response = session.request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
     if response.status >= 400:
         raise_for(response.status, response.read())
@@ -186,40 +190,40 @@ def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, A
 
 
 class ProgressOutput(Protocol):
-    """Output for progress."""
+    """Output for the progress of a video while a command waits for it."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
+        """Show progress (in per cent) and phase. Return the phase. `last_phase` is the result of the previous call."""
         ...
 
 
 class ProgressLines:
-    """Prints one line for each phase, to a file or a pipe."""
+    """Output of one line for each phase, if standard error is not a terminal."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show progress and phase."""
+        """Print a line with progress (in per cent) and phase if the phase is not `last_phase`. Return the phase."""
         if phase != last_phase:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
 
 
 class NoProgress:
-    """Prints no progress, because the answer is for a program."""
+    """No output of progress, with `-o json`."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show nothing."""
+        """Print nothing. Return the phase."""
         return phase
 
 
 class ProgressBar:
-    """Progress bar on a terminal."""
+    """Progress bar on a terminal. `progress` is a started `rich.progress.Progress`."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show progress and phase."""
+        """Update the bar with progress (in per cent) and phase. Return the phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase
 
@@ -243,7 +247,7 @@ def _progress(session: ApiSession) -> Generator[ProgressOutput]:
 @video.command("leases")
 @options
 def list_leases(session: ApiSession) -> None:
-    """List the leases: node, video, size, and the memory that the video worker uses."""
+    """List the leases with the memory that their workers use."""
     session.show(session.call("GET", "/api/v1/leases"), _print_leases)
 
 
@@ -266,7 +270,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
 
 
 def measured_sizes(text: str) -> list[str]:
-    """Parse a list of sizes: `384x224,832x480`."""
+    """Return the sizes in a list such as `384x224,832x480`. Raise `click.UsageError` if it is not such a list."""
     sizes = [size.strip() for size in text.split(",") if size.strip()]
     if not sizes or not all(part.isdecimal() for size in sizes for part in size.split("x", 1)):
         raise click.UsageError(f"{text!r} is not a list of sizes: write 384x224,832x480")
@@ -274,7 +278,11 @@ def measured_sizes(text: str) -> list[str]:
 
 
 def calibration(session: ApiSession, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
-    """Generate one clip of each size, smallest first, and return the measurements. The clips are deleted."""
+    """Generate one clip of each size, smallest first, and delete it. Return one measurement for each clip.
+
+    A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty
+    without one). Raise `CommandError` if a request to the coordinator fails.
+    """
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes, key=_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
@@ -300,7 +308,10 @@ def _pixels(size: str) -> int:
 
 
 def known_models(session: ApiSession) -> dict[str, Any]:
-    """Return the known video models."""
+    """Return the answer of `/api/v1/videos/models`: video models and their memory profiles.
+
+    Raise `CommandError` if no node has a video model.
+    """
     answer = session.call("GET", "/api/v1/videos/models")
     if not answer["models"]:
         raise CommandError(
@@ -312,7 +323,10 @@ def known_models(session: ApiSession) -> dict[str, Any]:
 
 
 def only_model(session: ApiSession, model: str | None) -> str:
-    """Return the named model, or else the only video model. Raise `CommandError` if there is none or several."""
+    """Return `model`, or the only video model of the pool if `model` is None.
+
+    Raise `CommandError` if the pool has no video model, and `click.UsageError` if it has several.
+    """
     if model is not None:
         return model
     names = [one["name"] for one in known_models(session)["models"]]

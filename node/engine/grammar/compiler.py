@@ -60,7 +60,7 @@ class GrammarCompiler:
     def compile(
         self, tokenizer: Tokenizer, spec: Asked, tools: str, prompt: TokenizedPrompt, *, one: bool
     ) -> "CompiledGrammar":
-        """Return the compiled grammar of a request. `asked` is its answer format, `tools` its JSON array of tools.
+        """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
         `one`: at most one call.
 
         Raise `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not

@@ -58,7 +58,7 @@ class LarkBuilder:
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
-        """Return Lark's expression for unquoted text under the constraints `asked`, and the mark `end` after it. The
+        """Return Lark's expression for unquoted text under the constraints `argument`, and the mark `end` after it. The
         text contains no mark of the guard.
 
         With `null`, text that the parser reads as null is excluded, unless null is allowed. In a `section`, the end of

@@ -19,7 +19,7 @@ from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, 
 from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
 
 Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
-"""`form(sheet, tools, one)` returns the rules `calls` and `rest` of a call format; `one`: at most one call."""
+"""`form(builder, tools, one)` returns the rules `calls` and `rest` of a call format; `one`: at most one call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})

@@ -11,8 +11,8 @@ At least one token of a prompt is always computed, because no logits are stored.
 Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
 count nor a time therefore reveals the requests of another key.
 
-The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `alive` before
-use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
+The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
+before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
 """
 
 from collections import deque
@@ -194,7 +194,7 @@ class PrefixCache(Generic[V]):
     def pop(self, entry: CachedPrefix[V]) -> V:
         """Remove a live entry and return its cache, which the caller then owns. This does not count as an eviction."""
         value = entry.value
-        assert value is not None  # noqa: S101 the caller has checked `alive`
+        assert value is not None  # noqa: S101 the caller has checked `is_stored`
         entry.value = None
         del self._order[entry]
         place = entry.model, entry.scope

@@ -104,7 +104,7 @@ class RadixTrie(Generic[V]):
             path[-2].adopt(child)
 
     def match(self, key: bytes, most: int) -> TrieMatch[V]:
-        """Walk along a key. `most` is the greatest length of the key of `TrieMatch.whole`, in tokens."""
+        """Walk along a key. `most` is the greatest length of the key of `TrieMatch.exact`, in tokens."""
         node, at = self._root, 0
         exact: V | None = None
         while at < len(key):

@@ -30,10 +30,10 @@ class EngineMemory:
     """Memory sensor of this process and MLX, with the recent peak.
 
     Construct the sensor before any model is loaded: its first reading is the base of the engine without models. `total`
-    is the RAM in bytes. `held()` returns the bytes of weights, rows and cached prefixes.
+    is the RAM in bytes. `known_bytes()` returns the bytes of weights, rows and cached prefixes.
 
-    The recent peak is stored as the bytes above `held()`. Memory that the engine frees deliberately therefore does not
-    count against later requests.
+    The recent peak is stored as the bytes above `known_bytes()`. Memory that the engine frees deliberately therefore
+    does not count against later requests.
 
     If the footprint cannot be read, the last good reading is used for `reading.STALE_AFTER_SECONDS` seconds. MLX's
     allocations and frees since then are added to that reading.

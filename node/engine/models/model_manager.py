@@ -10,9 +10,10 @@ A load is aborted before any answer is. The reasons: the gate refuses its next p
 the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the model
 aborts it as well. Loaded pieces are released at once, and the outcome is appended to `ended`.
 
-A model that has been unused for `patience` seconds is unloaded (`idle_unload_at`, `unload_idle`). A model whose files
-were replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers
-under its old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
+A model that has been unused for `max_idle_seconds` is unloaded (`idle_unload_at`, `unload_idle`). A model whose
+files were replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it
+answers under its old fingerprint. A load whose files change before its end is aborted, and the next request tries
+again.
 
     asked ─► queued ─► (gate) ─► loading, piece by piece, each through the gate ─► loaded
                └ never fits / not now   └ aborted: no room, an order      └ broken files: `cause`, until they change
@@ -125,7 +126,7 @@ class ModelManager:
     """Models on disk."""
     pieces: Callable[[ModelDescriptor], Iterator[LoadStep | LoadedModel]] = load
     """Loader of a model."""
-    wait_seconds: float = 0.0
+    max_idle_seconds: float = 0.0
     """Seconds after which an unused model is unloaded; 0: never."""
     spares: list[ReclaimableMemory] = field(default_factory=list["ReclaimableMemory"])
     """Spare memory in the order of its release."""
@@ -383,11 +384,11 @@ class ModelManager:
         if no unload is due."""
         if self._replaced():
             return 0.0
-        idle = self._idle() if self.wait_seconds else []
-        return self.loaded[idle[0]].used_at + self.wait_seconds if idle else None
+        idle = self._idle() if self.max_idle_seconds else []
+        return self.loaded[idle[0]].used_at + self.max_idle_seconds if idle else None
 
     def unload_idle(self, now: float) -> None:
-        """Unload idle models that were replaced on disk, or unused for `patience` seconds until the monotonic time
+        """Unload idle models that were replaced on disk, or unused for `max_idle_seconds` until the monotonic time
         `now`. Queue the load of a replaced model that is preloaded."""
         for found in self._replaced():
             log.info("model replaced on disk", model=found.name)

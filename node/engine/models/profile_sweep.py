@@ -50,9 +50,9 @@ class ProfileSweep:
 class SweepQueue:
     """Queue of ordered sweeps, of which one runs at a time.
 
-    `residents()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
-    `alone(resident)` returns whether only a sweep of this model uses memory. `still()` waits for launched decode steps.
-    `told(resident)` returns the reported description of a model.
+    `loaded_models()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
+    `alone(loaded_model)` returns whether only a sweep of this model uses memory. `still()` waits for launched decode
+    steps. `describe(loaded_model)` returns the reported description of a model.
     """
 
     def __init__(

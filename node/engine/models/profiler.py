@@ -115,7 +115,7 @@ class MemoryProbe:
     ids: Sequence[int]
     """Text in the model's own tokens, repeated as often as necessary."""
     check: CheckGate
-    """`ask(bytes)` returns whether the gate lets a forward pass."""
+    """`check(bytes)` returns whether the gate lets a forward pass."""
     spike: ForwardPeak
     """Meter of peaks."""
     chunk: int
@@ -296,7 +296,7 @@ def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
 class Profiler:
     """Profiles of loaded models: the stored one, or a new one.
 
-    `ask(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
+    `check(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
     returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and
     rows. `context` is the context in the settings (0: none). With `on` False, no profile is used or measured at a load.
     """
@@ -365,7 +365,7 @@ class Profiler:
     def swept(self, probe: MemoryProbe, check: CheckGate | None) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
 
-        With `ask` None the result is None: other work was running, and no reading could be checked.
+        With `check` None the result is None: other work was running, and no reading could be checked.
         """
         key = key_of(probe.loaded_model.found.fingerprint, self._hardware)
         return (yield from self._measured(probe, key, check))
@@ -378,7 +378,7 @@ class Profiler:
     def _measured(
         self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Store the result of a probe, checked against a reading if `ask` is set."""
+        """Store the result of a probe, checked against a reading if `check` is set."""
         loaded_model, settled, profile = probe.loaded_model, None, probe.profile(key)
         if probe.taken and check is not None:
             settled = yield from self._settle(probe, check)

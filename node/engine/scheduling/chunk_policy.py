@@ -121,7 +121,7 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
 def budget(step: float, total: float) -> float:
     """Return the seconds that the next chunk of a prompt may take.
 
-    `step` is the duration of a decode step (0: no row decodes). `whole` is the time that the rest of the prompt would
+    `step` is the duration of a decode step (0: no row decodes). `total` is the time that the rest of the prompt would
     take.
     """
     if not step:

@@ -26,7 +26,7 @@ def violations(
 ) -> list[str]:
     """Return one sentence for each violated invariant; an empty list if there is none.
 
-    `live` are the requests that have not ended, by number. `residents` are the loaded models, by name.
+    `live` are the requests that have not ended, by number. `loaded_models` are the loaded models, by name.
     """
     prefilling = list(prefills)
     waiting = {id(sequence) for sequence in preempted}

@@ -97,8 +97,8 @@ class StepOutput:
 class Scheduler:
     """Scheduler of all rows of all models (see the module's docstring).
 
-    `residents()` returns the loaded models by name. `batch`: maximum rows that decode at once. `chunk`: maximum tokens
-    of a forward. `floor`: tokens of the smallest chunk to which the gate may shrink one.
+    `loaded_models()` returns the loaded models by name. `batch`: maximum rows that decode at once. `chunk`: maximum
+    tokens of a forward. `floor`: tokens of the smallest chunk to which the gate may shrink one.
     """
 
     def __init__(
@@ -314,8 +314,8 @@ class Scheduler:
     def make_way(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was.
 
-        `need` is the memory of that request in bytes, `lacking` the part without room. No request is preempted if fair
-        shares do not allow enough preemptions.
+        `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
+        fair shares do not allow enough preemptions.
         """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
         places = preemption_order(

@@ -86,8 +86,8 @@ class TokenOutput:
 class TextPipeline:
     """Conversion of the tokens of one choice into content, reasoning and tool calls (see the module's docstring).
 
-    `place` is the start of the answer. With `one_call` the answer ends with its first call. `thought` counts the
-    reasoning tokens.
+    `place` is the start of the answer. With `one_call` the answer ends with its first call. `reasoning_tokens` counts
+    the reasoning tokens.
     """
 
     def __init__(

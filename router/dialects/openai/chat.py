@@ -86,7 +86,7 @@ def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 
 def _request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
-    """Build the request; `asked` is the body as JSON."""
+    """Build the request; `fields` is the body as JSON."""
     messages = messages_of(body.messages)
     if isinstance(messages, Problem):
         return messages

@@ -27,7 +27,7 @@ _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "
 class ResponseMeta:
     """Fields of a request that each answer of `/v1/responses` repeats.
 
-    `name` is the id of the answer without its prefix. `body` is the validated body. `asked` is the body as received,
+    `name` is the id of the answer without its prefix. `body` is the validated body. `fields` is the body as received,
     for fields that are repeated unchanged. `origins` maps function names to tools that the client knows in another
     form.
     """

@@ -80,7 +80,7 @@ class RequestedReasoning(NamedTuple):
 def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
-    `said` has the fields `thinking`, `think` and `reasoning`. `effort` and `switch` are the values of the two plain
+    `options` has the fields `thinking`, `think` and `reasoning`. `effort` and `switch` are the values of the two plain
     fields, which take precedence.
     """
     ignored: list[str] = []

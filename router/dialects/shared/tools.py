@@ -107,7 +107,7 @@ def collect_tools(
     """Check and combine the tools of a request. Return a 400 problem for too many or too long tools.
 
     With `strict`, also refuse tools in `foreign` that would have to run on a server; else list them in `left_out`. If
-    the model is not `told` of the tools, the result has no text.
+    `include_text` is false, the result has no text.
     """
     without = tuple(server_tools(foreign))
     if strict and without:

@@ -248,3 +248,12 @@ def test_a_login_beside_a_running_coordinator_is_refused(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
     done = alone("login", "http://127.0.0.1:1", "--key-file", "-", "--state", str(tmp_path), input="mp_a_b")
     assert done.exit_code == 6
+
+
+def test_no_line_of_a_list_of_commands_is_cut_off():
+    groups = [(path, one) for path, one in contexts() if isinstance(one.command, click.Group)]
+    assert len(groups) > 5
+    cut = [
+        (path, line) for path, one in groups for line in alone(*path[1:], "--help").output.splitlines() if "..." in line
+    ]
+    assert [(path, line) for path, line in cut if not line.startswith("Usage")] == []

@@ -119,6 +119,33 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_stays(port: 
     await ready(port, stops)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "cordon", None),
+        ("POST", "uncordon", None),
+        ("POST", "drain", {}),
+        ("POST", "pause", {}),
+        ("PUT", "labels", {"labels": ["fast"]}),
+        ("DELETE", "", None),
+    ],
+)
+async def test_a_command_for_a_node_that_left_is_refused(
+    port: Port, method: str, path: str, body: dict[str, object] | None
+):
+    who = port.member("studio")
+    line = await port.link(who)
+    line.send(Goodbye("leave"))
+    await port.until(lambda: port.state(who) == "left")
+    before = port.application.store.members[who.node]
+    async with port.client("admin") as client:
+        answer = await client.request(method, f"/api/v1/nodes/{who.node}/{path}".rstrip("/"), json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (409, "node_left")
+    assert error["message"] == "studio has left the cluster: it stays listed for 10 minutes"
+    assert port.application.store.members[who.node] == before
+
+
 # greeting
 
 
