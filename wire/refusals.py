@@ -31,7 +31,7 @@ class FailureCode(StrEnum):
     ANSWER_TOO_LONG = "answer_too_long"
     CANCELLED = "cancelled"
     SLOW_CLIENT = "slow_client"
-    COMMAND_TIMEOUT = "order_timeout"
+    COMMAND_TIMEOUT = "command_timeout"
     SHUTTING_DOWN = "shutting_down"
 
 

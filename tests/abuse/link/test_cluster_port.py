@@ -138,7 +138,7 @@ async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
 async def test_connections_with_a_certificate_do_not_count_as_strangers(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(link_server, "MAX_UNLINKED", 4)
     known = port.member("known")
     for _ in range(4):
         await port.dial(known)

@@ -184,5 +184,5 @@ async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(nodes: Nod
     monkeypatch.setattr(module, "COMMAND_TIMEOUT_SECONDS", 0.01)
     ended = await (await nodes.give())
     assert isinstance(ended, RequestFailure)
-    assert ended.code == "order_timeout"
+    assert ended.code == "command_timeout"
     assert nodes.sent[-1] == (A, Cancel(1))

@@ -159,7 +159,7 @@ ENDS = [
     (from_refused(Refused(RefusalCode.NO_MODEL, "no such model")), NOT_FOUND),
     (from_refused(Refused(RefusalCode.LOAD_FAILED, "truncated")), 1),
     (failed("node_lost", "studio was lost"), 1),
-    (failed("order_timeout", "nothing for 3600 s"), TIMED_OUT),
+    (failed("command_timeout", "nothing for 3600 s"), TIMED_OUT),
 ]
 
 
