@@ -109,7 +109,7 @@ class SleepWatch:
 
         self._ahead = self._on() - self._off()
         notified = self._notice.start(lambda said: later(self._sleeps, said), lambda: later(self._wakes))
-        log.info("sleep watched", told_before=notified)
+        log.info("sleep watched", notified_before=notified)
         self._look()
 
     def stop(self) -> None:

@@ -241,7 +241,7 @@ async def _serve(
         if reason == "leave":
             _forget(options.state / "node")
     except Expelled as error:
-        log.warning("expelled", reason=str(error))
+        log.warning("removed from the cluster", reason=str(error))
         code = _after(error, options, welcomed=agent.welcomed.is_set(), new_identity=new_identity)
     finally:
         await sharing_controller.stop()

@@ -345,7 +345,7 @@ class _FetchWindow:
 
 
 def _no_handshake() -> None:
-    log.info("stranger gone", reason="no TLS handshake")
+    log.info("connection without link closed", reason="no TLS handshake")
 
 
 class LinkServer:
@@ -475,7 +475,7 @@ class LinkServer:
         self._unlinked.discard(connection)
         self._retired.discard(connection)
         if connection.node is None:
-            log.info("stranger gone", peer=connection.address, reason=reason)
+            log.info("connection without link closed", peer=connection.address, reason=reason)
             return
         if self._links.get(connection.node) is connection:
             del self._links[connection.node]

@@ -106,12 +106,12 @@ class LocalNode:
                 self.given_up.set()
                 return
             if code == USAGE:
-                log.error("local node out", code=code, what="its settings are wrong: `cluster config check`")
+                log.error("local node not restarted", code=code, what="its settings are wrong: `cluster config check`")
                 self.given_up.set()
                 return
             if code == OTHER_CLUSTER or (code == DENIED and self._joined()):
                 log.error(
-                    "local node out",
+                    "local node not restarted",
                     code=code,
                     what="the next `cluster up` joins it again"
                     if code == DENIED
@@ -120,7 +120,7 @@ class LocalNode:
                 self.given_up.set()
                 return
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > 60 else min(wait * 2, RESTART_DELAYS_SECONDS[1])
-            log.warning("local node ended", code=code, again_in=wait)
+            log.warning("local node ended", code=code, retry_in=wait)
             await asyncio.sleep(wait)
             await self._spawn()
 

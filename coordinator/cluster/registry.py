@@ -258,7 +258,7 @@ class Registry:
     def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
         if self._pool.members[node].link != number:
             return
-        log.info("node said goodbye", node=node, reason=goodbye.reason)
+        log.info("node signed off", node=node, reason=goodbye.reason)
         self._happen(node, membership.MemberGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
             self._deny_member(node, "it left")

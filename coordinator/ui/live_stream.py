@@ -94,5 +94,5 @@ class LiveStream:
         try:
             return self._sections()
         except Exception:  # keep the stream open, because the next check may succeed
-            log.exception("page not told")
+            log.exception("page not updated")
             return {}

@@ -88,7 +88,7 @@ class ArtifactFolder:
             await asyncio.to_thread(_prepare, self._folder, folder)
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
-                log.error("artifact broken", job=job.id, name=artifact.name, size=size, told=artifact.size)
+                log.error("artifact broken", job=job.id, name=artifact.name, size=size, reported=artifact.size)
                 return JobFault(
                     "artifact_broken",
                     f"{artifact.name} came with {size} of {artifact.size} bytes, or a wrong checksum",

@@ -206,7 +206,7 @@ class VideoController:
 
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Apply a node's answer to a lease request, or the end of a lease."""
-        log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
+        log.info("lease", node=node, lease=frame.lease, frame=type(frame).__name__, code=getattr(frame, "code", ""))
         self.apply_event(events.LeaseAnswered(node, frame))
 
     def node_gone(self, node: NodeId) -> None:

@@ -86,7 +86,7 @@ def bounded_usage(request: ActiveRequest, frame: Finished) -> Finished:
     reported = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.reasoning_tokens
     if reported == (prompt, completion, cached, reasoning_tokens):
         return frame
-    log.warning("usage implausible", node=request.node_name, request=request.request, said=reported)
+    log.warning("usage implausible", node=request.node_name, request=request.request, reported=reported)
     return replace(
         frame,
         prompt_tokens=prompt,

@@ -67,7 +67,7 @@ class TokenizerTrials:
         if fingerprint not in self._failed:
             began = time.monotonic()
             wrong = self._try(folder, files)
-            log.info("trial", model=folder.name, wrong=wrong, seconds=round(time.monotonic() - began, 2))
+            log.info("trial", model=folder.name, fault=wrong, seconds=round(time.monotonic() - began, 2))
             if not wrong:
                 self._keep(fingerprint)
                 return

@@ -206,7 +206,7 @@ class LocalRay:
             if not self._wanted:
                 continue
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
-            log.warning("ray ended", cause=cause, again_in=wait)
+            log.warning("ray ended", cause=cause, retry_in=wait)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._again.wait(), wait)
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
@@ -324,7 +324,7 @@ class DriverProcess:
             except (OSError, DriverLinkError) as error:
                 code = str(error)
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
-            log.warning("driver ended", code=code, again_in=wait)
+            log.warning("driver ended", code=code, retry_in=wait)
             await asyncio.sleep(wait)
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 

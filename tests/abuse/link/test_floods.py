@@ -110,7 +110,7 @@ async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
     large = a_report(2, models=tuple(a_model(f"m{number}") for number in range(500)))
     line.send(*(large for _ in range(12)), Goodbye("shutdown"))
     line.writer.close()
-    await port.until(lambda: any(entry["event"] == "node said goodbye" for entry in port.logs))
+    await port.until(lambda: any(entry["event"] == "node signed off" for entry in port.logs))
 
 
 def test_a_budget_fills_again() -> None:

@@ -171,7 +171,7 @@ def test_logs_and_events_are_followed(tmp_path: Path):
             sees("name=two")
         with following(made, "logs", "-f") as sees:
             made.nodes["two"].stop()
-            sees("node said goodbye")
+            sees("node signed off")
         with following(made, "logs", "one", "-f") as sees:
             with (tmp_path / "one" / "logs" / "node.log").open("ab") as file:
                 file.write(b'{"event": "a line of later"}\n')
