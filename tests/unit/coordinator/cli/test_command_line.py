@@ -251,9 +251,7 @@ def test_a_login_beside_a_running_coordinator_is_refused(tmp_path: Path):
 
 
 def test_no_line_of_a_list_of_commands_is_cut_off():
-    groups = [(path, one) for path, one in contexts() if isinstance(one.command, click.Group)]
+    groups = [path for path, context in contexts() if isinstance(context.command, click.Group)]
     assert len(groups) > 5
-    cut = [
-        (path, line) for path, one in groups for line in alone(*path[1:], "--help").output.splitlines() if "..." in line
-    ]
+    cut = [(path, line) for path in groups for line in alone(*path[1:], "--help").output.splitlines() if "..." in line]
     assert [(path, line) for path, line in cut if not line.startswith("Usage")] == []
