@@ -4,7 +4,7 @@ r"""Format of a backup: one file, read in one pass, with a digest for every part
 
 The members follow in the order and with the sizes of the manifest, each with its SHA-256, and then the file ends. No
 content is used before its digest was verified. The format has no links, no modes and no paths except those of `NAMES`,
-hence no entry can point outside. With a passphrase, all of this is inside the `encryption` format.
+hence no entry can point outside. With a passphrase, all of this is encrypted (`encryption`).
 """
 
 import hashlib
@@ -17,6 +17,8 @@ import msgspec
 MAGIC = b"macpool backup 1\n"
 FAMILY = b"macpool backup "
 FORMAT = 1
+HEAD_BYTES = 64
+"""Bytes from the beginning of a file that tell its format, encrypted or not."""
 MAX_MANIFEST_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
 DATABASE, VIDEOS = "cluster.db", "videos.db"

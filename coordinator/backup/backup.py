@@ -25,6 +25,7 @@ from coordinator.backup.archive import (
     DATABASE,
     FAMILY,
     FORMAT,
+    HEAD_BYTES,
     MAGIC,
     NAMES,
     VIDEOS,
@@ -34,7 +35,7 @@ from coordinator.backup.archive import (
     header_of,
 )
 from coordinator.backup.atomic_swap import is_unsettled
-from coordinator.backup.encryption import EncryptingWriter
+from coordinator.backup.encryption import DecryptingReader, EncryptingWriter, EncryptionError
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from host.private_files import private_folder
 from host.settings_loader import from_tree
@@ -59,13 +60,14 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
     """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
-    folder has no cluster, a file cannot be read or written, or `file` exists and is not a backup.
+    folder has no cluster, a file cannot be read or written, or `file` exists and is not a backup. An encrypted file
+    counts as a backup if `passphrase` decrypts it to one.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
     if is_unsettled(state):
         raise BackupError(f"a restore in {state} was interrupted: run `cluster up` to finish it, then back up")
-    _check_target(file)
+    _check_target(file, passphrase)
     try:
         with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
             members, manifest = _gather(state, private_folder(Path(folder)), artifacts=artifacts)
@@ -75,7 +77,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
     return BackupResult(file, size, manifest, passphrase is not None)
 
 
-def _check_target(file: Path) -> None:
+def _check_target(file: Path, passphrase: bytes | None) -> None:
     """Check that the target is free or a backup, because no other file may be replaced."""
     try:
         seen = file.lstat()
@@ -83,12 +85,25 @@ def _check_target(file: Path) -> None:
         return
     except OSError as error:
         raise BackupError(f"{file} cannot be written: {error.strerror}") from None
-    begins = b""
+    beginning, encrypted = b"", False
     if stat.S_ISREG(seen.st_mode):
-        with file.open("rb") as there:
-            begins = there.read(len(FAMILY))
-    if not begins.startswith((FAMILY, encryption.FAMILY)):
-        raise BackupError(f"{file} exists and is not a backup: choose another name")
+        with file.open("rb") as existing:
+            beginning = existing.read(HEAD_BYTES)
+            encrypted = beginning.startswith(encryption.MAGIC)
+            if encrypted and passphrase is not None:
+                existing.seek(0)
+                beginning = _decrypted(existing, passphrase)
+    if not beginning.startswith((FAMILY, encryption.FORMER_FAMILY)):
+        reason = "is encrypted, and not a backup with this passphrase" if encrypted else "is not a backup"
+        raise BackupError(f"{file} exists and {reason}: choose another name")
+
+
+def _decrypted(file: BinaryIO, passphrase: bytes) -> bytes:
+    """Return the first decrypted bytes of an encrypted file; empty if it cannot be decrypted."""
+    try:
+        return DecryptingReader(file, passphrase).read(HEAD_BYTES)
+    except EncryptionError:
+        return b""
 
 
 def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], Manifest]:
@@ -189,14 +204,13 @@ class _Writer:
     """Plain or encrypted file."""
 
     def __init__(self, out: BinaryIO, passphrase: bytes | None) -> None:
-        self._sealer = EncryptingWriter(out, passphrase) if passphrase is not None else None
-        self.write = out.write if self._sealer is None else self._sealer.write
-        if self._sealer is None:
-            out.write(MAGIC)
+        self._encryption = EncryptingWriter(out, passphrase) if passphrase is not None else None
+        self.write = out.write if self._encryption is None else self._encryption.write
+        self.write(MAGIC)
 
     def finish(self) -> None:
-        if self._sealer is not None:
-            self._sealer.finish()
+        if self._encryption is not None:
+            self._encryption.finish()
 
 
 def _pour(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from coordinator.backup import encryption
 from coordinator.backup.archive import (
     DATABASE,
     FAMILY,
+    HEAD_BYTES,
     MAGIC,
     VIDEOS,
     ArchiveError,
@@ -31,7 +31,7 @@ from coordinator.backup.archive import (
     read_manifest,
 )
 from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, discard_staging, finish_swap
-from coordinator.backup.encryption import DecryptingReader, EncryptionError
+from coordinator.backup.encryption import FAMILIES, FORMER_MAGIC, DecryptingReader, EncryptionError, is_encrypted
 from coordinator.backup.generation_fence import MARK_FILE
 from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
 from coordinator.tls.cluster_ca import AuthorityError, cluster_in
@@ -39,7 +39,6 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
-_BEGIN = max(len(MAGIC), len(encryption.MAGIC))
 _BESIDES = ("", "-wal", "-shm")
 RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
@@ -139,28 +138,26 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
 
 
 def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> ReadableStream:
-    begins = opened.read(_BEGIN)
-    if begins.startswith(MAGIC):
-        opened.seek(len(MAGIC))
-        return opened
-    if begins.startswith(encryption.MAGIC):
+    beginning = opened.read(HEAD_BYTES)
+    opened.seek(0)
+    if is_encrypted(beginning):
         if passphrase is None:
             raise PassphraseNeeded(f"{file} is encrypted: enter its passphrase, or use --passphrase-file FILE")
-        opened.seek(len(encryption.MAGIC))
-        return _EncryptedContent(opened, passphrase)
-    if begins.startswith((FAMILY, encryption.FAMILY)):
+        content = DecryptingReader(opened, passphrase)
+        if not beginning.startswith(FORMER_MAGIC):
+            _check_format(file, content.read(len(MAGIC)))
+        return content
+    _check_format(file, opened.read(len(MAGIC)))
+    return opened
+
+
+def _check_format(file: Path, beginning: bytes) -> None:
+    """Raise `RestoreError` unless a file, or its decrypted content, begins as a backup of this format."""
+    if beginning == MAGIC:
+        return
+    if beginning.startswith((FAMILY, *FAMILIES)):
         raise RestoreError(f"{file} was made by a newer macpool: update macpool")
     raise RestoreError(f"{file} is not a macpool backup, or its beginning is missing")
-
-
-class _EncryptedContent:
-    """Content of an encrypted file, behind its `MAGIC`."""
-
-    def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
-        self._opener = DecryptingReader(file, passphrase)
-
-    def read(self, size: int, /) -> bytes:
-        return self._opener.read(size)
 
 
 def _fitting(manifest: Manifest) -> Manifest:

@@ -170,11 +170,11 @@ def _new_passphrase(file: Path | None) -> bytes:
 
 def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
     """Return the passphrase of an encrypted backup; None if the file is not encrypted."""
-    from coordinator.backup import encryption
+    from coordinator.backup.encryption import MAGIC, is_encrypted
 
     try:
         with file.open("rb") as opened:
-            needed = opened.read(len(encryption.MAGIC)) == encryption.MAGIC
+            needed = is_encrypted(opened.read(len(MAGIC)))
     except OSError as error:
         raise CommandError(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
     if not needed:

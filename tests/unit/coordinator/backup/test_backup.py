@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyrage
 import pytest
 
 from coordinator.backup import archive
 from coordinator.backup.archive import Manifest, read_manifest
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import BackupError, back_up
+from coordinator.backup.encryption import EncryptingWriter
 from coordinator.backup.generation_fence import (
     MARK_FILE,
     GenerationFence,
@@ -37,6 +39,7 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from coordinator.video.store import VideoStore
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
+from tests.support.former_backup import in_former_format
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -183,6 +186,59 @@ def test_a_truncated_or_damaged_backup_changes_nothing(
             with pytest.raises(RestoreError):
                 inspect_backup(file)
         assert {one.name for one in other.iterdir()} <= {"lock"}, number
+
+
+def test_an_encrypted_file_is_replaced_only_if_the_passphrase_decrypts_it_to_a_backup(
+    home: tuple[Path, str], tmp_path: Path
+) -> None:
+    diary, file = tmp_path / "diary.age", tmp_path / "b"
+    with diary.open("wb") as out:
+        writer = EncryptingWriter(out, b"p")
+        writer.write(b"dear diary")
+        writer.finish()
+    content = diary.read_bytes()
+    for passphrase in (None, b"p", b"q"):
+        with pytest.raises(BackupError, match="exists and is encrypted, and not a backup with this passphrase: choose"):
+            back_up(home[0], diary, passphrase=passphrase)
+    assert diary.read_bytes() == content
+    back_up(home[0], file, passphrase=b"p")
+    first = file.read_bytes()
+    back_up(home[0], file, passphrase=b"p")
+    assert file.read_bytes() != first
+    with pytest.raises(BackupError, match="not a backup with this passphrase"):
+        back_up(home[0], file)
+    file.write_bytes(b"macpool sealed 1\n" + bytes(100))
+    assert back_up(home[0], file).manifest.cluster == home[1]
+
+
+def test_age_decrypts_a_backup_to_one_that_can_be_restored(home: tuple[Path, str], tmp_path: Path) -> None:
+    file = back_up(home[0], tmp_path / "b", passphrase=b"right").file
+    file.write_bytes(pyrage.passphrase.decrypt(file.read_bytes(), "right"))
+    assert restore(file, tmp_path / "other", NOW).manifest.cluster == home[1]
+    assert shows(tmp_path / "other")[0] == home[1]
+
+
+def test_a_backup_in_the_former_encrypted_format_is_restored(saved: Path, tmp_path: Path) -> None:
+    plain = saved.read_bytes()[len(archive.MAGIC) :]
+    saved.write_bytes(in_former_format(plain, b"right"))
+    with pytest.raises(PassphraseNeeded):
+        inspect_backup(saved)
+    manifest = inspect_backup(saved, b"right")
+    assert restore(saved, tmp_path / "other", NOW, passphrase=b"right").manifest == manifest
+
+
+def test_an_encrypted_file_without_a_backup_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "b"
+    for content, words in (
+        (b"dear diary", "is not a macpool backup"),
+        (b"macpool backup 2\n", "newer macpool: update"),
+    ):
+        with file.open("wb") as out:
+            writer = EncryptingWriter(out, b"p")
+            writer.write(content)
+            writer.finish()
+        with pytest.raises(RestoreError, match=words):
+            inspect_backup(file, b"p")
 
 
 def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:

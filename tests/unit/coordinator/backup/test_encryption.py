@@ -1,58 +1,149 @@
-"""Sealed bytes: only the passphrase and the complete file open them, and they are read as they were written."""
+"""Encryption of backups: the age format, its errors, and the format of earlier backups."""
 
 import io
+from base64 import b64encode
 
+import pyrage
 import pytest
 
-from coordinator.backup.encryption import CHUNK_BYTES, DecryptingReader, EncryptingWriter, EncryptionError
+from coordinator.backup.encryption import (
+    CHUNK_BYTES,
+    COST,
+    FORMER_MAGIC,
+    MAGIC,
+    MAX_COST,
+    NONCE_BYTES,
+    TAG_BYTES,
+    DecryptingReader,
+    EncryptingWriter,
+    EncryptionError,
+    is_encrypted,
+)
+from tests.support.former_backup import in_former_format
+
+DATA = bytes(range(256)) * (CHUNK_BYTES * 3 // 256) + b"end"
+PIECE_BYTES = CHUNK_BYTES + TAG_BYTES
 
 
-@pytest.mark.parametrize("length", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
-def test_sealed_bytes_are_read_as_they_were_written(length: int) -> None:
-    data = bytes(range(251)) * (length // 251 + 1)
-    opener = DecryptingReader(io.BytesIO(sealed_bytes(data[:length])[17:]), b"p")
-    found = b""
-    while piece := opener.read(40_000):
-        found += piece
-    assert found == data[:length]
-
-
-def sealed_bytes(data: bytes) -> bytes:
+def encrypted(data: bytes, passphrase: bytes = b"p") -> bytes:
     file = io.BytesIO()
-    sealer = EncryptingWriter(file, b"p")
-    sealer.write(data)
-    sealer.finish()
+    writer = EncryptingWriter(file, passphrase)
+    assert writer.write(data) == len(data)
+    writer.finish()
     return file.getvalue()
 
 
-def test_pieces_cannot_be_left_out_moved_or_repeated() -> None:
-    data = bytes(range(256)) * (CHUNK_BYTES * 3 // 256) + b"end"
-    made = sealed_bytes(data)
-    head, body = made[:33], made[33:]
-    pieces = [body[at : at + CHUNK_BYTES + 16] for at in range(0, len(body), CHUNK_BYTES + 16)]
-    assert len(pieces) == 4
+def decrypted(content: bytes, passphrase: bytes = b"p") -> bytes:
+    reader, found = DecryptingReader(io.BytesIO(content), passphrase), b""
+    while piece := reader.read(40_000):
+        found += piece
+    return found
+
+
+def split(content: bytes) -> tuple[bytes, list[bytes]]:
+    """Return header with nonce, and the pieces."""
+    begin = content.index(b"\n--- ") + len("\n--- ") + 43 + 1 + NONCE_BYTES
+    return content[:begin], [content[at : at + PIECE_BYTES] for at in range(begin, len(content), PIECE_BYTES)]
+
+
+@pytest.mark.parametrize("length", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+def test_decrypted_data_equals_the_encrypted_data(length: int) -> None:
+    assert decrypted(encrypted(DATA[:length])) == DATA[:length]
+
+
+@pytest.mark.parametrize("length", [0, CHUNK_BYTES, CHUNK_BYTES + 1])
+def test_another_implementation_of_age_decrypts_the_file(length: int) -> None:
+    content = encrypted(DATA[:length], "pass wörd".encode())
+    assert pyrage.passphrase.decrypt(content, "pass wörd") == DATA[:length]
+    assert is_encrypted(content)
+
+
+def test_pieces_that_are_left_out_moved_or_repeated_are_detected() -> None:
+    header, pieces = split(encrypted(DATA))
+    assert [len(piece) for piece in pieces] == [PIECE_BYTES] * 3 + [3 + TAG_BYTES]
     for wrong in (pieces[:3], pieces[1:], [pieces[1], pieces[0], *pieces[2:]], [*pieces, pieces[3]], pieces[:1] * 4):
-        opener = DecryptingReader(io.BytesIO((head + b"".join(wrong))[17:]), b"p")
-        with pytest.raises(EncryptionError):
-            opener.read(len(data) * 2)
+        with pytest.raises(EncryptionError, match=r"^it is damaged or truncated: use another copy of the file$"):
+            decrypted(header + b"".join(wrong))
 
 
-def test_no_more_is_read_than_is_wanted_and_what_is_wrong_says_where() -> None:
-    data = bytes(range(256)) * (CHUNK_BYTES * 3 // 256)
-    made = sealed_bytes(data)
-    assert len(made) == 33 + 3 * (CHUNK_BYTES + 16)
-    file = io.BytesIO(made[17:])
-    opener, ahead = DecryptingReader(file, b"p"), 16 + 2 * (CHUNK_BYTES + 16)
-    assert (opener.read(10), file.tell()) == (data[:10], ahead)
-    assert (opener.read(CHUNK_BYTES - 10), file.tell()) == (data[10:CHUNK_BYTES], ahead)
-    spoiled = bytearray(made)
-    spoiled[33 + CHUNK_BYTES + 20] ^= 1
-    damaged = DecryptingReader(io.BytesIO(bytes(spoiled)[17:]), b"p")
-    assert damaged.read(CHUNK_BYTES) == data[:CHUNK_BYTES]
+def test_reading_stays_at_most_a_piece_ahead_and_stops_at_the_damaged_piece() -> None:
+    content = encrypted(DATA)
+    header, _ = split(content)
+    file = io.BytesIO(content)
+    reader = DecryptingReader(file, b"p")
+    assert (reader.read(10), file.tell()) == (DATA[:10], len(header) + 2 * PIECE_BYTES)
+    assert (reader.read(CHUNK_BYTES - 10), file.tell()) == (DATA[10:CHUNK_BYTES], len(header) + 2 * PIECE_BYTES)
+    damaged = bytearray(content)
+    damaged[len(header) + CHUNK_BYTES + 20] ^= 1
+    reader = DecryptingReader(io.BytesIO(bytes(damaged)), b"p")
+    assert reader.read(CHUNK_BYTES) == DATA[:CHUNK_BYTES]
     with pytest.raises(EncryptionError, match=r"^it is damaged or truncated: use another copy of the file$"):
-        damaged.read(1)
+        reader.read(1)
+
+
+def test_a_wrong_passphrase_is_named() -> None:
+    content = encrypted(b"data")
     with pytest.raises(EncryptionError, match=r"^the passphrase is wrong, or it is damaged$"):
-        DecryptingReader(io.BytesIO(made[17:]), b"q").read(1)
-    with pytest.raises(EncryptionError, match="is truncated within its first bytes"):
-        DecryptingReader(io.BytesIO(made[17:32]), b"p")
-    assert EncryptingWriter(io.BytesIO(), b"p").write(b"abc") == 3
+        decrypted(content, b"q")
+    with pytest.raises(EncryptionError, match=r"^the passphrase is wrong, or it is damaged$"):
+        decrypted(in_former_format(b"data", b"p"), b"q")
+
+
+def test_each_changed_byte_of_the_header_is_detected() -> None:
+    content = encrypted(b"data")
+    header, _ = split(content)
+    salt, key, mac, nonce = (
+        content.index(b"scrypt ") + 8,
+        content.index(b"\n", len(MAGIC)) + 9,
+        content.index(b"--- ") + 9,
+        len(header) - 3,
+    )
+    for at, words in (
+        (salt, "passphrase is wrong"),
+        (key, "passphrase is wrong"),
+        (mac, "its header"),
+        (nonce, "damaged"),
+    ):
+        changed = bytearray(content)
+        changed[at] = ord("A") if changed[at] != ord("A") else ord("B")
+        with pytest.raises(EncryptionError, match=words):
+            decrypted(bytes(changed))
+
+
+def test_a_file_that_ends_within_its_header_is_named() -> None:
+    header, _ = split(encrypted(b"data"))
+    for cut in (len(MAGIC), len(header) - NONCE_BYTES - 5, len(header) - 1):
+        with pytest.raises(EncryptionError, match="is damaged or truncated within its header"):
+            DecryptingReader(io.BytesIO(header[:cut]), b"p")
+    with pytest.raises(EncryptionError, match="is damaged or truncated within its header"):
+        DecryptingReader(io.BytesIO(in_former_format(b"", b"p")[: len(FORMER_MAGIC) + 15]), b"p")
+
+
+def test_a_file_for_a_key_instead_of_a_passphrase_names_the_next_step() -> None:
+    content = pyrage.encrypt(b"data", [pyrage.x25519.Identity.generate().to_public()])
+    with pytest.raises(EncryptionError, match=r"a key instead of a passphrase .* `age -d`"):
+        DecryptingReader(io.BytesIO(content), b"p")
+
+
+def test_a_cost_that_needs_too_much_memory_is_refused() -> None:
+    content = encrypted(b"data")
+    raised = content.replace(b" %d\n" % COST, b" %d\n" % (MAX_COST + 1), 1)
+    with pytest.raises(EncryptionError, match=r"its scrypt cost of 21 needs more than 1 GiB of memory \(at most 20\)"):
+        DecryptingReader(io.BytesIO(raised), b"p")
+
+
+def test_a_header_whose_key_cannot_be_authenticated_is_refused() -> None:
+    content = encrypted(b"data")
+    line = content.split(b"\n")[3]
+    forged = content.replace(line, b"--- " + b64encode(bytes(32)).rstrip(b"="), 1)
+    with pytest.raises(EncryptionError, match="is damaged or truncated within its header"):
+        DecryptingReader(io.BytesIO(forged), b"p")
+
+
+def test_the_former_format_is_read() -> None:
+    content = in_former_format(DATA, b"p")
+    assert is_encrypted(content)
+    assert decrypted(content) == DATA
+    with pytest.raises(EncryptionError, match=r"^it is damaged or truncated: use another copy of the file$"):
+        decrypted(content[:-1])
+    assert not is_encrypted(b"macpool sealed 2\n")
