@@ -1,4 +1,4 @@
-"""States of a node in the cluster, and the sets of states that the coordinator and its commands distinguish."""
+"""States of a node in the cluster, stages of its engine process, and the sets of states that matter."""
 
 from enum import StrEnum
 
@@ -14,6 +14,16 @@ class NodeState(StrEnum):
     DRAINING = "draining"
     PAUSED = "paused"
     LEFT = "left"
+
+
+class EngineStage(StrEnum):
+    """Stage of the engine process of a node, in `EngineState.state`."""
+
+    STARTING = "starting"
+    READY = "ready"
+    HUNG = "hung"
+    RESTARTING = "restarting"
+    FAILED = "failed"
 
 
 LINKED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING, NodeState.PAUSED})

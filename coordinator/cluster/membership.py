@@ -31,6 +31,7 @@ from msgspec.structs import replace
 
 from wire.identity import NodeId
 from wire.node_state import ALIVE, GONE, LINKED, NodeState
+from wire.state_machine import IllegalEventError, InvariantError
 
 SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
@@ -89,17 +90,6 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
         ]
         if any(wrong):
             raise InvariantError(f"{self.node}: {', '.join(filter(None, wrong))}: {self}")
-
-
-class InvariantError(AssertionError):
-    """Raised for a violated invariant, which is a bug in this program."""
-
-
-class IllegalEventError(Exception):
-    """Raised for an event that is illegal in the state of the node.
-
-    The cause is a bug of the caller, or a peer that should have been denied.
-    """
 
 
 # events

@@ -494,7 +494,7 @@ class Agent:
     def _report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
         assert self.supervisor is not None  # noqa: S101  it calls us
-        state, snapshot = self.supervisor.state, self.supervisor.report
+        state, snapshot = self.supervisor.state, self.supervisor.reports.latest
         ceiling = snapshot.memory.ceiling if snapshot else 0
         models = snapshot.models if snapshot else ()
         loaded = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
@@ -532,7 +532,7 @@ class Agent:
         self._sequence += 1
         self._reported_at = loop.time()
         self._last_report_key = self._report_key()
-        state, snapshot = supervisor.state, supervisor.report
+        state, snapshot = supervisor.state, supervisor.reports.latest
         if snapshot is not None:
             self._models = snapshot.models
         link.send(
@@ -573,9 +573,9 @@ class Agent:
 
         Without an engine only the limits are set, and no request fits.
         """
-        snapshot = supervisor.report
-        if snapshot is not None and snapshot.memory.cap and supervisor.reported_at is not None:
-            return replace(snapshot.memory, age=time.monotonic() - supervisor.reported_at)
+        snapshot = supervisor.reports.latest
+        if snapshot is not None and snapshot.memory.cap and supervisor.reports.received_at is not None:
+            return replace(snapshot.memory, age=time.monotonic() - supervisor.reports.received_at)
         if self.limiter is None:
             return Memory()
         limits = self.limiter.now(0)
@@ -666,7 +666,7 @@ class Agent:
             link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.what!r}"))
 
     def _measures(self) -> NodeMeasures:
-        report = self.supervisor.report if self.supervisor else None
+        report = self.supervisor.reports.latest if self.supervisor else None
         gate = report.measures if report else GateMeasures()
         return NodeMeasures(gate, time.process_time(), footprint_of((os.getpid(),)) or 0)
 

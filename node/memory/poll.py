@@ -78,10 +78,10 @@ class MemoryPoll:
     def _look(self, now: float) -> None:
         supervisor = self._supervisor
         self._phys, self._spare = supervisor.phys().phys, self._machine.spare()
-        report = supervisor.report
+        report = supervisor.reports.latest
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
-        limits = self._limiter.poll(self._ceiling_footprint(), supervisor.set_limits)
+        limits = self._limiter.poll(self._ceiling_footprint(), supervisor.orders.set_limits)
         seen = EnforcerInput(
             supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until
         )
@@ -122,7 +122,7 @@ class MemoryPoll:
 
     def _judged(self, limits: MemoryLimits) -> Memory:
         """Return the memory part of the engine's last report, with the agent's own reading and the current limits."""
-        report = self._supervisor.report
+        report = self._supervisor.reports.latest
         reported = report.memory if report else Memory()
         return replace(
             reported,
@@ -138,13 +138,13 @@ class MemoryPoll:
     def _act(self, action: enforcer.Action) -> None:
         match action:
             case SendOrder():
-                self._supervisor.enforce(action.order)
+                self._supervisor.orders.reduce_memory(action.order)
             case EndEngine():
                 log.error("engine ended", reason=action.cause)
                 self._supervisor.end(action.cause)
 
     def _pause(self) -> float:
-        report = self._supervisor.report
+        report = self._supervisor.reports.latest
         models = report.models if report else ()
         busy = bool(self._supervisor.live) or any(model.loading for model in models)
         return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))

@@ -33,6 +33,14 @@ class WiredReadings:
     weights: int = 0
     """Maximum bytes of weights in the process."""
 
+    def observe(self, wired: int | None) -> None:
+        """Record a reading of the system during the lifetime of the process, in bytes; None if unreadable."""
+        self.last = wired
+
+    def observe_weights(self, weights: int) -> None:
+        """Record the bytes of weights that the process holds now."""
+        self.weights = max(self.weights, weights)
+
     def leaked_bytes(self, after: int | None) -> int:
         """Return the bytes that the ended process leaked; 0 below the thresholds or if unknown.
 

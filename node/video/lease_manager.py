@@ -333,15 +333,15 @@ class LeaseManager:
         refused = self._judged(request)
         if refused is None or not self._short(refused):
             return refused
-        number = self._supervisor.free_memory(request.size)
-        await self._until(lambda: self._supervisor.freed_order >= number)
+        number = self._supervisor.orders.free_memory(request.size)
+        await self._until(lambda: self._supervisor.reports.freed_order >= number)
         return self._judged(request)
 
     def _short(self, refused: LeaseRefused) -> bool:
         return refused.headroom is not None
 
     def _judged(self, request: LeaseRequest) -> LeaseRefused | None:
-        report = self._supervisor.report
+        report = self._supervisor.reports.latest
         pinned = frozenset(self._settings.models.preload)
         return leases.check_fits(request, self._poll.memory(), report.models if report is not None else (), pinned)
 
@@ -353,9 +353,9 @@ class LeaseManager:
         began = time.monotonic()
         self._limiter.leases = request.size
         self._poll.poll_once()
-        number = self._supervisor.applied_limits_number
-        await self._until(lambda: self._supervisor.reported_limits_number >= number)
-        if self._supervisor.reported_limits_number < number:
+        number = self._supervisor.orders.limits_number
+        await self._until(lambda: self._supervisor.reports.limits_number >= number)
+        if self._supervisor.reports.limits_number < number:
             message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
             return leases.refuse(request, SILENT, message, leases.HEADROOM_RETRY_SECONDS)
         memory = self._poll.memory()

@@ -19,7 +19,6 @@ from coordinator.cluster.membership import (
     CloseLink,
     Event,
     ForgetMember,
-    IllegalEventError,
     Member,
     MemberChanged,
     MemberConnected,
@@ -38,6 +37,7 @@ from coordinator.cluster.membership import (
     tick,
 )
 from wire.identity import NodeId
+from wire.state_machine import IllegalEventError
 
 
 def play(script: str) -> str:

@@ -27,7 +27,7 @@ MIN_REPORT_INTERVAL_SECONDS = 0.1
 TOKENIZE_EXPECTED_SECONDS = 60.0
 """Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
 TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
-"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.SupervisorTimeouts.turn_factor`)."""
+"""Seconds after which a tokenizer counts as hung (`node.engine_process.timeouts.SupervisorTimeouts.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 

@@ -193,7 +193,7 @@ class Node:
                 await self._changed.wait()
 
     def _loaded(self) -> bool:
-        report = self.supervisor.report
+        report = self.supervisor.reports.latest
         return report is not None and any(model.loaded for model in report.models)
 
     def phys(self) -> int:
@@ -340,7 +340,7 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
         seen.restarts = node.supervisor.state.restarts
         seen.highest = max(seen.highest, node.supervisor.highs().interval or 0)
         seen.over = max(seen.over, seen.highest > cap)
-        report = node.supervisor.report
+        report = node.supervisor.reports.latest
         seen.counts = report.counts if report else EngineCounters()
     return seen
 
@@ -460,7 +460,7 @@ async def steady(folder: Path, cap: int, count: int, clients: int) -> Seen:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         seen.restarts = node.supervisor.state.restarts
-        report = node.supervisor.report
+        report = node.supervisor.reports.latest
         if report is not None:
             seen.counts, seen.evicted = report.counts, report.cache.evictions
     return seen

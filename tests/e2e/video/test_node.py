@@ -446,7 +446,9 @@ async def test_a_lease_is_never_named_like_a_path(make: Make, lease: str):
 async def test_a_lease_waits_for_what_is_in_use_and_ends_nothing(make: Make):
     node = await make(memory__cap="20GiB", engine__scripted__kv_per_token=1024**2)
     node.chat(1, tokens=10_000)
-    await node.until(lambda: (node.supervisor.report.memory.reserved if node.supervisor.report else 0) > 8 * GIB)
+    await node.until(
+        lambda: (node.supervisor.reports.latest.memory.reserved if node.supervisor.reports.latest else 0) > 8 * GIB
+    )
     before = node.ceiling
     node.ask(10 * GIB)
     refused = await node.answer()
@@ -461,7 +463,7 @@ async def test_a_lease_waits_for_what_is_in_use_and_ends_nothing(make: Make):
     await node.until(
         lambda: (
             not node.supervisor.live
-            and node.supervisor.reported_limits_number >= node.supervisor.applied_limits_number > 0
+            and node.supervisor.reports.limits_number >= node.supervisor.orders.limits_number > 0
         )
     )
     node.ask(10 * GIB, lease="l-2")
@@ -480,7 +482,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
     assert not [one for one in node.frames if isinstance(one, LeaseGranted)]
     engine.resume()
     assert isinstance(await node.answer(), LeaseGranted)
-    assert node.supervisor.reported_limits_number == node.supervisor.applied_limits_number
+    assert node.supervisor.reports.limits_number == node.supervisor.orders.limits_number
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
@@ -517,7 +519,7 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
         node.supervisor.send(encode(LoadModel(1, "large")), LoadModel, 1)
 
     def loaded() -> bool:
-        report = node.supervisor.report
+        report = node.supervisor.reports.latest
         return report is not None and any(model.loaded for model in report.models if model.name == "large")
 
     def settled() -> bool:

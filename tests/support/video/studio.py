@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from node.engine_process.supervisor import Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import Supervisor
+from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
@@ -205,8 +206,7 @@ class Node:
         await self.studio.offer.looked.wait()
         await self.until(
             lambda: (
-                self.supervisor.ready
-                and self.supervisor.reported_limits_number >= self.supervisor.applied_limits_number
+                self.supervisor.ready and self.supervisor.reports.limits_number >= self.supervisor.orders.limits_number
             )
         )
         return self

@@ -8,8 +8,6 @@ from coordinator.cluster.membership import (
     CloseLink,
     Event,
     ForgetMember,
-    IllegalEventError,
-    InvariantError,
     Member,
     MemberChanged,
     MemberConnected,
@@ -31,6 +29,7 @@ from coordinator.cluster.membership import (
 )
 from wire.identity import NodeId
 from wire.node_state import NodeState
+from wire.state_machine import IllegalEventError, InvariantError
 
 A, B = NodeId("a"), NodeId("b")
 EVENTS = st.one_of(

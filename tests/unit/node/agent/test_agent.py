@@ -16,7 +16,8 @@ from coordinator.tls.cluster_ca import ClusterCa
 from node.agent import agent as module
 from node.agent.agent import Agent, Expelled, within_bounds
 from node.agent.identity import create, new_request, remember
-from node.engine_process.supervisor import Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import Supervisor
+from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of, open_machine
@@ -311,7 +312,7 @@ async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judg
     )
     assert (hello.hardware, hello.takeover, hello.generation) == (HARDWARE, False, 0)
     report = await one.ready(line)
-    snapshot = one.supervisor.report
+    snapshot = one.supervisor.reports.latest
     assert snapshot is not None
     assert [model.name for model in report.models] == [model.name for model in snapshot.models]
     assert (report.memory.cap, report.memory.margin, report.memory.ceiling) == (90 * GIB, GIB, snapshot.memory.ceiling)

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor
+from node.engine_process.timeouts import SupervisorTimeouts
 from node.settings import NodeSettings, resolve
 from tests import models
 from tests.support.processes import until
@@ -89,11 +90,11 @@ class Agent:
                 await self._changed.wait()
 
     async def ready(self) -> None:
-        self.supervisor.set_limits(LIMITS)
+        self.supervisor.orders.set_limits(LIMITS)
         await self.until(lambda: self.armed())
 
     def armed(self) -> bool:
-        report = self.supervisor.report
+        report = self.supervisor.reports.latest
         return report is not None and report.memory.armed
 
     def generate(self, number: int, content: str = "hi", tokens: int = 16) -> None:
@@ -138,32 +139,6 @@ def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
     assert agent(**settings, **{"engine.kind": "mlx"}).supervisor.state.rows == 7
 
 
-def test_back_off_doubles_from_its_first_to_its_longest():
-    delays = [SupervisorTimeouts().delay(deaths) for deaths in range(1, 10)]
-    assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    assert SupervisorTimeouts().delay(10**6) == 30.0
-    assert SupervisorTimeouts(longest=1e99).delay(10**6) == 0.2 * 2**32, "no overflow"
-
-
-def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
-    assert not SupervisorTimeouts().is_hung(9.9, 0.02)
-    assert SupervisorTimeouts().is_hung(10.1, 0.02)
-    assert not SupervisorTimeouts().is_hung(49.0, 10.0)
-    assert SupervisorTimeouts().is_hung(51.0, 10.0)
-    assert [SupervisorTimeouts().is_hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [
-        False,
-        False,
-    ]
-
-
-def test_a_turn_has_what_is_left_of_the_time_after_which_it_counts_as_hung():
-    left = [
-        SupervisorTimeouts().left(busy, expected)
-        for busy, expected in ((3.0, 0.02), (10.0, 10.0), (12.0, 0.0), (60.0, 10.0))
-    ]
-    assert left == [7.0, 40.0, 0.0, 0.0]
-
-
 async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(agent: Callable[..., Agent]):
     one = agent()
     one.generate(1)
@@ -188,11 +163,11 @@ async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Ag
     assert isinstance(one.frames[0][0], Admitted)
     assert sum(isinstance(frame, Deltas) for frame, _ in one.frames) == 16
     assert one.supervisor.live == frozenset()
-    await one.until(lambda: one.supervisor.report and one.supervisor.report.acked_seq == 1)
+    await one.until(lambda: one.supervisor.reports.latest and one.supervisor.reports.latest.acked_seq == 1)
     state = one.supervisor.state
     assert (state.kind, state.state, state.cause, state.restarts) == ("scripted", "ready", "", 0)
     assert one.states == ["starting", "ready"]
-    assert one.supervisor.reported_at is not None
+    assert one.supervisor.reports.received_at is not None
     reading = one.supervisor.phys()
     assert reading.phys is not None
     assert reading.phys < 200 * 2**20
@@ -219,7 +194,7 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     assert one.supervisor.state.state == "restarting"
     assert "SIGABRT" in one.supervisor.state.cause
     assert one.supervisor.phys().phys is None
-    assert one.supervisor.report is None
+    assert one.supervisor.reports.latest is None
     one.generate(4)
     refused = await one.end(4)
     assert isinstance(refused, Refusal)
@@ -253,10 +228,10 @@ async def test_new_limits_are_confirmed_by_the_next_report(agent: Callable[..., 
     one = agent()
     await one.supervisor.start()
     await one.ready()
-    one.supervisor.set_limits(MemoryLimits(96 * GIB, 60 * GIB, 2 * GIB, "leases", leases=36 * GIB))
-    await one.until(lambda: one.supervisor.report and one.supervisor.report.memory.ceiling == 60 * GIB)
-    assert one.supervisor.report
-    assert one.supervisor.report.memory.leases == 36 * GIB
+    one.supervisor.orders.set_limits(MemoryLimits(96 * GIB, 60 * GIB, 2 * GIB, "leases", leases=36 * GIB))
+    await one.until(lambda: one.supervisor.reports.latest and one.supervisor.reports.latest.memory.ceiling == 60 * GIB)
+    assert one.supervisor.reports.latest
+    assert one.supervisor.reports.latest.memory.leases == 36 * GIB
 
 
 @pytest.mark.slow
@@ -384,8 +359,8 @@ async def order(one: Agent, kind: type[LoadModel] | type[UnloadModel], number: i
     assert isinstance(await one.end(number), Finished)
     await one.until(
         lambda: (
-            one.supervisor.report
-            and (kind is LoadModel) == any(m.name == model and m.loaded for m in one.supervisor.report.models)
+            one.supervisor.reports.latest
+            and (kind is LoadModel) == any(m.name == model and m.loaded for m in one.supervisor.reports.latest.models)
         )
     )
 
@@ -445,7 +420,7 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
     if keeps == "a request":
         one.generate(7)
     await order(one, UnloadModel, 2, "a")
-    await one.until(lambda: one.supervisor.report and one.supervisor.report.unreturned)
+    await one.until(lambda: one.supervisor.reports.latest and one.supervisor.reports.latest.unreturned)
     assert one.supervisor.pid == first
     assert not one.supervisor.state.recycles
     one.supervisor.send(encode(Cancel(7)), Cancel, 7)
@@ -489,8 +464,8 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     await order(one, LoadModel, 3, name)
     reading = one.supervisor.phys().phys
     assert reading is not None
-    assert one.supervisor.report is not None
-    assert reading < one.supervisor.report.memory.base + 100 * MIB
+    assert one.supervisor.reports.latest is not None
+    assert reading < one.supervisor.reports.latest.memory.base + 100 * MIB
 
 
 @pytest.mark.slow
@@ -506,7 +481,7 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     one = agent(**settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
 
     def loaded() -> bool:
-        report = one.supervisor.report
+        report = one.supervisor.reports.latest
         return report is not None and any(model.loaded for model in report.models)
 
     await one.supervisor.start()
@@ -515,13 +490,15 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     first = one.supervisor.pid
     one.supervisor.release_memory()
     one.supervisor.release_memory()
-    await one.until(lambda: recycled(one) and one.supervisor.report is not None)
+    await one.until(lambda: recycled(one) and one.supervisor.reports.latest is not None)
     assert one.supervisor.pid != first
     assert gone(first or 0)
     assert not loaded()
     assert (one.supervisor.state.restarts, one.supervisor.state.recycles) == (0, 1)
-    assert one.supervisor.report is not None
-    assert {model.name for model in one.supervisor.report.models} == {name}, "the servable models are still reported"
+    assert one.supervisor.reports.latest is not None
+    assert {model.name for model in one.supervisor.reports.latest.models} == {name}, (
+        "the servable models are still reported"
+    )
     os.kill(one.supervisor.pid or 0, signal.SIGKILL)
     await one.until(lambda: one.supervisor.state.restarts == 1 and one.supervisor.ready is not None)
     assert not loaded(), "a death brings nothing back"
@@ -582,7 +559,7 @@ async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loa
     await order(one, LoadModel, 1, "slow")
     await die(one)
     one.generate(2)
-    await one.until(lambda: one.supervisor.report and len(one.supervisor.report.models) == 2)
+    await one.until(lambda: one.supervisor.reports.latest and len(one.supervisor.reports.latest.models) == 2)
     await die(one)
     assert diary(tmp_path) == [("", ""), ("slow", ""), ("slow", "")]
 
@@ -721,7 +698,7 @@ async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent
     for number in range(1, 4):
         one.generate(number, tokens=10_000)
     await one.until(lambda: one.supervisor.state.waiting == 2 and one.supervisor.state.running == 1)
-    state, report = one.supervisor.state, one.supervisor.report
+    state, report = one.supervisor.state, one.supervisor.reports.latest
     assert report is not None
     assert (state.running, state.waiting, state.queued_tokens) == (report.running, report.waiting, report.queued_tokens)
     assert state.queued_tokens > 0
@@ -734,9 +711,9 @@ async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repe
     one = agent()
     await one.supervisor.start()
     await one.ready()
-    assert one.supervisor.freed_order == 0
-    assert [one.supervisor.free_memory(GIB), one.supervisor.free_memory(GIB)] == [1, 2]
-    await one.until(lambda: one.supervisor.freed_order == 2)
+    assert one.supervisor.reports.freed_order == 0
+    assert [one.supervisor.orders.free_memory(GIB), one.supervisor.orders.free_memory(GIB)] == [1, 2]
+    await one.until(lambda: one.supervisor.reports.freed_order == 2)
 
 
 @pytest.mark.slow
@@ -829,7 +806,7 @@ def ends(folder: Path) -> list[str]:
 
 async def in_a_call(one: Agent) -> None:
     await one.supervisor.start()
-    await one.until(lambda: one.supervisor.report is not None and one.supervisor.report.running)
+    await one.until(lambda: one.supervisor.reports.latest is not None and one.supervisor.reports.latest.running)
     assert one.supervisor.call_until
 
 
@@ -880,15 +857,16 @@ async def test_over_its_cap_a_child_has_a_short_time_and_not_none(agent: Callabl
 
 @pytest.mark.slow
 async def test_an_end_under_way_may_become_sooner_and_not_later(agent: Callable[..., Agent], tmp_path: Path):
-    one = agent(replace(SOON, leave=3.0), calls(tmp_path, busy=1.0, expected=500.0, lasts=60))
+    preload = {"models.preload": ["scripted-1"]}
+    one = agent(replace(SOON, leave=3.0), calls(tmp_path, busy=1.0, expected=500.0, lasts=60), **preload)
     await in_a_call(one)
     child = one.supervisor.child
     assert child is not None
-    one.supervisor.recycle(child, "for a test")
+    one.supervisor.release_memory()
     one.supervisor.end("over its cap")
     due = child.killed_at
     assert due < time.monotonic() + 1.0
-    one.supervisor.recycle(child, "once more")
+    one.supervisor.wake()
     assert child.killed_at == due
     assert one.supervisor.state.recycles == 1
     await one.until(lambda: one.supervisor.pid != child.process.pid)
@@ -1016,7 +994,7 @@ async def test_weights_that_a_load_has_read_so_far_can_stay_wired_too(agent: Cal
     one = agent(LEAKY, program(half))
     one.wired = GIB
     await one.supervisor.start()
-    await one.until(lambda: one.supervisor.report)
+    await one.until(lambda: one.supervisor.reports.latest)
     one.wired = 9 * GIB
     assert one.supervisor.pid is not None
     os.kill(one.supervisor.pid, signal.SIGKILL)
@@ -1061,15 +1039,13 @@ async def test_where_wired_memory_cannot_be_read_nothing_is_judged(agent: Callab
 
 @pytest.mark.slow
 async def test_an_engine_that_was_recycled_can_leak_too(agent: Callable[..., Agent]):
-    one = agent(LEAKY, weights="20GiB")
+    one = agent(LEAKY, weights="20GiB", **{"models.preload": ["scripted-1"]})
     one.wired = 3 * GIB
     await one.supervisor.start()
     await one.ready()
-    for round_ in (1, 2):
+    for round_, recycle in ((1, one.supervisor.release_memory), (2, one.supervisor.wake)):
         one.wired = (3 + 20 * round_) * GIB
-        child = one.supervisor.child
-        assert child is not None
-        one.supervisor.recycle(child, "for a test")
+        recycle()
         await one.until(lambda round_=round_: one.supervisor.state.leaked == 20 * round_ * GIB)
         await one.until(lambda round_=round_: one.armed() or round_ == 2)
     await one.until(lambda: one.supervisor.state.state == "failed")
@@ -1091,7 +1067,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
                 log_file=pathlib.Path(sys.argv[1]), scratch=pathlib.Path(sys.argv[1]).parent / "scratch",
                 wired=lambda: None,
             )
-            one.set_limits(MemoryLimits(2**36, 2**36, 2**30, "metal"))
+            one.orders.set_limits(MemoryLimits(2**36, 2**36, 2**30, "metal"))
             await one.start()
             while one.state.state != "ready":
                 up.clear()

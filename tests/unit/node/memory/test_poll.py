@@ -15,7 +15,8 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from node.engine_process.supervisor import COMMAND, Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import COMMAND, Supervisor
+from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, margin_in_force
@@ -186,8 +187,8 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     for number, name in enumerate(("one", "two"), 1):
         node.supervisor.send(encode(LoadModel(number, name)), LoadModel, number)
         await node.end(number)
-    await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.margin < wide)
-    memory, report = node.poll.memory(), node.supervisor.report
+    await node.until(lambda: node.supervisor.reports.latest and node.supervisor.reports.latest.memory.margin < wide)
+    memory, report = node.poll.memory(), node.supervisor.reports.latest
     assert report is not None
     assert memory.margin == report.memory.margin == profiled_margin(2 * GIB, 0)
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
@@ -203,9 +204,9 @@ async def test_the_limit_that_an_engines_device_reports_is_the_nodes_cap_and_its
 ):
     node = await make({"margin": "1GiB"}, metal="40GiB")
     supervisor = node.supervisor
-    await node.until(lambda: supervisor.report and supervisor.report.memory.cap == 40 * GIB)
-    assert supervisor.report is not None
-    assert supervisor.report.metal_limit == 40 * GIB
+    await node.until(lambda: supervisor.reports.latest and supervisor.reports.latest.memory.cap == 40 * GIB)
+    assert supervisor.reports.latest is not None
+    assert supervisor.reports.latest.metal_limit == 40 * GIB
     assert (node.limiter.cap.bytes, node.limiter.cap.bound_by) == (40 * GIB, "metal")
     assert node.poll.enforcement().cap_bound_by == "metal"
     node.generate(1, tokens=32_000)
@@ -218,12 +219,14 @@ async def test_the_limit_that_an_engines_device_reports_is_the_nodes_cap_and_its
     first = supervisor.ready
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    await node.until(lambda: supervisor.ready not in (None, first) and supervisor.report)
-    assert supervisor.report is not None
-    assert supervisor.report.memory.cap == 40 * GIB, "the next engine begins with it"
+    await node.until(lambda: supervisor.ready not in (None, first) and supervisor.reports.latest)
+    assert supervisor.reports.latest is not None
+    assert supervisor.reports.latest.memory.cap == 40 * GIB, "the next engine begins with it"
     again = await make({"margin": "1GiB"}, metal="48GiB")
     assert again.first_cap == 40 * GIB, "and so does the next start, until its own engine reports"
-    await again.until(lambda: again.supervisor.report and again.supervisor.report.memory.cap == 48 * GIB)
+    await again.until(
+        lambda: again.supervisor.reports.latest and again.supervisor.reports.latest.memory.cap == 48 * GIB
+    )
 
 
 @pytest.mark.slow
@@ -234,14 +237,14 @@ async def test_a_new_engine_is_covered_and_so_is_the_one_after_a_death(
     first = node.supervisor.ready
     assert first is not None
     assert node.poll.state.level is MemoryLevel.OK
-    assert node.supervisor.reported_limits_number == 1
-    report = node.supervisor.report
+    assert node.supervisor.reports.limits_number == 1
+    report = node.supervisor.reports.latest
     assert report is not None
     assert report.memory.armed
     os.kill(first, signal.SIGKILL)
     await node.until(lambda: node.supervisor.ready not in (None, first))
     await node.until(lambda: node.poll.state.engine == node.supervisor.ready)
-    report = node.supervisor.report
+    report = node.supervisor.reports.latest
     assert report is not None
     assert (report.memory.cap, report.memory.armed, report.limits_number) == (90 * GIB, True, 1)
 
@@ -361,7 +364,9 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
 async def test_over_soft_no_request_is_admitted_and_the_report_shows_it(make: Callable[..., Awaitable[Node]]):
     node = await make()
     node.machine.free = 2 * GIB
-    await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)
+    await node.until(
+        lambda: node.supervisor.reports.latest and (node.supervisor.reports.latest.memory.headroom or 0) < 0
+    )
     assert node.poll.state.level is MemoryLevel.OVER_SOFT
     node.generate(1)
     end = await node.end(1)
@@ -377,12 +382,12 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     for size in (36 * GIB, 0, 36 * GIB):
         node.limiter.leases = size
         node.poll.poll_once()
-        numbers.append(node.supervisor.applied_limits_number)
+        numbers.append(node.supervisor.orders.limits_number)
     assert numbers == [2, 3, 4], "each limit was sent at once"
-    await node.until(lambda: node.supervisor.reported_limits_number == 4)
-    assert node.supervisor.report
-    assert node.supervisor.report.memory.leases == 36 * GIB
-    assert node.supervisor.report.memory.ceiling == 54 * GIB
+    await node.until(lambda: node.supervisor.reports.limits_number == 4)
+    assert node.supervisor.reports.latest
+    assert node.supervisor.reports.latest.memory.leases == 36 * GIB
+    assert node.supervisor.reports.latest.memory.ceiling == 54 * GIB
 
 
 @pytest.mark.slow
@@ -408,7 +413,7 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
     node = await make()
     node.machine.free = 60 * GIB
     node.poll.poll_once()
-    told = node.supervisor.applied_limits_number
+    told = node.supervisor.orders.limits_number
     source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
     for fails in ("engine", "machine", "both"):
         standing = node.limiter.current_ceiling
@@ -419,7 +424,7 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
         source.fails, node.machine.free = False, 60 * GIB
         node.poll.poll_once()
         assert node.poll.state.level is MemoryLevel.OK
-    assert node.supervisor.applied_limits_number == told
+    assert node.supervisor.orders.limits_number == told
 
 
 @pytest.mark.slow
@@ -439,7 +444,9 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     assert node.poll.memory().bound_by == UNREADABLE
     assert node.poll.state.level is MemoryLevel.UNKNOWN
     assert node.poll.enforcement().remedy.startswith("the memory of this machine cannot be read")
-    await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.bound_by == UNREADABLE)
+    await node.until(
+        lambda: node.supervisor.reports.latest and node.supervisor.reports.latest.memory.bound_by == UNREADABLE
+    )
     node.generate(2)
     end = await node.end(2)
     assert isinstance(end, Refusal)
@@ -447,7 +454,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     assert isinstance(await node.end(1), Finished), "what ran was not disturbed"
     source.fails, node.machine.free = False, 128 * GIB
     node.poll.poll_once()
-    await node.until(lambda: node.supervisor.reported_limits_number == node.supervisor.applied_limits_number)
+    await node.until(lambda: node.supervisor.reports.limits_number == node.supervisor.orders.limits_number)
     node.generate(3, tokens=4)
     assert isinstance(await node.end(3), Finished)
     assert (node.poll.state.kills, node.poll.state.over_caps, node.supervisor.state.restarts) == (0, 0, 0)

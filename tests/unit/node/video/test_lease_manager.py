@@ -78,16 +78,16 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
         LeasePhase.GRANTED,
         0,
     )
-    report = node.supervisor.report
+    report = node.supervisor.reports.latest
     assert report is not None
     assert (report.memory.leases, report.memory.ceiling) == (LEASE, before - LEASE), "the engine judges by it already"
     grant = read_grant(place(node))
     assert isinstance(grant, LeaseGrant)
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
-    told = node.supervisor.applied_limits_number
+    told = node.supervisor.orders.limits_number
     node.release("cancelled")
     ended = await node.ended()
-    assert node.supervisor.applied_limits_number == told + 1, (
+    assert node.supervisor.orders.limits_number == told + 1, (
         "the engine has its ceiling back before the end is reported"
     )
     assert (ended.code, ended.message, ended.peak, ended.artifacts) == (
@@ -170,7 +170,9 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
 async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores_the_ceiling(make: Make):
     node = await make(engine__scripted__weights="80GiB")
     node.chat(1)
-    await node.until(lambda: node.supervisor.report and any(one.loaded for one in node.supervisor.report.models))
+    await node.until(
+        lambda: node.supervisor.reports.latest and any(one.loaded for one in node.supervisor.reports.latest.models)
+    )
     before = node.ceiling
     node.ask(size=20 * GIB)
     refused = await node.answer()

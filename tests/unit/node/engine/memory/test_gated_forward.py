@@ -11,7 +11,7 @@ from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
 from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Halted, NativeCallKind
-from node.engine_process.supervisor import SupervisorTimeouts
+from node.engine_process.timeouts import SupervisorTimeouts
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later

@@ -1,0 +1,236 @@
+"""One engine process: its start, its socket, its pings and its end.
+
+The child ends when the agent's end of its socket closes. No engine therefore survives the agent, however the agent
+ends.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import structlog
+
+import node
+from node.engine.process import crash_recorder
+from node.engine.process.crash_recorder import CrashRecord
+from node.engine.process.main import settings_message
+from node.engine_process.stderr_log import EngineLog
+from node.engine_process.timeouts import ExitTimeouts, ExitUrgency, SupervisorTimeouts
+from node.memory.sensor import Sensor, open_sensor
+from node.memory.wired_leak import WiredReadings
+from node.settings import NodeSettings
+from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, encode
+from wire.frames import Ping, Pong, StopEngine
+
+EXIT_AFTER_CLOSE_SECONDS = 2.0
+"""Seconds that a process may live after its socket has closed."""
+
+log = structlog.get_logger("supervise")
+_NO_PONG = Pong(0)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildCommand:
+    """How to start an engine process."""
+
+    arguments: Sequence[str]
+    """Program and arguments, without those for socket and shared page."""
+    environment: Mapping[str, str]
+    settings: NodeSettings
+    """Settings that the child receives first."""
+
+
+@dataclass(slots=True, eq=False)
+class EngineChild(asyncio.Protocol):
+    """One engine process, and the agent's end of the socket to it. Times are monotonic seconds."""
+
+    process: asyncio.subprocess.Process
+    sensor: Sensor
+    """Reader of the footprint of the process."""
+    started: float
+    """Time of the start."""
+    page: int
+    """File descriptor of the shared page in which the child records its native calls (`crash_recorder`)."""
+    on_frame: Callable[[int, bytes], None]
+    """Called with tag and body of each frame of the child."""
+    on_fault: Callable[[str], None]
+    """Called with the reason when the child violates the wire protocol."""
+    wired: WiredReadings
+    """Wired memory of the system before the start and during the lifetime of the child."""
+    splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the child has ended or closed its socket."""
+    transport: asyncio.Transport | None = None
+    nonce: int = 0
+    """Nonce of the last ping."""
+    pinged: float | None = None
+    """Time of the ping that is not answered yet; None without one."""
+    pong: Pong = _NO_PONG
+    """Last answer to a ping."""
+    ponged: float = 0.0
+    """Time at which `pong` arrived."""
+    stop_requested: bool = False
+    """Whether the child was asked to end. No more frames are sent to the child."""
+    exit_task: asyncio.Task[None] | None = None
+    """Task that waits for the end and sends signals; None before the child is asked to end."""
+    killed_at: float = 0.0
+    """Time at which SIGKILL is due while the child ends."""
+    broken: bool = False
+    """Whether the child has sent an invalid frame."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Store the transport to the child."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Pass each complete frame to `on_frame`. After an invalid frame, call `on_fault` once and discard all later
+        bytes."""
+        if self.broken:
+            return
+        try:
+            for tag, body in self.splitter.feed(data):
+                self.on_frame(tag, body)
+        except WireError as error:
+            self.broken = True
+            self.on_fault(f"its frames cannot be read: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Set `closed`, because the child has ended or closed its socket."""
+        self.closed.set()
+
+    def write(self, encoded: bytes) -> None:
+        """Send an encoded frame; discard it if the socket is closed or the child was asked to end."""
+        if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
+            self.transport.write(encoded)
+
+    def unsent(self) -> int:
+        """Return the bytes that wait in the agent because the child has not read them."""
+        return self.transport.get_write_buffer_size() if self.transport is not None else 0
+
+    def ping(self, now: float) -> None:
+        """Send a ping at `now`, unless an answer is pending."""
+        if self.pinged is None:
+            self.nonce += 1
+            self.pinged = now
+            self.write(encode(Ping(self.nonce)))
+
+    def store_pong(self, pong: Pong, now: float) -> None:
+        """Store the answer to the last ping, which arrived at `now`."""
+        self.pinged, self.pong, self.ponged = None, pong, now
+
+    def silent_seconds(self, now: float) -> float:
+        """Return the seconds since the ping that is not answered yet; 0 without one."""
+        return 0.0 if self.pinged is None else now - self.pinged
+
+    def call_until(self, factor: float) -> float:
+        """Return the time from which the native call in progress exceeds `factor` times its expected duration, by the
+        last pong; 0 without a call."""
+        return self.ponged - self.pong.busy + factor * self.pong.expected if self.pong.expected else 0.0
+
+    def end(self, urgency: ExitUrgency, timeouts: SupervisorTimeouts, cause: str) -> None:
+        """Ask the process to end, then send signals. An end under way is only replaced by an earlier deadline.
+
+        `cause` is the reason for the log.
+        """
+        now = time.monotonic()
+        busy = self.pong.busy + (now - self.ponged) if self.pong.busy else 0.0
+        waits = timeouts.exit_timeouts(urgency, busy, self.pong.expected)
+        if self.exit_task is not None:
+            if now + waits.total >= self.killed_at:
+                return
+            self.exit_task.cancel()
+        self.killed_at = now + waits.total
+        self._request_stop(waits.total)
+        self.exit_task = asyncio.create_task(self._end_by_signals(waits, cause))
+
+    def _request_stop(self, seconds: float) -> None:
+        if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
+            self.transport.write(encode(StopEngine(seconds)))
+            self.transport.write_eof()
+        self.stop_requested = True
+
+    async def _end_by_signals(self, waits: ExitTimeouts, cause: str) -> None:
+        """Wait for the end of the process. On timeout send SIGTERM, then SIGKILL."""
+        if await self.wait_exit(waits.stop_requested):
+            return
+        log.warning("engine terminated", pid=self.process.pid, waited=waits.stop_requested, cause=cause)
+        self._send_signal(signal.SIGTERM)
+        if await self.wait_exit(waits.terminated):
+            return
+        log.error("engine killed", pid=self.process.pid, waited=waits.terminated, cause=cause)
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            self.process.send_signal(number)
+
+    async def wait_exit(self, seconds: float) -> bool:
+        """Wait at most `seconds` for the process to end. Return whether the process has ended."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), seconds)
+        return self.process.returncode is not None
+
+    def release(self, *, hung: bool) -> CrashRecord | None:
+        """Close the resources of an ended child. Return the native call in which it died; None if it died in none.
+
+        `hung` states whether the agent ended the child because it hung.
+        """
+        if self.exit_task is not None:
+            self.exit_task.cancel()
+        self.sensor.close()
+        record = crash_recorder.read(self.page, hung=hung)
+        os.close(self.page)
+        return record
+
+
+async def start_child(
+    command: ChildCommand,
+    engine_log: EngineLog,
+    wired: WiredReadings,
+    *,
+    on_frame: Callable[[int, bytes], None],
+    on_fault: Callable[[str], None],
+) -> EngineChild:
+    """Start an engine process, connect its socket and send its settings.
+
+    `wired` holds the wired memory of the system before the start. Raise OSError if the program cannot be started.
+    """
+    own_end, child_end = socket.socketpair()
+    errors, page = -1, crash_recorder.new_page()
+    try:
+        errors = engine_log.open()
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments,
+            "--page",
+            str(page),
+            "--socket",
+            str(child_end.fileno()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=errors,
+            stderr=errors,
+            pass_fds=(child_end.fileno(), page),
+            close_fds=True,
+            start_new_session=True,
+            cwd=Path(node.__file__).parents[1],
+            env=command.environment,
+        )
+    except BaseException:
+        own_end.close()
+        os.close(page)
+        raise
+    finally:
+        child_end.close()
+        if errors >= 0:
+            os.close(errors)
+    child = EngineChild(process, open_sensor(process.pid), time.monotonic(), page, on_frame, on_fault, wired)
+    own_end.setblocking(False)
+    await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
+    child.write(settings_message(command.settings))
+    return child

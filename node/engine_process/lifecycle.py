@@ -1,0 +1,379 @@
+"""State machine of the engine process, as data: events in, actions out. The supervisor performs the actions. Pure.
+
+Covers: stages, restarts and their delay, readiness, replacement of a healthy child, rest, models to load again.
+Does not cover: the process and its signals (`child`), open requests (`open_requests`), leaked wired memory
+(`wired_check`), models that crash the engine (`quarantine`).
+
+    starting ─(report with limits in force)─► ready ─(exit)─► restarting ─► starting …
+        └──────────────────┬────────────────────┘                └─(longest delay)─► failed ─► starting …
+                           ├─(no answer, or one call for too long)─► hung ─(exit)─► restarting
+                           └─(replaced, over the cap, protocol)─► restarting ─(exit)─► restarting
+
+Invariants
+- A child gets requests only between its first report with limits in force and the first request to end it.
+- A child that was asked to end is not asked by a later event to end more slowly; the supervisor keeps the earlier
+  deadline.
+- A replaced child counts as no failure: it delays no restart.
+- While the engine rests, a new child loads no model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
+from wire.node_state import EngineStage
+from wire.state_machine import IllegalEventError, InvariantError
+from wire.units import show_size
+
+REST_CAUSE = "replaced by an engine without models, to free memory for the owner"
+WAKE_CAUSE = "replaced by an engine that loads the preloaded models"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildLife:
+    """State of the current child."""
+
+    ready: bool = False
+    """Whether the child has reported with limits in force, and was not asked to end."""
+    ending: bool = False
+    """Whether the child was asked to end."""
+    cause: str = ""
+    """First reason for which the agent ends the child; empty without such a reason."""
+    hung: bool = False
+    """Whether the agent ends the child because it hung."""
+    recycled: bool = False
+    """Whether the agent ends a healthy child to replace it."""
+    resting: bool = False
+    """Whether the child was started without preloaded models, or has no model loaded."""
+    seen: frozenset[str] = frozenset()
+    """Models that the child has loaded or begun to load."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLife:
+    """State of the engine process over all of its children."""
+
+    preloads: bool
+    """Whether the settings name models to preload."""
+    stage: EngineStage = EngineStage.STARTING
+    cause: str = ""
+    """Reason of the stage, for users."""
+    restarts: int = 0
+    """Number of children that died."""
+    recycles: int = 0
+    """Number of healthy children that were replaced."""
+    failures: int = 0
+    """Failures in a row: starts that failed and children that died before they counted as healthy."""
+    resting: bool = False
+    """Whether the engine was asked to hold no memory."""
+    stopping: bool = False
+    """Whether the agent stops."""
+    models: frozenset[str] = frozenset()
+    """Models that a new child loads again."""
+    child: ChildLife | None = None
+    """Current child; None while none runs."""
+
+    def check(self) -> None:
+        """Raise `InvariantError` if two values contradict each other."""
+        child = self.child or ChildLife()
+        wrong = [
+            "ready without a ready child" * (self.stage is EngineStage.READY and self.child is None),
+            "a ready child in another stage" * (child.ready and self.stage is not EngineStage.READY),
+            "a ready child that ends" * (child.ready and child.ending),
+            "hung or replaced, and does not end" * ((child.hung or child.recycled) and not child.ending),
+            "hung without a hung child" * (self.stage is EngineStage.HUNG and not child.hung),
+            "failed with a child" * (self.stage is EngineStage.FAILED and self.child is not None),
+        ]
+        if any(wrong):
+            raise InvariantError(f"{', '.join(filter(None, wrong))}: {self}")
+
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class StartDue:
+    """Event: a new child is about to be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildStarted:
+    """Event: the process of a child runs. `banned` are the models in quarantine."""
+
+    banned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class ChildReported:
+    """Event: a report of the child arrived."""
+
+    armed: bool = True
+    """Whether limits are in force. A report before them has a closed gate."""
+    loaded: frozenset[str] = frozenset()
+    loading: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
+    """Models that could not be loaded."""
+    unreturned: int = 0
+    """Bytes of unloaded models that the process has not released."""
+    busy: bool = False
+    """Whether a request is open, running or waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildHung:
+    """Event: the child did not answer, or one native call took too long."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolViolated:
+    """Event: the child sent an invalid frame."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CapExceeded:
+    """Event: the enforcer ends the child, because it holds more than its cap."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SocketClosed:
+    """Event: the child has closed its socket and has not exited in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """Event: the child has ended, or could not be started."""
+
+    cause: str
+    healthy: bool = False
+    """Whether the child lived long enough to reset the restart delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaksExceeded:
+    """Event: ended children leaked wired memory too often. No further child is started."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestRequested:
+    """Event: the owner of the Mac takes the memory of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeRequested:
+    """Event: the owner returns the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Event: the agent stops."""
+
+
+OfChild = ChildReported | ChildHung | ProtocolViolated | CapExceeded | SocketClosed
+Event = StartDue | ChildStarted | OfChild | ChildExited | LeaksExceeded | RestRequested | WakeRequested | StopRequested
+
+
+# actions
+
+
+@dataclass(frozen=True, slots=True)
+class EndChild:
+    """Action: ask the child to end, and kill it after the time of this urgency."""
+
+    urgency: ExitUrgency
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForRestart:
+    """Action: start the next child after a delay in seconds."""
+
+    delay: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """Action: publish the state."""
+
+
+Action = EndChild | WaitForRestart | StateChanged
+Step = tuple[EngineLife, tuple[Action, ...]]
+
+_S, _R, _H, _A, _F = (
+    EngineStage.STARTING,
+    EngineStage.READY,
+    EngineStage.HUNG,
+    EngineStage.RESTARTING,
+    EngineStage.FAILED,
+)
+_REPLACED: Mapping[EngineStage, frozenset[EngineStage]] = {
+    _S: frozenset({_S, _A}),
+    _R: frozenset({_R, _A}),
+    _H: frozenset({_H}),
+    _A: frozenset({_A}),
+    _F: frozenset({_F}),
+}
+
+TABLE: Mapping[type, Mapping[EngineStage, frozenset[EngineStage]]] = {
+    StartDue: {_S: frozenset({_S}), _A: frozenset({_S}), _F: frozenset({_S})},
+    ChildStarted: {_S: frozenset({_S})},
+    ChildReported: {
+        _S: frozenset({_S, _R}),
+        _R: frozenset({_R, _A}),
+        _H: frozenset({_H}),
+        _A: frozenset({_A}),
+    },
+    ChildHung: {_S: frozenset({_H}), _R: frozenset({_H})},
+    ProtocolViolated: {stage: frozenset({_A}) for stage in (_S, _R, _H, _A)},
+    CapExceeded: {stage: frozenset({_A}) for stage in (_S, _R, _H, _A)},
+    SocketClosed: {stage: frozenset({stage}) for stage in (_S, _R, _H, _A)},
+    ChildExited: {stage: frozenset({_A, _F}) for stage in (_S, _R, _H, _A)},
+    LeaksExceeded: {_A: frozenset({_F}), _F: frozenset({_F})},
+    RestRequested: _REPLACED,
+    WakeRequested: _REPLACED,
+    StopRequested: {stage: frozenset({stage}) for stage in EngineStage},
+}
+"""For each event: the stages in which it is legal, and the stages that may follow."""
+
+
+def step(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step:
+    """Apply one event. Return the new state and the actions in order.
+
+    Raise `IllegalEventError` if `TABLE` does not allow the event in the stage. Raise the same for an event of a child
+    if none runs, and for a start while one runs.
+    """
+    allowed = TABLE[type(event)].get(life.stage)
+    if allowed is None:
+        raise IllegalEventError(f"the engine is {life.stage}: {event} cannot happen")
+    exited_twice = isinstance(event, ChildExited) and life.stage is not EngineStage.STARTING
+    if (isinstance(event, OfChild) or exited_twice) and life.child is None:
+        raise IllegalEventError(f"the engine is {life.stage} without a child: {event} cannot happen")
+    if isinstance(event, StartDue | ChildStarted | LeaksExceeded) and life.child is not None:
+        raise IllegalEventError(f"the engine is {life.stage} with a child: {event} cannot happen")
+    if isinstance(event, ChildHung) and (life.child or ChildLife()).ending:
+        raise IllegalEventError(f"the child was asked to end: {event} cannot happen")
+    after, actions = _apply(life, event, timeouts)
+    if after.stage not in allowed:
+        raise InvariantError(f"{life.stage} -> {after.stage} by {event} is not in the table")
+    after.check()
+    return after, actions
+
+
+def _apply(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step:
+    child = life.child or ChildLife()
+    match event:
+        case StartDue():
+            return replace(life, stage=EngineStage.STARTING), (StateChanged(),)
+        case ChildStarted():
+            return _start_child(life, event)
+        case ChildReported():
+            return _apply_report(life, child, event)
+        case ChildHung():
+            marked = replace(child, hung=True)
+            ending, actions = _end_child(life, marked, f"the engine hung: {event.cause}", ExitUrgency.UNRESPONSIVE)
+            return replace(ending, stage=EngineStage.HUNG, cause=event.cause), (*actions, StateChanged())
+        case ProtocolViolated():
+            return _restart(life, child, event.cause, ExitUrgency.GRACEFUL)
+        case CapExceeded():
+            return _restart(life, child, event.cause, ExitUrgency.OVER_CAP)
+        case SocketClosed():
+            return _end_child(life, child, "it closed its socket without exiting", ExitUrgency.UNRESPONSIVE)
+        case ChildExited():
+            return _apply_exit(life, child, event, timeouts)
+        case LeaksExceeded():
+            return replace(life, stage=EngineStage.FAILED, cause=event.cause), (StateChanged(),)
+        case RestRequested():
+            return _rest(life)
+        case WakeRequested():
+            return _wake(life)
+        case StopRequested():
+            stopping = replace(life, stopping=True)
+            return (stopping, ()) if life.child is None else _end_child(stopping, child, "", ExitUrgency.AGENT_STOPS)
+
+
+def _start_child(life: EngineLife, event: ChildStarted) -> Step:
+    models = frozenset[str]() if life.resting else life.models - event.banned
+    child = ChildLife(resting=life.resting)
+    started = replace(life, models=models, child=child)
+    return _end_child(started, child, "", ExitUrgency.AGENT_STOPS) if life.stopping else (started, ())
+
+
+def _apply_report(life: EngineLife, child: ChildLife, event: ChildReported) -> Step:
+    """Update the models to load again, and make the child ready, or replace it if only that returns its memory."""
+    seen = child.seen | event.loaded | event.loading
+    missing = life.models - event.broken
+    models = event.loaded | {name for name in missing if name in event.loading or name not in seen}
+    child = replace(child, seen=seen)
+    life = replace(life, models=models, child=child)
+    if event.armed and not child.ready and not child.ending:
+        return replace(life, stage=EngineStage.READY, child=replace(child, ready=True)), (StateChanged(),)
+    if _is_replaceable(life, child, event):
+        return _recycle(
+            life, child, f"{show_size(event.unreturned)} of unloaded models were not freed: the engine was replaced"
+        )
+    return life, (StateChanged(),)
+
+
+def _is_replaceable(life: EngineLife, child: ChildLife, event: ChildReported) -> bool:
+    """Return whether only a new process returns this child's memory, and no client would notice the replacement.
+
+    With preloaded models a client would notice: a new child loads them again, even those that a user had unloaded.
+    """
+    used = event.busy or (life.preloads and not child.resting) or event.loaded or event.loading
+    return event.unreturned > 0 and child.ready and bool(child.seen) and not used
+
+
+def _apply_exit(life: EngineLife, child: ChildLife, event: ChildExited, timeouts: SupervisorTimeouts) -> Step:
+    after = replace(life, child=None)
+    if child.recycled:
+        return after, (WaitForRestart(0.0),)
+    after = replace(after, failures=1 if event.healthy else life.failures + 1)
+    if life.stopping:
+        return replace(after, stage=EngineStage.RESTARTING), ()
+    delay = timeouts.restart_delay(after.failures)
+    stage = EngineStage.RESTARTING if delay < timeouts.longest else EngineStage.FAILED
+    after = replace(after, stage=stage, cause=event.cause, restarts=life.restarts + 1)
+    return after, (StateChanged(), WaitForRestart(delay))
+
+
+def _rest(life: EngineLife) -> Step:
+    """Replace a child that has loaded a model or will load one, because only that returns its memory."""
+    resting, child = replace(life, resting=True), life.child
+    if child is None or child.resting:
+        return resting, ()
+    marked = replace(child, resting=True)
+    if child.seen or life.models or life.preloads:
+        return _recycle(resting, marked, REST_CAUSE)
+    return replace(resting, child=marked), ()
+
+
+def _wake(life: EngineLife) -> Step:
+    awake, child = replace(life, resting=False), life.child
+    if child is not None and child.resting and life.preloads:
+        return _recycle(awake, child, WAKE_CAUSE)
+    return awake, ()
+
+
+def _recycle(life: EngineLife, child: ChildLife, cause: str) -> Step:
+    """End a healthy child to replace it. Only store `child` if it ends already."""
+    if child.ending:
+        return replace(life, child=child), ()
+    return _restart(
+        replace(life, recycles=life.recycles + 1), replace(child, recycled=True), cause, ExitUrgency.GRACEFUL
+    )
+
+
+def _restart(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrgency) -> Step:
+    ending, actions = _end_child(life, child, cause, urgency)
+    return replace(ending, stage=EngineStage.RESTARTING, cause=cause), (*actions, StateChanged())
+
+
+def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrgency) -> Step:
+    ending = replace(child, ready=False, ending=True, cause=child.cause or cause)
+    return replace(life, child=ending), (EndChild(urgency),)

@@ -1,0 +1,90 @@
+"""Check of the system's wired memory after the end of each engine process.
+
+A killed process can leave its memory wired until the Mac restarts (`node.memory.wired_leak`).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+
+from node.engine_process.timeouts import SupervisorTimeouts
+from node.memory.wired_leak import WiredLeaks, WiredReadings
+from wire.units import show_size
+
+MAX_WIRED_LEAKS = 2
+"""Number of ends that leaked wired memory, after which no engine is started.
+
+Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
+minutes apart.
+"""
+
+log = structlog.get_logger("supervise")
+
+
+class WiredCheck:
+    """Wired memory that ended engine processes left behind.
+
+    `read_wired()` returns the wired bytes of the system, None if they cannot be read. `stopping` is set when the agent
+    stops.
+    """
+
+    def __init__(
+        self, read_wired: Callable[[], int | None], timeouts: SupervisorTimeouts, stopping: asyncio.Event
+    ) -> None:
+        self._read_wired = read_wired
+        self._timeouts = timeouts
+        self._stopping = stopping
+        self._leaks = WiredLeaks()
+
+    @property
+    def leaked_bytes(self) -> int:
+        """Wired bytes that ended engines left behind."""
+        return self._leaks.missing
+
+    @property
+    def warning(self) -> str:
+        """Warning with the numbers and the remedy; empty without a leak."""
+        return self._leaks.warning()
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether `MAX_WIRED_LEAKS` is reached. No further engine is started then."""
+        return self._leaks.count >= MAX_WIRED_LEAKS
+
+    def begin(self) -> WiredReadings:
+        """Read the wired memory before the start of an engine."""
+        return WiredReadings(self._read_wired())
+
+    def observe(self, wired: WiredReadings) -> None:
+        """Read the wired memory during the lifetime of an engine. Leaks whose memory has returned are forgotten."""
+        now = self._read_wired()
+        wired.observe(now)
+        self._leaks.update(now)
+
+    async def compare(self, wired: WiredReadings) -> bool:
+        """Compare the wired memory with that before the start of an ended engine, within `settle` seconds.
+
+        Return whether the engine leaked. Return False at once when the agent stops.
+        """
+        deadline = time.monotonic() + self._timeouts.settle
+        while wired.leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:
+            if await self.wait_stopped(self._timeouts.look):
+                return False
+        missing = self._leaks.add(wired, after)
+        if missing:
+            log.error("wired memory lost", missing=show_size(missing), leaks=self._leaks.count, warning=self.warning)
+        return bool(missing)
+
+    async def wait_returned(self) -> None:
+        """Wait until the readings disprove too many leaks, or until the agent stops."""
+        while self.is_exceeded and not await self.wait_stopped(self._timeouts.ping_idle):
+            self._leaks.update(self._read_wired())
+
+    async def wait_stopped(self, seconds: float) -> bool:
+        """Wait `seconds`, or until the agent stops. Return whether the agent stops."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        return self._stopping.is_set()
