@@ -34,7 +34,7 @@ from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
 from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
 from coordinator.bootstrap import CoordinatorState, Credentials, open_access, open_state
-from coordinator.cluster.local_node import LocalNode, check_node
+from coordinator.cluster.local_node import LocalNode, check_node_cluster
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.http.chat_fast_path import FastPath
@@ -43,7 +43,7 @@ from coordinator.http.listen import cluster_addresses, from_here, listen, reacha
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import http_server
 from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
-from coordinator.joining.join_tokens import join_line
+from coordinator.joining.join_tokens import build_join_command
 from coordinator.metrics.service import MetricsService
 from coordinator.observe.load_history import LoadHistory
 from coordinator.observe.load_sampler import read_load, sample_load
@@ -52,7 +52,7 @@ from coordinator.state.database import MemberRow
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import check_http, https_tls, https_validity
+from coordinator.tls.https_config import check_http_settings, create_https_tls, read_https_validity
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
@@ -183,12 +183,12 @@ async def _start(
     state = open_state(options.state, options.settings.cluster, stack)
     state.store.on_death = on_death
     if options.local_node:
-        check_node(options.state, state.authority.cluster)
+        check_node_cluster(options.state, state.authority.cluster)
     access = open_access(state, options.settings.http, options.listen[0])
     registry = _registry(options, state, access, superseded, stack)
     dispatcher = _dispatcher(options, state.epoch, registry, access.ring)
     pool = _Pool(registry, dispatcher, _video(options, state.state, registry, dispatcher, stack))
-    cluster_port = await registry.links.start(*options.cluster_listen, state.authority.server_context())
+    cluster_port = await registry.links.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(registry.links.close)
     entrance = _entrance(options, state.state, cluster_port, opened)
     registry.addresses = cluster_addresses(options.cluster_listen[0], cluster_port)
@@ -221,7 +221,7 @@ def _registry(
             listener(row)
 
     def linked_from(node: NodeId) -> str:
-        return registry.links.address(node)
+        return registry.links.get_address(node)
 
     cluster = EnrollmentContext(
         name, state.authority, access.tokens, state.store, access.approvals, time.time, notify, linked_from
@@ -236,7 +236,7 @@ def _registry(
         fence=state.fence,
     )
     registry.on_superseded = superseded
-    enrolled.append(registry.enrolled)
+    enrolled.append(registry.add_member)
     stack.callback(registry.close)
     return registry
 
@@ -265,7 +265,7 @@ def _video(
 ) -> VideoController:
     video_controller = VideoController(state, options.settings.video, registry.links)
     stack.push_async_callback(video_controller.close)
-    registry.placing = ListenerFanout(dispatcher, video_controller)
+    registry.listener = ListenerFanout(dispatcher, video_controller)
     return video_controller
 
 
@@ -296,7 +296,7 @@ def check_options(options: RunOptions) -> None:
     Raise `SettingsError` if settings contradict each other or cannot be used.
     """
     try:
-        check_http(options.settings.http, options.listen[0])
+        check_http_settings(options.settings.http, options.listen[0])
         if options.settings.alerts.webhook_url:
             _webhook_address(options.settings)
     except AuthorityError as error:
@@ -312,7 +312,7 @@ def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socket.socket) -> _Endpoints:
     host, port = options.listen[0], opened.getsockname()[1]
-    tls = https_tls(options.settings.http, host, state)
+    tls = create_https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Endpoints(
         opened,
@@ -351,7 +351,7 @@ async def _serve_http(
         dispatcher,
         ring,
         state.version,
-        partial(https_validity, state.authority, tls, settings.http.tls_cert_file),
+        partial(read_https_validity, state.authority, tls, settings.http.tls_cert_file),
     )
     metrics.video = video_controller.snapshot
     load = _load_history(registry, dispatcher, stack)
@@ -432,7 +432,7 @@ async def _start_local_node(
     )
     await node.start()
     stack.push_async_callback(node.close)
-    return await node.ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
+    return await node.wait_until_ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
 def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str,
         "ready": True,
         "base_url": entrance.base + "/v1",
         "cluster_url": entrance.cluster_url,
-        "join": join_line(entrance.cluster_url, token),
+        "join": build_join_command(entrance.cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }

@@ -70,7 +70,7 @@ class MetricsService:
     async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
         """Return a node's metrics as `pool`. Raise `NodeUnreachable` if the node does not answer or has left."""
         measures = await self._measures(node)
-        view = self._registry.view().node(node)
+        view = self._registry.build_view().node(node)
         if view is None:
             raise NodeUnreachable("it is no member any more")
         return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
@@ -90,7 +90,7 @@ class MetricsService:
                     "instance": node.name,
                 },
             }
-            for node in self._registry.view().nodes
+            for node in self._registry.build_view().nodes
             if node.state != NodeState.LEFT
         ]
 
@@ -102,7 +102,7 @@ class MetricsService:
         """Return the metrics snapshot of a node by its newest report and these measurements."""
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.now() - view.reported_at)
-        about = self._labels.about(view.id, self._registry.host_description(view.id))
+        about = self._labels.about(view.id, self._registry.describe_host(view.id))
         return NodeSnapshot(view, reported_at, wall, about, self._labels.models(view.id, by_priority(view)), measures)
 
     def nodes(self) -> list[NodeSnapshot]:
@@ -110,7 +110,7 @@ class MetricsService:
 
         No request is sent to a node.
         """
-        views = self._registry.view().nodes
+        views = self._registry.build_view().nodes
         return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
 
     async def _measures(self, node: NodeId) -> NodeMeasures | None:
@@ -118,10 +118,10 @@ class MetricsService:
 
         Raise `NodeUnreachable` if the node does not answer.
         """
-        view = self._registry.view().node(node)
+        view = self._registry.build_view().node(node)
         if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
-        pieces = self._registry.links.fetch(node, "metrics", MAX_MEASURES_BYTES)
+        pieces = self._registry.links.fetch_source(node, "metrics", MAX_MEASURES_BYTES)
         try:
             async with asyncio.timeout(MEASURES_TIMEOUT_SECONDS):
                 return read_measures(b"".join([piece async for piece in pieces]))
@@ -142,7 +142,7 @@ class MetricsService:
             wall=time.time(),
             now=now,
             view=view,
-            states=registry.states(),
+            states=registry.count_states(),
             self_suspect=registry.pool.self_suspect,
             counters=dispatcher.counters,
             keys=keys,
@@ -156,8 +156,8 @@ class MetricsService:
             oldest=dispatcher.queue.oldest(now),
             keys_refused=self._ring.refused,
             certificates=self._our_lives(now),
-            node_certificates=links.certificate_validity(),
-            links=LinkCounts(links.open(), links.unlinked_count(), links.made, links.denied),
+            node_certificates=links.get_certificate_validity(),
+            links=LinkCounts(links.count_links(), links.count_unlinked(), links.made, links.denied),
             conditions=self.conditions(),
             process=self._process(),
             video=self.video(),

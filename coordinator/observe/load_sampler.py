@@ -23,7 +23,7 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
     counters = dispatcher.counters
     members = {
         node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
-        for node in sorted(registry.view().nodes, key=lambda node: node.name)
+        for node in sorted(registry.build_view().nodes, key=lambda node: node.name)
         if node.state != NodeState.LEFT
     }
     return LoadReading(at, members, counters.durations, dispatcher.waiting())

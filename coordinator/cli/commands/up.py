@@ -142,14 +142,14 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
     Raise `CommandError` if a setting or model folder is wrong, or the node belongs to another cluster.
     """
     from coordinator.client.config_inspect import inspect_settings
-    from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
+    from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node_cluster
 
     for model in models:
         if not model.expanduser().is_dir():
             raise CommandError(2, f"--models: {model} is not a folder")
     if not (folder / "cluster.db").exists():
         try:
-            check_node(folder, "")
+            check_node_cluster(folder, "")
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)

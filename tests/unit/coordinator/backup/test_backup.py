@@ -291,25 +291,25 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
     authority = ClusterCa(home[0] / "authority", time.time)
     stranger = ClusterCa(tmp_path / "stranger", time.time)
     fence = GenerationFence(authority, 5)
-    assert fence.is_newer(6, authority.seal(6))
+    assert fence.is_newer(6, authority.seal_generation(6))
     lies = [
         (6, b""),
         (6, b"x" * 70),
-        (6, authority.seal(7)),
-        (6, stranger.seal(6)),
-        (5, authority.seal(5)),
-        (4, authority.seal(4)),
-        (2**62, authority.seal(6)),
-        (-1, authority.seal(-1)),
+        (6, authority.seal_generation(7)),
+        (6, stranger.seal_generation(6)),
+        (5, authority.seal_generation(5)),
+        (4, authority.seal_generation(4)),
+        (2**62, authority.seal_generation(6)),
+        (-1, authority.seal_generation(-1)),
     ]
     for generation, seal in lies:
         assert not fence.is_newer(generation, seal)
     fence.check(home[0])
-    record_superseded(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
+    record_superseded(home[0], SupersededMark(6, authority.seal_generation(6), "studio", NOW))
     assert (home[0] / MARK_FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(SupersededError, match=r"is valid now \(reported by node studio\)\. Remove"):
         fence.check(home[0])
-    record_superseded(home[0], SupersededMark(6, authority.seal(6)))
+    record_superseded(home[0], SupersededMark(6, authority.seal_generation(6)))
     with pytest.raises(SupersededError, match=r"is valid now\. Remove"):
         fence.check(home[0])
     GenerationFence(authority, 6).check(home[0])

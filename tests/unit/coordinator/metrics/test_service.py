@@ -196,13 +196,13 @@ async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
     member = port.member("a")
     await port.link(member)
     (stranger, denied) = (await port.dial(), await port.dial(member))
-    await port.until(lambda: port.application.registry.links.unlinked_count() == 2)
+    await port.until(lambda: port.application.registry.links.count_unlinked() == 2)
     found = await scrape(port)
     assert (found["cluster_links"], found["cluster_unauthenticated_connections"]) == (1, 2)
     denied.send(hello(member, protocol=0))
     await denied.until(Denied)
     stranger.close()
-    await port.until(lambda: port.application.registry.links.unlinked_count() == 0)
+    await port.until(lambda: port.application.registry.links.count_unlinked() == 0)
     found = await scrape(port)
     counts = [
         found[f"cluster_{name}"]
@@ -215,7 +215,7 @@ async def test_certificates_are_shown_with_begin_and_end(port: Port):
     member = port.member("a")
     await port.link(member)
     found = await scrape(port)
-    theirs, ours = read_certificate(member.certificate), port.application.authority.validity()
+    theirs, ours = read_certificate(member.certificate), port.application.authority.get_validity()
     for name, (issued, expires) in {
         'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
         'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
@@ -294,7 +294,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     await port.until(lambda: port.state(lost) == "ready")
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
-    registry.remove(left.node)
+    registry.remove_node(left.node)
     monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
@@ -343,7 +343,7 @@ async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
     assert (await scrape(port))["coordinator_self_suspect"] == 0
     for line in lines[:2]:
         line.close()
-    await port.until(lambda: port.application.registry.states()["lost"] == 2)
+    await port.until(lambda: port.application.registry.count_states()["lost"] == 2)
     found = await scrape(port)
     assert (found["coordinator_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
 
