@@ -50,17 +50,17 @@ def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) ->
     """
     state = private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
-    open_journal(log_file, "info", events.add)
+    open_journal(log_file, "info", events.add_event)
     store = Database(state)
     stack.callback(store.close)
     first = store.meta.cluster == ""
     authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
     if first:
-        store.found(authority.cluster, cluster.name)
+        store.create_cluster(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
     return CoordinatorState(
-        state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool")
+        state, log_file, events, store, authority, guard, first, store.increment_epoch(), installed("macpool")
     )
 
 
@@ -93,5 +93,5 @@ def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Cre
     if http.anonymous:
         ring.anonymous = anonymous_key(time.time())
     admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
-    admin.load()
+    admin.load_keys()
     return Credentials(tokens, approvals, pepper, ring, admin)

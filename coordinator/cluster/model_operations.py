@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as changed
 
-from coordinator.observe.node_rows import measured
+from coordinator.observe.node_rows import get_measured_memory
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_commands import Kind
 from router.dispatch.request import RequestFailure
@@ -34,7 +34,7 @@ class CommandResult:
 
     def to_row(self) -> dict[str, object]:
         """Return the result as a row of the API."""
-        extra: dict[str, object] = {} if self.model is None else {"measured": measured(self.model)}
+        extra: dict[str, object] = {} if self.model is None else {"measured": get_measured_memory(self.model)}
         return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **extra}
 
 

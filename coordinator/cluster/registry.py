@@ -22,7 +22,7 @@ from coordinator.cluster import membership
 from coordinator.cluster.link_server import LinkServer
 from coordinator.cluster.membership import CloseLink, DeleteMember, PublishMember, ResumeRequests
 from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer, sanitize_hardware
-from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, node_row, warnings_of
+from coordinator.observe.node_rows import NodeFacts, build_node_row, can_answer, list_dangers, list_warnings
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa
 from router.placement.cluster_view import ClusterView, NodeView, view_of
@@ -187,7 +187,7 @@ class Registry:
         row = self._store.members.get(NodeId(node))
         if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
-        if row is None or row.removed is not None or self._store.denied(row.node, serial):
+        if row is None or row.removed is not None or self._store.is_denied(row.node, serial):
             return Denied("removed", "this node was removed from the cluster: join again with a new token", final=True)
         if row.machine != machine:
             log.warning("cloned identity", node=row.node, name=row.name)
@@ -486,7 +486,7 @@ class Registry:
         if self._pool.self_suspect:
             texts.append("half of the nodes fell silent at once: look at this machine's own network first")
         for view in self._list_linked_views():
-            texts += [f"{view.name}: {text}" for text in warnings_of(view)]
+            texts += [f"{view.name}: {text}" for text in list_warnings(view)]
         return texts
 
     def list_dangers(self) -> list[str]:
@@ -494,7 +494,7 @@ class Registry:
 
         Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
         """
-        return [f"{view.name}: {text}" for view in self._list_linked_views() for text in dangers_of(view)]
+        return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
     def _list_linked_views(self) -> list[NodeView]:
         """Return the views of nodes with a current report; a node that is gone reports nothing."""
@@ -512,6 +512,6 @@ class Registry:
             version=self._versions.get(node, ""),
             protocol=self._protocols.get(node, 0),
             in_flight=in_flight,
-            heard_seconds=None if reported_at is None else round(self._loop.time() - reported_at, 3),
+            reported_seconds_ago=None if reported_at is None else round(self._loop.time() - reported_at, 3),
         )
-        return node_row(self._get_node_view(node), self._pool.members[node], self._get_row(node), facts)
+        return build_node_row(self._get_node_view(node), self._pool.members[node], self._get_row(node), facts)

@@ -218,7 +218,7 @@ class EnrollmentConnection:
         """Return the member whose machine a request names, unless the key of that member signed the request."""
         before = _find_member_on(frame.machine, self._cluster.store.members.values())
         proven = self._cluster.authority.identify_signer(frame.certificate, frame.csr, frame.proof)
-        if before is None or (proven and proven[0] == before.node and not self._cluster.store.denied(*proven)):
+        if before is None or (proven and proven[0] == before.node and not self._cluster.store.is_denied(*proven)):
             return None
         return before
 
@@ -230,7 +230,7 @@ class EnrollmentConnection:
         cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
         newest = cluster.store.audit[-1] if cluster.store.audit else None
         if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
-            cluster.store.note(cluster.clock(), "node", "refused to replace", subject, self._address)
+            cluster.store.add_audit_entry(cluster.clock(), "node", "refused to replace", subject, self._address)
         address = cluster.get_link_address(before.node)
         if address:
             return self._deny(
@@ -289,7 +289,7 @@ class EnrollmentConnection:
         if before:
             store.deny_serial(before.serial, now, "the machine joined again")
             subject = f"{before.name} {before.node} from {self._address} by {how}"
-            store.note(now, "node", "replaced", subject, self._address)
+            store.add_audit_entry(now, "node", "replaced", subject, self._address)
         row = MemberRow(
             node,
             name,
@@ -302,7 +302,7 @@ class EnrollmentConnection:
             video=before.video if before else False,
         )
         store.put_member(row)
-        store.note(now, "node", "joined", f"{name} {node}", self._address)
+        store.add_audit_entry(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=means, again=before is not None)
         cluster.on_enrolled(row)
         self.closed = True

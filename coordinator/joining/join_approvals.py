@@ -107,8 +107,8 @@ class ApprovalQueue:
     def enqueue(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
         """Enqueue a node at `now` (monotonic seconds). Return its request, or the seconds until a retry may succeed.
 
-        Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most requests loses
-        its oldest one. It must have at least two more than this node's address.
+        Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
+        requests loses its oldest one. It must have at least two more than this node's address.
         """
         self._delete_expired(now)
         here = get_network(waiting.address)

@@ -144,5 +144,5 @@ class JoinTokens:
     def _delete_expired(self) -> None:
         old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + EXPIRED_KEPT_SECONDS]
         for token in old:
-            self._store.drop_token(token)
+            self._store.delete_token(token)
             self._replacing.discard(token)

@@ -11,7 +11,7 @@ from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.observe.node_rows import measured, model_state, speeds
+from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
@@ -73,9 +73,9 @@ class ModelRoutes:
                         "conflict": identity.conflict,
                     },
                 )
-                place = {"id": node.id, "name": node.name, "state": str(node.state), **model_state(model)}
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **get_model_state(model)}
                 place["fingerprint"] = model.fingerprint
-                row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
+                row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
         return [found[name] for name in sorted(found)]
 
     async def models(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
                 await join(door, tmp_path / "thief", token)
             assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, victim) == before
-        assert not door.store.denied(victim.node, before[2])
+        assert not door.store.is_denied(victim.node, before[2])
         assert door.store.tokens[token.id].uses_left == 2, "a refusal uses nothing up"
         assert _noted(door, "refused to replace") == [f"studio {victim.node} from 127.0.0.1"]
 

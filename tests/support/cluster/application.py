@@ -72,7 +72,7 @@ async def application(
         store = Database(folder)
         stack.callback(store.close)
         authority = ClusterCa(folder / "authority", time.time)
-        store.found(authority.cluster, "home")
+        store.create_cluster(authority.cluster, "home")
         tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), ApprovalQueue(), load_pepper(folder)
         ring = KeyRing(pepper)
         if over is not None:
@@ -101,7 +101,7 @@ async def application(
         )
         loads = ModelOperations(dispatcher, time.monotonic)
         metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.get_validity), Conditions()
-        metrics.conditions = conditions.flags
+        metrics.get_conditions = conditions.flags
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
             registry,

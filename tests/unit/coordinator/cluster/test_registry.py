@@ -62,10 +62,10 @@ class Coordinator:
         self.store = Database(folder)
         self.closed = False
         self.authority = ClusterCa(folder / "authority", time.time)
-        self.store.found(self.authority.cluster, "home")
+        self.store.create_cluster(self.authority.cluster, "home")
         tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), ApprovalQueue()
         cluster = EnrollmentContext("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
-        self.epoch = self.store.next_epoch()
+        self.epoch = self.store.increment_epoch()
         self.registry = Registry(
             self.store,
             self.authority,
@@ -187,13 +187,13 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     assert first.state(studio) == "left"
     assert first.store.members[studio].removed == WALL
     serial = first.store.members[studio].serial
-    assert first.store.denied(studio, serial)
+    assert first.store.is_denied(studio, serial)
     first.registry.on_link_down(studio, number, "connection ended")
     assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
     await first.stop()
     second = start()
     assert second.registry.pool.members == {}
-    assert second.store.denied(studio, serial), "the list of denied nodes has the certificate, too"
+    assert second.store.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
     denied = second.greet(studio)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("removed", True)

@@ -247,8 +247,8 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
     assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
     assert after.serial == read_certificate(other.certificate).serial != row.serial
-    assert cluster.store.denied(row.node, row.serial)
-    assert not cluster.store.denied(row.node, after.serial)
+    assert cluster.store.is_denied(row.node, row.serial)
+    assert not cluster.store.is_denied(row.node, after.serial)
     assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
 
