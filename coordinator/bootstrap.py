@@ -7,14 +7,14 @@ from importlib.metadata import version as installed
 from pathlib import Path
 
 from coordinator.backup.generation_fence import GenerationFence
-from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.observe.event_log import EventLog
 from coordinator.state.access_admin import AccessAdmin, load_pepper
 from coordinator.state.database import Database
 from coordinator.state.settings import ClusterSettings, HttpSettings
 from coordinator.tls.cluster_ca import ClusterCa
-from coordinator.tls.https_config import check_http
+from coordinator.tls.https_config import check_http_settings
 from host.log_setup import open_journal
 from host.private_files import private_folder
 from router.admission.api_keys import KeyRing, anonymous_key
@@ -50,17 +50,17 @@ def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) ->
     """
     state = private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
-    open_journal(log_file, "info", events.add)
+    open_journal(log_file, "info", events.add_event)
     store = Database(state)
     stack.callback(store.close)
     first = store.meta.cluster == ""
     authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
     if first:
-        store.found(authority.cluster, cluster.name)
+        store.create_cluster(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
     return CoordinatorState(
-        state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool")
+        state, log_file, events, store, authority, guard, first, store.increment_epoch(), installed("macpool")
     )
 
 
@@ -69,7 +69,7 @@ class Credentials:
     """Objects that check and administer credentials: join tokens and approvals for machines, API keys for programs."""
 
     tokens: JoinTokens
-    approvals: Approvals
+    approvals: ApprovalQueue
     """Requests to join that wait for an administrator."""
     pepper: bytes
     """Secret with which digests of API keys are computed."""
@@ -81,17 +81,17 @@ class Credentials:
 def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint that listens on the host `listen`.
 
-    Raise `AuthorityError` if `check_http` refuses the settings, for example anonymous clients from other machines.
+    Raise `AuthorityError` if `check_http_settings` refuses the settings, such as anonymous clients of other machines.
     """
-    check_http(http, listen)
+    check_http_settings(http, listen)
     tokens, approvals, pepper = (
         JoinTokens(state.store, state.authority.ca, time.time),
-        Approvals(),
+        ApprovalQueue(),
         load_pepper(state.state),
     )
     ring = KeyRing(pepper)
     if http.anonymous:
         ring.anonymous = anonymous_key(time.time())
     admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
-    admin.load()
+    admin.load_keys()
     return Credentials(tokens, approvals, pepper, ring, admin)

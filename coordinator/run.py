@@ -34,25 +34,25 @@ from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
 from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
 from coordinator.bootstrap import CoordinatorState, Credentials, open_access, open_state
-from coordinator.cluster.local_node import LocalNode, check_node
+from coordinator.cluster.local_node import LocalNode, check_node_cluster
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.http.chat_fast_path import FastPath
-from coordinator.http.connection_slots import ConnectionSlots, connections_for
-from coordinator.http.listen import cluster_addresses, from_here, listen, reachable
+from coordinator.http.connection_slots import ConnectionSlots, compute_max_connections
+from coordinator.http.listen import get_local_host, get_reachable_host, list_cluster_addresses, open_listener
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
-from coordinator.http.server import http_server
+from coordinator.http.server import run_http_server
 from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
-from coordinator.joining.join_tokens import join_line
+from coordinator.joining.join_tokens import build_join_command
 from coordinator.metrics.service import MetricsService
 from coordinator.observe.load_history import LoadHistory
 from coordinator.observe.load_sampler import read_load, sample_load
-from coordinator.state.access_admin import LOCAL, AccessAdmin
+from coordinator.state.access_admin import LOCAL_KEY_NAME, AccessAdmin
 from coordinator.state.database import MemberRow
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import check_http, https_tls, https_validity
+from coordinator.tls.https_config import check_http_settings, create_https_tls, read_https_validity
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
@@ -178,20 +178,20 @@ async def _start(
     `on_death` is called when the state can no longer be written.
     """
     check_options(options)
-    opened = listen(*options.listen)
+    opened = open_listener(*options.listen)
     stack.callback(opened.close)
     state = open_state(options.state, options.settings.cluster, stack)
     state.store.on_death = on_death
     if options.local_node:
-        check_node(options.state, state.authority.cluster)
+        check_node_cluster(options.state, state.authority.cluster)
     access = open_access(state, options.settings.http, options.listen[0])
     registry = _registry(options, state, access, superseded, stack)
     dispatcher = _dispatcher(options, state.epoch, registry, access.ring)
     pool = _Pool(registry, dispatcher, _video(options, state.state, registry, dispatcher, stack))
-    cluster_port = await registry.links.start(*options.cluster_listen, state.authority.server_context())
+    cluster_port = await registry.links.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(registry.links.close)
     entrance = _entrance(options, state.state, cluster_port, opened)
-    registry.addresses = cluster_addresses(options.cluster_listen[0], cluster_port)
+    registry.addresses = list_cluster_addresses(options.cluster_listen[0], cluster_port)
     await _serve_http(options, state, access, pool, entrance, stack)
 
     key = access.admin.create_key("first", ["infer"], None)["key"] if state.first else None
@@ -221,7 +221,7 @@ def _registry(
             listener(row)
 
     def linked_from(node: NodeId) -> str:
-        return registry.links.address(node)
+        return registry.links.get_address(node)
 
     cluster = EnrollmentContext(
         name, state.authority, access.tokens, state.store, access.approvals, time.time, notify, linked_from
@@ -236,7 +236,7 @@ def _registry(
         fence=state.fence,
     )
     registry.on_superseded = superseded
-    enrolled.append(registry.enrolled)
+    enrolled.append(registry.add_member)
     stack.callback(registry.close)
     return registry
 
@@ -265,7 +265,7 @@ def _video(
 ) -> VideoController:
     video_controller = VideoController(state, options.settings.video, registry.links)
     stack.push_async_callback(video_controller.close)
-    registry.placing = ListenerFanout(dispatcher, video_controller)
+    registry.listener = ListenerFanout(dispatcher, video_controller)
     return video_controller
 
 
@@ -296,7 +296,7 @@ def check_options(options: RunOptions) -> None:
     Raise `SettingsError` if settings contradict each other or cannot be used.
     """
     try:
-        check_http(options.settings.http, options.listen[0])
+        check_http_settings(options.settings.http, options.listen[0])
         if options.settings.alerts.webhook_url:
             _webhook_address(options.settings)
     except AuthorityError as error:
@@ -312,14 +312,14 @@ def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socket.socket) -> _Endpoints:
     host, port = options.listen[0], opened.getsockname()[1]
-    tls = https_tls(options.settings.http, host, state)
+    tls = create_https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Endpoints(
         opened,
         tls,
-        f"{scheme}://{reachable(host)}:{port}",
-        f"{scheme}://{from_here(host)}:{port}",
-        f"macpool://{reachable(options.cluster_listen[0])}:{cluster_port}",
+        f"{scheme}://{get_reachable_host(host)}:{port}",
+        f"{scheme}://{get_local_host(host)}:{port}",
+        f"macpool://{get_reachable_host(options.cluster_listen[0])}:{cluster_port}",
         tls.ca_pem if isinstance(tls, HttpsCa) else "",
     )
 
@@ -351,9 +351,9 @@ async def _serve_http(
         dispatcher,
         ring,
         state.version,
-        partial(https_validity, state.authority, tls, settings.http.tls_cert_file),
+        partial(read_https_validity, state.authority, tls, settings.http.tls_cert_file),
     )
-    metrics.video = video_controller.snapshot
+    metrics.get_video_snapshot = video_controller.snapshot
     load = _load_history(registry, dispatcher, stack)
     seen = Observability(metrics, _conditions(settings, metrics, stack), load, state.events, state.log_file)
     api = ControlApi(
@@ -385,16 +385,16 @@ async def _serve_http(
     fast_path = FastPath(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, HttpsCa) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    connections = connections_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
+    connections = compute_max_connections(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
     places = ConnectionSlots(connections, settings.http.max_connections_without_key)
-    await stack.enter_async_context(http_server(app, fast_path, [entrance.socket], context, places))
+    await stack.enter_async_context(run_http_server(app, fast_path, [entrance.socket], context, places))
 
 
 def _let_owner_in(
     options: RunOptions, state: CoordinatorState, access: Credentials, entrance: _Endpoints, stack: AsyncExitStack
 ) -> None:
     """Create the key of the owner's commands, valid while the coordinator runs."""
-    local, secret = new_key(access.pepper, LOCAL, ["admin"], created=time.time())
+    local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
     access.ring.put(local)
     _write_access(state.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
 
@@ -404,7 +404,7 @@ def _keep_up(
 ) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage."""
     stack.push_async_callback(_cancel, asyncio.create_task(_renew(state.authority, entrance.tls)))
-    stack.callback(access.admin.count, dispatcher.usage)
+    stack.callback(access.admin.store_usage, dispatcher.usage)
     stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
 
 
@@ -426,13 +426,13 @@ async def _start_local_node(
     stack: AsyncExitStack,
 ) -> bool:
     """Start the node on this machine. Return whether it can answer requests."""
-    address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
+    address = f"{get_local_host(options.cluster_listen[0])}:{cluster_port}"
     node = LocalNode(
         state.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
     )
     await node.start()
     stack.push_async_callback(node.close)
-    return await node.ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
+    return await node.wait_until_ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
 def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
@@ -443,7 +443,7 @@ def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str,
         "ready": True,
         "base_url": entrance.base + "/v1",
         "cluster_url": entrance.cluster_url,
-        "join": join_line(entrance.cluster_url, token),
+        "join": build_join_command(entrance.cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }
@@ -475,12 +475,12 @@ def _conditions(settings: CoordinatorSettings, metrics: MetricsService, stack: A
     """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
     conditions = Conditions()
     conditions.listeners.append(log_conditions)
-    metrics.conditions = conditions.flags
+    metrics.get_conditions = conditions.flags
     if settings.alerts.webhook_url:
         webhook = Webhook(_webhook_address(settings), settings.cluster.name)
         conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
-    watch = AlertLoop(conditions, lambda: sample_of(metrics.snapshot(), metrics.nodes()), time.time)
+    watch = AlertLoop(conditions, lambda: sample_of(metrics.take_snapshot(), metrics.take_node_snapshots()), time.time)
     stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
     return conditions
 
@@ -521,7 +521,7 @@ def _log_failure(request: ActiveRequest, code: str) -> None:
 async def _count(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
     while True:
         await asyncio.sleep(USAGE_INTERVAL_SECONDS)
-        admin.count(dispatcher.usage)
+        admin.store_usage(dispatcher.usage)
         gc.collect(
             1
         )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection

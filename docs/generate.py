@@ -22,7 +22,7 @@ from coordinator.cli import COMMANDS, cluster
 from coordinator.metrics.families import MetricFamily
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
-from coordinator.metrics.prometheus import configuration
+from coordinator.metrics.prometheus import render_configuration
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import Role, ServicePlan
 from coordinator.state.settings import CoordinatorSettings
@@ -207,7 +207,7 @@ def _family(family: MetricFamily[Any]) -> str:
 def prometheus() -> str:
     """Return the Prometheus configuration of deploy/prometheus, with an example of a coordinator's address."""
     note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
-    return note + configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
+    return note + render_configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
 
 
 def mac_service(role: Role) -> str:

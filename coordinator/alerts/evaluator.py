@@ -11,7 +11,7 @@ import structlog
 
 from coordinator.alerts.promql import Labels, Sample, SampleHistory, Scalar
 from coordinator.alerts.rules import WATCHED, AlertRule, format_summary, windows
-from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect
+from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect_families
 from coordinator.metrics.node import NODE, NodeSnapshot
 from coordinator.metrics.pool import POOL, PoolSnapshot
 
@@ -124,10 +124,10 @@ def sample_of(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
     Series of nodes have the label `node`. Histograms are left out.
     """
     sample: dict[str, dict[Labels, float]] = {}
-    for collected in collect(_POOL, pool):
+    for collected in collect_families(_POOL, pool):
         _add(sample, collected, ())
     for node in nodes:
-        for collected in collect(_NODE, node):
+        for collected in collect_families(_NODE, node):
             _add(sample, collected, (("node", node.view.name),))
     return sample
 

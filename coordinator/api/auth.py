@@ -10,7 +10,7 @@ from fastapi import Request
 
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
-from coordinator.state.access_admin import LOCAL
+from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import PAGE
 from router.admission.api_keys import KeyRing, credential
@@ -39,7 +39,7 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
             raise ProblemError(WRONG_KEY)
         if not key.allows(scope):
             raise ProblemError(missing_scope(scope))
-        ACTOR.set(key.name if key.name in (LOCAL, PAGE) else key.id)
+        ACTOR.set(key.name if key.name in (LOCAL_KEY_NAME, PAGE) else key.id)
         KEY.set(key.id)
         ADDRESS.set(request.client.host if request.client else "")
 
@@ -52,7 +52,7 @@ def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(act)
     async def audited(**given: Any) -> Any:
         answer = await act(**given)
-        store.note(time.time(), ACTOR.get(), act.__name__, _subject(given, answer), ADDRESS.get())
+        store.add_audit_entry(time.time(), ACTOR.get(), act.__name__, _subject(given, answer), ADDRESS.get())
         return answer
 
     return audited

@@ -31,7 +31,7 @@ from coordinator.api.routes.videos import VideoRoutes
 from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
 from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
@@ -71,7 +71,7 @@ class ControlApi:
         self,
         registry: Registry,
         admin: AccessAdmin,
-        approvals: Approvals,
+        approvals: ApprovalQueue,
         ring: KeyRing,
         traffic: DispatcherApi,
         loads: ModelOperations,

@@ -43,7 +43,7 @@ class GenerationFence:
 
     def is_newer(self, generation: int, seal: bytes) -> bool:
         """Return whether a generation is higher than this coordinator's, and `seal` is the CA's signature of it."""
-        return generation > self.generation and self.authority.sealed(generation, seal)
+        return generation > self.generation and self.authority.is_sealed(generation, seal)
 
     def check(self, state: Path) -> None:
         """Raise `SupersededError` if the state folder has a `SupersededMark` with a higher generation.

@@ -34,7 +34,7 @@ from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, di
 from coordinator.backup.encryption import FAMILIES, FORMER_MAGIC, DecryptingReader, EncryptionError, is_encrypted
 from coordinator.backup.generation_fence import MARK_FILE
 from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
-from coordinator.tls.cluster_ca import AuthorityError, cluster_in
+from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import private_folder
 
@@ -178,7 +178,7 @@ def existing_cluster(state: Path) -> ExistingState | None:
     if not database.exists() and not authority.exists():
         return None
     try:
-        cluster = cluster_in(authority)
+        cluster = read_cluster_id(authority)
     except AuthorityError:
         cluster = ""
     try:
@@ -198,7 +198,7 @@ def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) 
     for member in manifest.members:
         _stage(staged, member.name, contents(source, member))
     check_end(source)
-    if cluster_in(staged / "authority" / "authority.pem") != manifest.cluster:
+    if read_cluster_id(staged / "authority" / "authority.pem") != manifest.cluster:
         raise ArchiveError("its authority belongs to another cluster")
     generation = max(manifest.generation + 1, int(now))
     counts = _examine(staged, manifest, generation)

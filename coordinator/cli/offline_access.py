@@ -47,10 +47,12 @@ def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dic
         return _look(admin, path, parameters)
     if kind == "keys" and "name" in body:
         try:
-            admin.check_name(body["name"], name)
+            admin.check_key_name(body["name"], name)
         except NameTakenError as error:
             raise CommandError(REFUSED, str(error)) from None
-    admin.store.note(time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name")))
+    admin.store.add_audit_entry(
+        time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name"))
+    )
     if what:
         return _change(admin, name, what, body)
     if method == "POST":
@@ -66,11 +68,11 @@ def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> di
     """Change one property of a key."""
     match what:
         case "limits":
-            known = admin.limit_key(key, _limits(body))
+            known = admin.set_key_limits(key, _limits(body))
         case "name":
             known = admin.rename_key(key, body["name"])
         case "expiry":
-            known = admin.expire_key(key, body["ttl_seconds"])
+            known = admin.set_key_expiry(key, body["ttl_seconds"])
         case _:
             known = admin.rotate_key(key)
     if not known:
@@ -85,9 +87,9 @@ def _look(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[str, Any
         case "keys":
             return admin.list_keys()
         case "keys/usage":
-            return admin.usage(query.get("key"), query.get("since", ""))
+            return admin.sum_usage(query.get("key"), query.get("since", ""))
         case _:
-            return admin.acts(int(query["last"]))
+            return admin.list_audit_entries(int(query["last"]))
 
 
 def _limits(body: dict[str, Any]) -> KeyLimits:

@@ -65,7 +65,7 @@ def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningPr
 
 
 def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
-    from coordinator.state.config_file import rows_shown
+    from coordinator.state.config_file import redact_rows
 
     try:
         if session.url is not None or not session.running:
@@ -73,12 +73,12 @@ def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
         rows = session.call("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
     except (CommandError, OSError, ValueError, KeyError):
         return None
-    return list(rows_shown(rows))  # redact again: an older coordinator returns secrets
+    return list(redact_rows(rows))  # redact again: an older coordinator returns secrets
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that differ from the file, except addresses; an empty list if the file is invalid."""
-    from coordinator.state.config_file import ADDRESSES
+    from coordinator.state.config_file import URL_SETTINGS
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import changed_settings, from_tree
 
@@ -88,7 +88,7 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         return [
             asdict(one)
             for one in changed_settings(
-                [row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, NODE_SECTIONS
+                [row for row in ours if row["key"] not in URL_SETTINGS], CoordinatorSettings, tree, NODE_SECTIONS
             )
         ]
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def inspect_settings(
     `node` is the report of `node_settings`, if already read. Raise `CommandError` for an invalid --set or MACPOOL_
     variable, or if the node's settings cannot be read.
     """
-    from coordinator.state.config_file import ConfigFault, located, rows_shown, syntax
+    from coordinator.state.config_file import ConfigFault, build_syntax_fault, locate_faults, redact_rows
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import (
         InvalidSetting,
@@ -125,7 +125,7 @@ def inspect_settings(
             {"key": one.key, "value": one.default, "origin": "default", "description": one.description}
             for one in describe(CoordinatorSettings)
         ]
-        return SettingsReport(tuple(defaults), (syntax(str(file), str(error)),))
+        return SettingsReport(tuple(defaults), (build_syntax_fault(str(file), str(error)),))
     try:
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
     except SettingsError as error:
@@ -139,12 +139,12 @@ def inspect_settings(
             for one in node["faults"]
             if one["key"] in flat and one["key"].split(".")[0] in NODE_SECTIONS
         ]
-        wrong += located(origin, found, text if origin == str(file) else "")
+        wrong += locate_faults(origin, found, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = rows_shown(setting_rows(resolve(CoordinatorSettings, right, NODE_SECTIONS)))
+    rows = redact_rows(setting_rows(resolve(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 

@@ -20,17 +20,17 @@ _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]
 
 
 class LinkBudget:
-    """Token bucket for frames or links of one node: `most` tokens at once, refilled with `rate` tokens a second.
+    """Token bucket for frames or links of one node: `burst` tokens at once, refilled with `rate` tokens a second.
 
     `what` names the budget in error texts.
     """
 
-    __slots__ = ("_at", "_left", "_most", "_rate", "_what")
+    __slots__ = ("_at", "_burst", "_left", "_rate", "_what")
 
-    def __init__(self, what: str, rate: float, most: float) -> None:
+    def __init__(self, what: str, rate: float, burst: float) -> None:
         self._what = what
         self._rate = rate
-        self._most = self._left = most
+        self._burst = self._left = burst
         self._at = 0.0
 
     def charge(self, now: float, cost: float = 1.0) -> str:
@@ -38,11 +38,11 @@ class LinkBudget:
 
         Return an error text if too few are left, else an empty string.
         """
-        left = min(self._most, self._left + (now - self._at) * self._rate) - cost
+        left = min(self._burst, self._left + (now - self._at) * self._rate) - cost
         self._at = now
         if left < 0:
             self._left = left + cost
-            return f"too many {self._what}: {self._rate:g} a second, {self._most:g} at once"
+            return f"too many {self._what}: {self._rate:g} a second, {self._burst:g} at once"
         self._left = left
         return ""
 
@@ -61,23 +61,28 @@ class NodeBudgets:
         self._links = LinkBudget("links", LINKS_PER_SECOND, LINKS_BURST)
         self._queries = LinkBudget("queries", QUERIES_PER_SECOND, QUERIES_BURST)
 
-    def link(self, now: float) -> str:
-        """Count a link. Return an error text if it exceeds the budget, else an empty string."""
+    def charge_link(self, now: float) -> str:
+        """Count a link at `now` (monotonic seconds).
+
+        Return an error text if it exceeds the budget, else an empty string.
+        """
         return self._links.charge(now)
 
-    def query(self, now: float) -> str:
-        """Count a query with this node's certificate.
+    def charge_query(self, now: float) -> str:
+        """Count a query with this node's certificate at `now` (monotonic seconds).
 
         Return an error text if it exceeds the budget, else an empty string.
         """
         return self._queries.charge(now)
 
-    def frame(self, tag: int, size: int, now: float) -> str:
-        """Count a frame of `size` bytes before it is decoded. Return an error text if it exceeds a budget, else an
-        empty string."""
+    def charge_frame(self, tag: int, size_bytes: int, now: float) -> str:
+        """Count a frame of `size_bytes` bytes before it is decoded.
+
+        Return an error text if it exceeds a budget, else an empty string. `now` is in monotonic seconds.
+        """
         why = self._frames.charge(now)
         if tag == _REPORT:
-            return why or self._reports.charge(now) or self._report_bytes.charge(now, size)
+            return why or self._reports.charge(now) or self._report_bytes.charge(now, size_bytes)
         if tag in _LOGGED:
             return why or self._logged.charge(now)
         return why or (self._renewals.charge(now) if tag == _RENEW else "")

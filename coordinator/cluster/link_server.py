@@ -105,7 +105,7 @@ class LinkHandler(Protocol):
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
         ...
 
-    def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
+    def answer_query(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the answer to a member's query as JSON, or `Denied` with the reason."""
         ...
 
@@ -137,13 +137,15 @@ class Connection(LinkEndpoint):
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
         self._server = server
-        self._conversation: EnrollmentConnection | None = None
-        self._bytes = 0
-        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_TIMEOUT_SECONDS + 1, _no_handshake)
+        self._enrollment: EnrollmentConnection | None = None
+        self._unlinked_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
+            HANDSHAKE_TIMEOUT_SECONDS + 1, _log_no_handshake
+        )
         self.address = ""
         self.peer: PeerIdentity | None = None
         self.serial = ""
-        self.life = (0.0, 0.0)
+        self.certificate_validity = (0.0, 0.0)
         """Validity of the peer's certificate: issued and expires, in Unix seconds."""
         self.node: NodeId | None = None
         self.number = 0
@@ -151,8 +153,8 @@ class Connection(LinkEndpoint):
         self.budgets: NodeBudgets | None = None
         self._refused = False
         self._frames: Iterator[tuple[int, bytes]] = iter(())
-        self._resting = False
-        self._until = 0.0
+        self._frames_paused = False
+        self._turn_deadline = 0.0
 
     def opened(self) -> None:
         """Read the peer's identity from its certificate and start the deadline for Hello."""
@@ -164,12 +166,16 @@ class Connection(LinkEndpoint):
         certificate = tls.getpeercert(True) if tls else None
         if certificate:
             known = read_certificate(certificate)
-            self.peer, self.serial, self.life = parse_uri(known.uri), known.serial, (known.issued, known.expires)
-        self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._too_slow)
+            self.peer, self.serial, self.certificate_validity = (
+                parse_uri(known.uri),
+                known.serial,
+                (known.issued, known.expires),
+            )
+        self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._abort_too_slow)
         if self._server.admit_connection(self) and not certificate:
-            self._begin_enrolment()
+            self._start_enrollment()
 
-    def _too_slow(self) -> None:
+    def _abort_too_slow(self) -> None:
         self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
@@ -177,56 +183,56 @@ class Connection(LinkEndpoint):
 
         Abort the connection after too many bytes before Hello, and after an invalid frame.
         """
-        if self._conversation is not None:
-            self._converse(self._conversation.feed(data, self._loop.time()))
+        if self._enrollment is not None:
+            self._send_enrollment_frames(self._enrollment.feed(data, self._loop.time()))
             return
         if self.node is None:
-            self._bytes += len(data)
-            if self._bytes > MAX_UNLINKED_BYTES:
+            self._unlinked_bytes += len(data)
+            if self._unlinked_bytes > MAX_UNLINKED_BYTES:
                 self.abort(f"more than {MAX_UNLINKED_BYTES} bytes before a Hello")
                 return
         frames = self._splitter.feed(data)
-        if self._resting:
+        if self._frames_paused:
             self._frames = itertools.chain(self._frames, frames)
         else:
             self._frames = frames
-            self._take_frames()
+            self._process_frames()
 
-    def _take_frames(self, *, all_of_them: bool = False) -> None:
+    def _process_frames(self, *, all_of_them: bool = False) -> None:
         """Process frames for `MAX_LINK_TURN_SECONDS`, and the rest in the next turn of the loop.
 
         A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
         """
-        if not self._until:  # a turn of the loop may read one connection 32 times
-            self._until = time.perf_counter() + MAX_LINK_TURN_SECONDS
+        if not self._turn_deadline:  # a turn of the loop may read one connection 32 times
+            self._turn_deadline = time.perf_counter() + MAX_LINK_TURN_SECONDS
             self._loop.call_soon(self._end_turn)
-        self._resting = False
+        self._frames_paused = False
         try:
             for tag, body in self._frames:
                 self.received(tag, body)
-                if time.perf_counter() > self._until and not self._refused and self.open and not all_of_them:
-                    self._rest()
+                if time.perf_counter() > self._turn_deadline and not self._refused and self.open and not all_of_them:
+                    self._pause_frames()
                     return
         except WireError as error:
             self.abort(f"the peer sent a {error}")
 
-    def _rest(self) -> None:
+    def _pause_frames(self) -> None:
         assert self.transport is not None  # noqa: S101  it has just received
-        self._resting = True
+        self._frames_paused = True
         self.transport.pause_reading()
 
     def _end_turn(self) -> None:
-        self._until = 0.0
-        if not self._resting or not self.open:
+        self._turn_deadline = 0.0
+        if not self._frames_paused or not self.open:
             return
-        self._take_frames()
-        if not self._resting and not self._refused and self.open and self.transport is not None:
+        self._process_frames()
+        if not self._frames_paused and not self._refused and self.open and self.transport is not None:
             self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Process the frames that arrived before the peer closed the connection, then handle its end."""
-        if self._resting and not self._reason:
-            self._take_frames(all_of_them=True)
+        if self._frames_paused and not self._reason:
+            self._process_frames(all_of_them=True)
         super().connection_lost(exc)
 
     def received(self, tag: int, body: bytes) -> None:
@@ -237,57 +243,57 @@ class Connection(LinkEndpoint):
         if self._refused:
             return
         if self.node is not None and self.budgets is not None:
-            why = self.budgets.frame(tag, len(body), self._loop.time())
+            why = self.budgets.charge_frame(tag, len(body), self._loop.time())
             if why:
-                self._stem(why)
+                self._end_flood(why)
                 return
             frame = decode(tag, body)
             if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
-            self._server.deliver(self, frame)
+            self._server.deliver_frame(self, frame)
             return
-        hello = decode(tag, body)
-        if isinstance(hello, MemberQuery) and self.peer is not None and self.peer.node is not None:
-            self._server.query(self, self.peer, hello)
+        first = decode(tag, body)
+        if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
+            self._server.answer_query(self, self.peer, first)
             return
-        if not isinstance(hello, Hello):
-            raise WireError(f"{type(hello).__name__} before Hello")
+        if not isinstance(first, Hello):
+            raise WireError(f"{type(first).__name__} before Hello")
         if self.peer is None or self.peer.node is None:
             raise WireError("certificate that names no node")
-        self._server.answer_hello(self, self.peer, hello)
+        self._server.answer_hello(self, self.peer, first)
 
-    def _begin_enrolment(self) -> None:
-        begun = self._server.owner.start_enrollment(self.address)
-        if isinstance(begun, Denied):
-            self.refuse(begun)
+    def _start_enrollment(self) -> None:
+        enrollment = self._server.handler.start_enrollment(self.address)
+        if isinstance(enrollment, Denied):
+            self.refuse(enrollment)
             return
-        self._conversation = begun
-        begun.wake = lambda: self._loop.call_soon(self._poll) and None
-        self._converse([])
+        self._enrollment = enrollment
+        enrollment.wake = lambda: self._loop.call_soon(self._poll_enrollment) and None
+        self._send_enrollment_frames([])
 
-    def _poll(self) -> None:
-        if self._conversation is not None and self.open:
-            self._converse(self._conversation.poll(self._loop.time()))
+    def _poll_enrollment(self) -> None:
+        if self._enrollment is not None and self.open:
+            self._send_enrollment_frames(self._enrollment.poll(self._loop.time()))
 
-    def _converse(self, frames: list[Frame]) -> None:
+    def _send_enrollment_frames(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
-            self._server.when_stored(lambda: self._send_frames(frames))
+            self._server.call_when_stored(lambda: self._send_frames_now(frames))
         else:
-            self._send_frames(frames)
+            self._send_frames_now(frames)
 
-    def _send_frames(self, frames: list[Frame]) -> None:
-        assert self._conversation is not None  # noqa: S101  the callers have one
+    def _send_frames_now(self, frames: list[Frame]) -> None:
+        assert self._enrollment is not None  # noqa: S101  the callers have one
         for frame in frames:
             self.send(frame)
         if self._deadline is not None:
             self._deadline.cancel()
-        if self._conversation.closed:
+        if self._enrollment.closed:
             self.close("the enrolment ended")
         else:
-            self._deadline = self._loop.call_at(self._conversation.deadline, self._poll)
+            self._deadline = self._loop.call_at(self._enrollment.deadline, self._poll_enrollment)
 
-    def answer(self, payload: bytes) -> None:
+    def send_answer(self, payload: bytes) -> None:
         """Send the answer to a query in pieces, and close the connection."""
         self._refused = True
         for begin in range(0, max(1, len(payload)), QUERY_CHUNK_BYTES):
@@ -302,7 +308,7 @@ class Connection(LinkEndpoint):
         self.send(denied)
         self.close(denied.message)
 
-    def _stem(self, why: str) -> None:
+    def _end_flood(self, why: str) -> None:
         """End a flooding link: stop reading, and leave its node time to receive the reason."""
         log.warning("denied", peer=self.address, node=self.node, reason="too_many")
         self._refused = True
@@ -321,8 +327,8 @@ class Connection(LinkEndpoint):
         """Cancel the deadline and the enrolment, and report the end of the connection to the server with its reason."""
         if self._deadline is not None:
             self._deadline.cancel()
-        if self._conversation is not None:
-            self._conversation.withdraw()
+        if self._enrollment is not None:
+            self._enrollment.withdraw()
         self._server.on_connection_lost(self, reason)
 
 
@@ -344,18 +350,18 @@ class _FetchWindow:
         self.queue.put_nowait(answer)
 
 
-def _no_handshake() -> None:
+def _log_no_handshake() -> None:
     log.info("connection without link closed", reason="no TLS handshake")
 
 
 class LinkServer:
     """Server for all links of nodes, on one event loop.
 
-    `owner` decides which nodes may link, and handles their frames.
+    `handler` decides which nodes may link, and handles their frames.
     """
 
-    def __init__(self, owner: LinkHandler) -> None:
-        self.owner = owner
+    def __init__(self, handler: LinkHandler) -> None:
+        self.handler = handler
         self._server: asyncio.Server | None = None
         self._unlinked: set[Connection] = set()
         self._links: dict[NodeId, Connection] = {}
@@ -380,7 +386,7 @@ class LinkServer:
             ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             ssl_shutdown_timeout=1.0,
         )
-        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._ping)
+        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._send_pings)
         return server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -394,15 +400,15 @@ class LinkServer:
 
     # -- connections --------------------------------------------------------------
 
-    def when_stored(self, then: Callable[[], None]) -> None:
-        """Call `then` once all changes so far are on disk. Do not call `then` if a write failed."""
-        task = asyncio.get_running_loop().create_task(self.owner.wait_stored())
+    def call_when_stored(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
+        task = asyncio.get_running_loop().create_task(self.handler.wait_stored())
         self._tasks.add(task)
 
         def done(ended: asyncio.Task[None]) -> None:
             self._tasks.discard(ended)
             if not ended.cancelled() and ended.exception() is None:
-                then()
+                callback()
             elif not ended.cancelled():
                 log.error("not stored", error=str(ended.exception()))
 
@@ -427,12 +433,12 @@ class LinkServer:
         """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
-        why = connection.budgets.link(asyncio.get_running_loop().time())
+        why = connection.budgets.charge_link(asyncio.get_running_loop().time())
         if why:
             self.denied += 1
             connection.refuse(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
             return
-        answer = self.owner.authorize(peer, connection.serial, hello)
+        answer = self.handler.authorize(peer, connection.serial, hello)
         if isinstance(answer, Denied):
             self.denied += 1
             connection.refuse(answer)
@@ -442,25 +448,25 @@ class LinkServer:
         self._unlinked.discard(connection)
         older = self._links.get(node)
         if older is not None:
-            self._replace(older, hello)
+            self._replace_link(older, hello)
         self._links[node] = connection
         connection.send(answer)
-        connection.bind_link(node, hello, self.owner.on_link_up(node, hello))
+        connection.bind_link(node, hello, self.handler.on_link_up(node, hello))
 
-    def query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer a read-only query that a command sends with its node's certificate. The node's link is unaffected."""
+    def answer_query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
+        """Answer the query of a command that uses its node's certificate `peer`. The node's link is unaffected."""
         assert peer.node is not None  # noqa: S101  checked by the connection
-        why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
+        why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(asyncio.get_running_loop().time())
         if why:
             connection.refuse(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
             return
-        answer = self.owner.answer(peer, connection.serial, query)
+        answer = self.handler.answer_query(peer, connection.serial, query)
         if isinstance(answer, Denied):
             connection.refuse(answer)
         else:
-            connection.answer(answer)
+            connection.send_answer(answer)
 
-    def _replace(self, older: Connection, hello: Hello) -> None:
+    def _replace_link(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
         if same and hello.takeover:
             for retired in [one for one in self._retired if one.node == older.node]:
@@ -471,7 +477,7 @@ class LinkServer:
             older.close("a newer connection of the same node replaced this one")
 
     def on_connection_lost(self, connection: Connection, reason: str) -> None:
-        """Remove a closed connection. If it was a link, report its end to the owner."""
+        """Remove a closed connection. If it was a link, report its end to the handler."""
         self._unlinked.discard(connection)
         self._retired.discard(connection)
         if connection.node is None:
@@ -479,25 +485,25 @@ class LinkServer:
             return
         if self._links.get(connection.node) is connection:
             del self._links[connection.node]
-        self.owner.on_link_down(connection.node, connection.number, reason)
+        self.handler.on_link_down(connection.node, connection.number, reason)
 
-    def deliver(self, connection: Connection, frame: Frame) -> None:
-        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the owner."""
+    def deliver_frame(self, connection: Connection, frame: Frame) -> None:
+        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the handler."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
             window = self._fetches.get((connection.node, frame.number))
             if window is not None:
                 window.put(frame)
             return
-        self.owner.handle_frame(connection.node, connection.number, frame)
+        self.handler.handle_frame(connection.node, connection.number, frame)
 
     # -- for people -----------------------------------------------------------------
 
-    def open(self) -> int:
+    def count_links(self) -> int:
         """Return the number of linked nodes."""
         return len(self._links)
 
-    def unlinked_count(self) -> int:
+    def count_unlinked(self) -> int:
         """Return the number of open connections that are not links (yet)."""
         return len(self._unlinked)
 
@@ -506,9 +512,9 @@ class LinkServer:
         """Number of open links that a newer link of the same node has replaced."""
         return len(self._retired)
 
-    def certificate_validity(self) -> dict[NodeId, tuple[float, float]]:
+    def get_certificate_validity(self) -> dict[NodeId, tuple[float, float]]:
         """Return the certificate validity of each linked node: issued and expires, in Unix seconds."""
-        return {node: link.life for node, link in self._links.items()}
+        return {node: link.certificate_validity for node, link in self._links.items()}
 
     # -- towards the nodes -----------------------------------------------------------
 
@@ -517,12 +523,12 @@ class LinkServer:
         link = self._links.get(node)
         return link is not None and link.send(frame)
 
-    def address(self, node: NodeId) -> str:
+    def get_address(self, node: NodeId) -> str:
         """Return the IP address of the peer of a node's newest link; empty if there is none."""
         link = self._links.get(node)
         return "" if link is None else link.address
 
-    def hello(self, node: NodeId) -> Hello | None:
+    def get_hello(self, node: NodeId) -> Hello | None:
         """Return the Hello of a node's newest link; None if there is none."""
         link = self._links.get(node)
         return None if link is None else link.hello
@@ -543,22 +549,22 @@ class LinkServer:
             if link.node == node and link.number == number:
                 link.abort(reason)
 
-    def _ping(self) -> None:
+    def _send_pings(self) -> None:
         loop = asyncio.get_running_loop()
         ping = Ping(next(self._nonces))
         for link in self._links.values():
             link.send(ping)
-        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._ping)
+        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._send_pings)
 
-    async def fetch(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
-        """Yield the newest `limit` bytes of a node's source `what`, such as `logs`, as fast as the consumer reads.
+    async def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        """Yield the newest `max_bytes` bytes of a node's `source`, such as `logs`, as fast as the consumer reads.
 
         Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
         """
-        offset, left = -limit, limit
+        offset, left = -max_bytes, max_bytes
         while left > 0:
             before = left
-            async for answer in self._window(node, what, offset, min(left, FETCH_WINDOW_BYTES)):
+            async for answer in self._fetch_window(node, source, offset, min(left, FETCH_WINDOW_BYTES)):
                 left -= len(answer.payload)
                 offset = answer.next
                 if answer.payload:
@@ -566,25 +572,27 @@ class LinkServer:
             if offset == 0 or left == before:  # an empty window is the end, whichever next offset the node sends
                 return
 
-    async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
-        """Yield the newest `limit` bytes of a node's source `what`, then its additions, polled every `every` seconds.
+    async def follow_source(
+        self, node: NodeId, source: str, max_bytes: int, interval_seconds: float
+    ) -> AsyncGenerator[bytes]:
+        """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
 
-        The iterator does not end. Raise `LookupError` and `TimeoutError` as `fetch`.
+        The iterator does not end. Raise `LookupError` and `TimeoutError` as `fetch_source`.
         """
-        offset = -limit
+        offset = -max_bytes
         while True:
-            async for answer in self._window(node, what, offset, FETCH_WINDOW_BYTES):
+            async for answer in self._fetch_window(node, source, offset, FETCH_WINDOW_BYTES):
                 if answer.payload:
                     yield answer.payload
                 if answer.last:
                     offset = answer.end
-            await asyncio.sleep(every)
+            await asyncio.sleep(interval_seconds)
 
-    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[FetchChunk]:
+    async def _fetch_window(self, node: NodeId, source: str, offset: int, max_bytes: int) -> AsyncIterator[FetchChunk]:
         number = next(self._fetch_numbers)
-        window = self._fetches[node, number] = _FetchWindow(limit)
+        window = self._fetches[node, number] = _FetchWindow(max_bytes)
         try:
-            if not self.send(node, FetchRequest(number, what, offset, limit)):
+            if not self.send(node, FetchRequest(number, source, offset, max_bytes)):
                 raise LookupError("the node is not linked")
             last = False
             while not last:

@@ -18,7 +18,7 @@ log = structlog.get_logger("coordinator.cluster.local_node")
 
 RESTART_DELAYS_SECONDS = (0.5, 30.0)
 """First and longest delay before a restart, in seconds. A run longer than 60 s resets the delay."""
-USAGE, DENIED, OTHER_CLUSTER = 2, 4, 6
+EXIT_USAGE, EXIT_DENIED, EXIT_OTHER_CLUSTER = 2, 4, 6
 """Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster."""
 TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -28,17 +28,17 @@ class LocalNodeElsewhereError(Exception):
     """Raised when this Mac is a node of another cluster than the cluster that it coordinates."""
 
 
-def check_node(state: Path, cluster: str) -> None:
+def check_node_cluster(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
     Raise `LocalNodeElsewhereError`, with the possible next steps, if it belongs to another cluster.
     """
     try:
-        kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
-        its, addresses = str(kept["cluster"]), list(kept.get("addresses") or ())
+        identity = json.loads((state / "node" / "identity" / "identity.json").read_text())
+        joined_cluster, addresses = str(identity["cluster"]), list(identity.get("addresses") or ())
     except (OSError, ValueError, KeyError, TypeError):
         return  # no node, or a broken identity that the node reports
-    if its != cluster:
+    if joined_cluster != cluster:
         place = f" at {addresses[0]}" if addresses else ""
         raise LocalNodeElsewhereError(
             f"this Mac is a node of another cluster{place}: `cluster join` starts that node; `cluster leave` takes the "
@@ -50,7 +50,8 @@ def check_node(state: Path, cluster: str) -> None:
 class LocalNode:
     """Supervisor of the node on the coordinator's machine (`python -m node.run`).
 
-    `address` is the coordinator's. `token` creates a join token, which the node uses only without an identity.
+    `state` is the state folder. `address` is HOST:PORT of the cluster port. `arguments` are further options of
+    `node.run`. `token` creates a join token, which the node uses only without an identity.
     """
 
     def __init__(self, state: Path, address: str, arguments: tuple[str, ...], token: Callable[[], str]) -> None:
@@ -65,10 +66,10 @@ class LocalNode:
 
     async def start(self) -> None:
         """Start the node, and restart it after each exit until `given_up` is set."""
-        await self._spawn()
-        self._watch = asyncio.create_task(self._keep())
+        await self._start_process()
+        self._watch = asyncio.create_task(self._restart_on_exit())
 
-    async def _spawn(self) -> None:
+    async def _start_process(self) -> None:
         read, write = os.pipe()
         try:
             os.write(write, self._token().encode())
@@ -96,7 +97,7 @@ class LocalNode:
         finally:
             os.close(read)
 
-    async def _keep(self) -> None:
+    async def _restart_on_exit(self) -> None:
         wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._process is not None:
             began = loop.time()
@@ -105,16 +106,16 @@ class LocalNode:
                 log.info("local node left", what="`cluster up --local-node` lets it join again")
                 self.given_up.set()
                 return
-            if code == USAGE:
+            if code == EXIT_USAGE:
                 log.error("local node not restarted", code=code, what="its settings are wrong: `cluster config check`")
                 self.given_up.set()
                 return
-            if code == OTHER_CLUSTER or (code == DENIED and self._joined()):
+            if code == EXIT_OTHER_CLUSTER or (code == EXIT_DENIED and self._has_identity()):
                 log.error(
                     "local node not restarted",
                     code=code,
                     what="the next `cluster up` joins it again"
-                    if code == DENIED
+                    if code == EXIT_DENIED
                     else "`cluster leave` takes it out of the other cluster",
                 )
                 self.given_up.set()
@@ -122,26 +123,26 @@ class LocalNode:
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > 60 else min(wait * 2, RESTART_DELAYS_SECONDS[1])
             log.warning("local node ended", code=code, retry_in=wait)
             await asyncio.sleep(wait)
-            await self._spawn()
+            await self._start_process()
 
-    def _joined(self) -> bool:
+    def _has_identity(self) -> bool:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
-    async def ready(self, registry: Registry, seconds: float) -> bool:
-        """Wait at most `seconds` until this node can answer requests. Return False after a timeout or `given_up`.
+    async def wait_until_ready(self, registry: Registry, timeout_seconds: float) -> bool:
+        """Wait at most `timeout_seconds` until this node can answer requests. Return False if it cannot.
 
         The reason of a failure is in the log.
         """
-        answers = asyncio.create_task(registry.wait_for_answers(self._id))
+        answers = asyncio.create_task(registry.wait_until_node_answers(self._read_node_id))
         ended = asyncio.create_task(self.given_up.wait())
-        done, _ = await asyncio.wait({answers, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({answers, ended}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
         for task in (answers, ended):
             task.cancel()
         if answers in done:
             answers.result()
         return answers in done
 
-    def _id(self) -> str:
+    def _read_node_id(self) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads((self._state / "node" / "identity" / "identity.json").read_text())["node"])
         return ""

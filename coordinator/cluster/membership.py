@@ -1,6 +1,6 @@
 """State machine of membership and liveness, as data: events in, actions out. The caller performs the actions.
 
-Covers: states and legal transitions, silence, hysteresis, newest link wins, self-suspicion, forgetting.
+Covers: states and legal transitions, silence, hysteresis, newest link wins, self-suspicion, deletion of former nodes.
 Does not cover: permission to connect (certificate and deny list: the link server), storage (`state.database`),
 capabilities of a node (`cluster.registry`).
 
@@ -18,8 +18,8 @@ Invariants
   not mark a node lost that is already back.
 - One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets
   first, and then handles silence.
-- A member is kept forever, and shown grey when lost. A node that is not a member is forgotten after 10 minutes.
-- No node is forgotten while the coordinator suspects itself. If half of the pool falls silent at once, the
+- A member is never deleted, also if lost. A node that is not a member is deleted after 10 minutes.
+- No node is deleted while the coordinator suspects itself. If half of the pool falls silent at once, the
   coordinator's own network is the likelier cause.
 """
 
@@ -39,17 +39,14 @@ LOST_AFTER_SECONDS = 10.0
 """Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
-FORGET_AFTER_SECONDS = 600.0
+DELETE_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
 CORRELATION_WINDOW_SECONDS = 5.0
 """Seconds within which losses of several nodes count as one event."""
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
-    """Membership and liveness of one node. All times are monotonic seconds, as `now` of `step`.
-
-    `enrolled`: the node is a member. `instance` identifies the agent process of the newest link.
-    """
+    """Membership and liveness of one node. All times are in monotonic seconds, as `now` of `step`."""
 
     node: NodeId
     state: NodeState
@@ -58,12 +55,14 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     last_report_at: float | None = None
     """Time of the last report or connect; None before the first."""
     enrolled: bool = True
+    """Whether the node is a member."""
     cordoned: bool = False
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
     """Highest link number seen."""
     instance: str = ""
+    """Id of the agent process of the newest link."""
     streak: int = 0
     """Consecutive reports while suspect."""
     reason: str = ""
@@ -156,8 +155,8 @@ class MembershipTick:
     """Event: time has passed. The deadlines of the node are checked."""
 
 
-OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
-Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemoved | MembershipTick
+LinkEvent = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
+Event = MemberEnrolled | LinkEvent | MemberCordoned | MemberUncordoned | MemberRemoved | MembershipTick
 
 
 # actions
@@ -173,7 +172,7 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeGone:
+class ResumeRequests:
     """Action: resume the requests of this node's link on other nodes."""
 
     node: NodeId
@@ -181,20 +180,20 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
-class MemberChanged:
+class PublishMember:
     """Action: publish the node, because a value that people or placement see has changed."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetMember:
+class DeleteMember:
     """Action: delete all data of the node, because the pool no longer contains the node."""
 
     node: NodeId
 
 
-Action = CloseLink | NodeGone | MemberChanged | ForgetMember
+Action = CloseLink | ResumeRequests | PublishMember | DeleteMember
 Step = tuple[Member, tuple[Action, ...]]
 
 _J, _R, _S, _A, _L, _D, _P, _X = (
@@ -252,7 +251,7 @@ def step(member: Member, event: Event, now: float) -> Step:
     Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
     Raise the same for an event of an unknown link, and for a new link without a higher number.
     """
-    if isinstance(event, OfLink) and _stale(member, event):
+    if isinstance(event, LinkEvent) and _is_stale(member, event):
         return member, ()
     allowed = TABLE[type(event)].get(member.state)
     if allowed is None:
@@ -264,7 +263,7 @@ def step(member: Member, event: Event, now: float) -> Step:
     return after, actions
 
 
-def _stale(member: Member, event: OfLink) -> bool:
+def _is_stale(member: Member, event: LinkEvent) -> bool:
     if isinstance(event, MemberConnected):
         if event.link <= member.newest:
             raise IllegalEventError(f"{member.node}: link {event.link} is not newer than {member.newest}")
@@ -277,47 +276,49 @@ def _stale(member: Member, event: OfLink) -> bool:
 def _apply(member: Member, event: Event, now: float) -> Step:
     match event:
         case MemberEnrolled():
-            return _enrolled(member, now)
+            return _apply_enrolled(member, now)
         case MemberConnected():
-            return _connected(member, event, now)
+            return _apply_connected(member, event, now)
         case MemberReported():
-            return _reported(member, event, now)
+            return _apply_reported(member, event, now)
         case MemberDisconnected():
-            return _gone(member, NodeState.LOST, event.reason, now, was_alive=member.state in ALIVE)
+            return _end_link(member, NodeState.LOST, event.reason, now, was_alive=member.state in ALIVE)
         case MemberGoodbye():
             state, reason = _GOODBYE.get(event.reason, (NodeState.LOST, "stopped"))
-            return _gone(member, state, reason, now, close=True)
+            return _end_link(member, state, reason, now, close=True)
         case MemberRemoved():
-            return _gone(member, NodeState.LEFT, "removed", now, close=True)
+            return _end_link(member, NodeState.LEFT, "removed", now, close=True)
         case MemberCordoned() | MemberUncordoned():
-            return _mark(member, cordoned=isinstance(event, MemberCordoned))
+            return _set_cordoned(member, cordoned=isinstance(event, MemberCordoned))
         case MembershipTick():
-            return _tick(member, now)
+            return _apply_tick(member, now)
 
 
-def _enrolled(member: Member, now: float) -> Step:
+def _apply_enrolled(member: Member, now: float) -> Step:
     if member.state not in GONE:
-        return _seen(member, replace(member, enrolled=True))
-    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", silent_at=None))
-
-
-def _connected(member: Member, event: MemberConnected, now: float) -> Step:
-    took_over = event.takeover and member.link != 0 and event.instance == member.instance
-    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, last_report_at=now)
-    if took_over:
-        return linked, (MemberChanged(member.node),)
-    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", silent_at=None)
-    if not member.link:
-        return after, (MemberChanged(member.node),)
-    node = member.node
-    return after, (
-        CloseLink(node, member.link, "replaced by a newer link"),
-        NodeGone(node, "replaced"),
-        MemberChanged(node),
+        return _publish_if_changed(member, replace(member, enrolled=True))
+    return _publish_if_changed(
+        member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", silent_at=None)
     )
 
 
-def _reported(member: Member, event: MemberReported, now: float) -> Step:
+def _apply_connected(member: Member, event: MemberConnected, now: float) -> Step:
+    took_over = event.takeover and member.link != 0 and event.instance == member.instance
+    linked = replace(member, link=event.link, newest=event.link, instance=event.instance, last_report_at=now)
+    if took_over:
+        return linked, (PublishMember(member.node),)
+    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", silent_at=None)
+    if not member.link:
+        return after, (PublishMember(member.node),)
+    node = member.node
+    return after, (
+        CloseLink(node, member.link, "replaced by a newer link"),
+        ResumeRequests(node, "replaced"),
+        PublishMember(node),
+    )
+
+
+def _apply_reported(member: Member, event: MemberReported, now: float) -> Step:
     reported = replace(member, last_report_at=now)
     if member.state is NodeState.SUSPECT:
         in_a_row = member.last_report_at is not None and now < member.last_report_at + SUSPECT_AFTER_SECONDS
@@ -326,20 +327,20 @@ def _reported(member: Member, event: MemberReported, now: float) -> Step:
             return replace(reported, streak=streak), ()
     state = NodeState.PAUSED if event.paused else NodeState.DRAINING if event.draining else NodeState.READY
     since = member.since if state is member.state else now
-    return _seen(member, replace(reported, state=state, since=since, streak=0, reason="", silent_at=None))
+    return _publish_if_changed(member, replace(reported, state=state, since=since, streak=0, reason="", silent_at=None))
 
 
-def _mark(member: Member, *, cordoned: bool) -> Step:
-    return _seen(member, replace(member, cordoned=cordoned))
+def _set_cordoned(member: Member, *, cordoned: bool) -> Step:
+    return _publish_if_changed(member, replace(member, cordoned=cordoned))
 
 
-def _seen(before: Member, after: Member) -> Step:
-    """Report a change only when something other than the time of the last report differs."""
+def _publish_if_changed(before: Member, after: Member) -> Step:
+    """Return `after`, with `PublishMember` if more than the time of the last report differs from `before`."""
     changed = replace(before, last_report_at=after.last_report_at) != after
-    return after, (MemberChanged(after.node),) if changed else ()
+    return after, (PublishMember(after.node),) if changed else ()
 
 
-def _gone(
+def _end_link(
     member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, was_alive: bool = False
 ) -> Step:
     """End a node's link, if any, and return the actions that follow."""
@@ -355,24 +356,26 @@ def _gone(
         silent_at=None if state is not NodeState.LOST else now if was_alive else member.silent_at,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
-    gone = (NodeGone(node, reason),) if member.link else ()
-    return after, (*closing, *gone, MemberChanged(node))
+    gone = (ResumeRequests(node, reason),) if member.link else ()
+    return after, (*closing, *gone, PublishMember(node))
 
 
-def _tick(member: Member, now: float) -> Step:
-    deadline = _deadline(member)
+def _apply_tick(member: Member, now: float) -> Step:
+    deadline = _compute_deadline(member)
     if deadline is None or now < deadline or member.state in GONE:
         return member, ()
     if member.state in ALIVE:
-        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", silent_at=now))
+        return _publish_if_changed(
+            member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", silent_at=now)
+        )
     reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
-    return _gone(member, NodeState.LOST, reason, now, close=True)
+    return _end_link(member, NodeState.LOST, reason, now, close=True)
 
 
-def _deadline(member: Member) -> float | None:
+def _compute_deadline(member: Member) -> float | None:
     """Return the time at which time alone changes the state; None if never."""
     if member.state in GONE:
-        return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
+        return None if member.enrolled else member.since + DELETE_AFTER_SECONDS
     reported_at = (
         member.since if member.last_report_at is None or member.state is NodeState.JOINING else member.last_report_at
     )
@@ -386,14 +389,14 @@ class Membership(msgspec.Struct, frozen=True):
     """Membership of all nodes of the pool, by node id."""
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
-    doubted: float | None = None
+    self_suspect_since: float | None = None
     """Monotonic time since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
         """Whether half of the living nodes fell silent at once. The coordinator's own network is the likely cause, and
-        no node is forgotten."""
-        return self.doubted is not None
+        no node is deleted."""
+        return self.self_suspect_since is not None
 
     def check(self) -> None:
         """Raise `InvariantError` if the values of any member contradict each other."""
@@ -403,8 +406,11 @@ class Membership(msgspec.Struct, frozen=True):
             member.check()
 
 
-def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
-    """Return the pool at the start of a coordinator. The stored members `nodes` are lost until they connect."""
+def restore_membership(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
+    """Return the pool at the start of a coordinator, at `now` (monotonic seconds).
+
+    The stored members `nodes` are lost until they connect. `cordoned` are the members excluded from new work.
+    """
     marked = frozenset(cordoned)
     return Membership(
         {
@@ -429,10 +435,10 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
         member = Member(node, NodeState.JOINING, now, enrolled=isinstance(event, MemberEnrolled))
     after, actions = step(member, event, now)
     if node not in pool.members:
-        actions = (MemberChanged(node),)
+        actions = (PublishMember(node),)
     changed = replace(pool, members={**pool.members, node: after})
     same = (after.state, after.silent_at) == (member.state, member.silent_at)
-    return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
+    return (changed if same and pool.self_suspect_since is None else _update_self_suspicion(changed, now)), actions
 
 
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
@@ -446,38 +452,38 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
         after, due = step(member, MembershipTick(), now)
         members[node] = after
         actions += due
-    after = _doubt(replace(pool, members=members), now)
-    forgotten = [] if after.self_suspect else [node for node, member in members.items() if _forgettable(member, now)]
-    kept = {node: member for node, member in members.items() if node not in forgotten}
-    return replace(after, members=kept), (*actions, *(ForgetMember(node) for node in forgotten))
+    after = _update_self_suspicion(replace(pool, members=members), now)
+    deleted = [] if after.self_suspect else [node for node, member in members.items() if _is_deletable(member, now)]
+    remaining = {node: member for node, member in members.items() if node not in deleted}
+    return replace(after, members=remaining), (*actions, *(DeleteMember(node) for node in deleted))
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
     """Return the monotonic time at which `tick` is due next, not before `now`. None if time changes nothing."""
-    forgetting = not pool.self_suspect
+    may_delete = not pool.self_suspect
     deadlines = [
         deadline
         for member in pool.members.values()
-        if (deadline := _deadline(member)) is not None and (forgetting or member.state not in GONE)
+        if (deadline := _compute_deadline(member)) is not None and (may_delete or member.state not in GONE)
     ]
-    if pool.doubted is not None:
-        deadlines.append(pool.doubted + FORGET_AFTER_SECONDS)
+    if pool.self_suspect_since is not None:
+        deadlines.append(pool.self_suspect_since + DELETE_AFTER_SECONDS)
     return max(now, min(deadlines)) if deadlines else None
 
 
-def _forgettable(member: Member, now: float) -> bool:
-    deadline = _deadline(member)
+def _is_deletable(member: Member, now: float) -> bool:
+    deadline = _compute_deadline(member)
     return member.state in GONE and deadline is not None and now >= deadline
 
 
-def _doubt(pool: Membership, now: float) -> Membership:
+def _update_self_suspicion(pool: Membership, now: float) -> Membership:
     """Start or end the coordinator's suspicion of itself.
 
     It starts when at least half of two or more living nodes fell within `CORRELATION_WINDOW_SECONDS`. It ends
-    when fewer than half of them are missing, or after `FORGET_AFTER_SECONDS`. By then the fault is the nodes',
+    when fewer than half of them are missing, or after `DELETE_AFTER_SECONDS`. By then the fault is the nodes',
     or a person has checked.
     """
-    since = now if pool.doubted is None else pool.doubted
+    since = now if pool.self_suspect_since is None else pool.self_suspect_since
     fallen = sum(
         1
         for member in pool.members.values()
@@ -485,6 +491,10 @@ def _doubt(pool: Membership, now: float) -> Membership:
     )
     total = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
     half = total >= 2 and 2 * fallen >= total
-    if pool.doubted is None:
-        return replace(pool, doubted=now) if half else pool
-    return pool if half and now < pool.doubted + FORGET_AFTER_SECONDS else replace(pool, doubted=None)
+    if pool.self_suspect_since is None:
+        return replace(pool, self_suspect_since=now) if half else pool
+    return (
+        pool
+        if half and now < pool.self_suspect_since + DELETE_AFTER_SECONDS
+        else replace(pool, self_suspect_since=None)
+    )

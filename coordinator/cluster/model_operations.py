@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as changed
 
-from coordinator.observe.node_rows import measured
+from coordinator.observe.node_rows import get_measured_memory
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_commands import Kind
 from router.dispatch.request import RequestFailure
@@ -32,13 +32,13 @@ class CommandResult:
     model: Model | None = None
     """Measurements of a profile; None for other commands."""
 
-    def row(self) -> dict[str, object]:
+    def to_row(self) -> dict[str, object]:
         """Return the result as a row of the API."""
-        found: dict[str, object] = {} if self.model is None else {"measured": measured(self.model)}
-        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **found}
+        extra: dict[str, object] = {} if self.model is None else {"measured": get_measured_memory(self.model)}
+        return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **extra}
 
 
-Answer = CommandResult | Refused | RequestFailure
+CommandOutcome = CommandResult | Refused | RequestFailure
 
 
 class ModelOperations:
@@ -48,53 +48,53 @@ class ModelOperations:
         self._dispatcher = dispatcher
         self._clock = clock
 
-    async def load(self, model: str, node: NodeView | None) -> Answer:
+    async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
         """Load a model on `node`, or on the best node. If a chosen node refuses, try the next.
 
         Return the result, or the refusal or error if no node loads the model.
         """
         if node is not None:
-            choice = LoadPlacement(node.id, node.name, _loaded(node, model))
-            return self._dispatcher.unavailable_reason(node) or await self._load(choice, model)
+            choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))
+            return self._dispatcher.unavailable_reason(node) or await self._load_on(choice, model)
         tried: dict[NodeId, Refused] = {}
         while True:
             choice = self._dispatcher.choose_load(model, tried)
             if isinstance(choice, Refused):
-                return _all_refused(tried) or choice
-            answer = await self._load(choice, model)
+                return _join_refusals(tried) or choice
+            answer = await self._load_on(choice, model)
             if not isinstance(answer, Refused):
                 return answer
             tried[choice.node] = answer
 
-    async def _load(self, choice: LoadPlacement, model: str) -> Answer:
+    async def _load_on(self, choice: LoadPlacement, model: str) -> CommandOutcome:
         if choice.loaded:
             return CommandResult(choice.node, choice.name, 0.0, already=True)
-        return await self._give(LoadModel, choice.node, choice.name, model)
+        return await self._send_command(LoadModel, choice.node, choice.name, model)
 
-    async def profile(
+    async def profile_model(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Measure the memory of a model. Return the results, and an error for the nodes that failed or None.
 
         Profile on `node`; else on every node that has the model loaded; else on the best node for a load.
         """
-        holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _loaded(one, model)]
+        holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _is_loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
             choice = self._dispatcher.choose_load(model, {})
             if isinstance(choice, Refused):
                 return [], choice
-            answers = [await self._give(ProfileModel, choice.node, choice.name, model)]
+            answers = [await self._send_command(ProfileModel, choice.node, choice.name, model)]
         else:
-            answers = await asyncio.gather(*(self._profile(model, one) for one in nodes))
-        return _sorted(answers, "measured")
+            answers = await asyncio.gather(*(self._profile_on(model, one) for one in nodes))
+        return _split_results(answers, "measured")
 
-    async def _profile(self, model: str, node: NodeView) -> Answer:
-        return self._dispatcher.unavailable_reason(replace(node, cordoned=False)) or await self._give(
+    async def _profile_on(self, model: str, node: NodeView) -> CommandOutcome:
+        return self._dispatcher.unavailable_reason(replace(node, cordoned=False)) or await self._send_command(
             ProfileModel, node.id, node.name, model
         )
 
-    async def unload(
+    async def unload_model(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Unload a model from `node`, or from every node that has it loaded.
@@ -103,18 +103,18 @@ class ModelOperations:
         person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
-        holders = [one for one in view.nodes if one.state not in GONE and _loaded(one, model)]
+        holders = [one for one in view.nodes if one.state not in GONE and _is_loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
             return [], Refused(RefusalCode.NO_MODEL, f"{model} is loaded on no node")
-        answers = await asyncio.gather(*(self._unload(model, one) for one in nodes))
-        return _sorted(answers, "unloaded")
+        answers = await asyncio.gather(*(self._unload_from(model, one) for one in nodes))
+        return _split_results(answers, "unloaded")
 
-    async def _unload(self, model: str, node: NodeView) -> Answer:
+    async def _unload_from(self, model: str, node: NodeView) -> CommandOutcome:
         away = self._dispatcher.unavailable_reason(replace(node, cordoned=False))
-        return away or await self._give(UnloadModel, node.id, node.name, model)
+        return away or await self._send_command(UnloadModel, node.id, node.name, model)
 
-    async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
+    async def _send_command(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandOutcome:
         begun = self._clock()
         ended = await self._dispatcher.orders.send(kind, node, name, model)
         if not isinstance(ended, Finished):
@@ -122,11 +122,11 @@ class ModelOperations:
         return CommandResult(node, name, self._clock() - begun, model=ended.measured)
 
 
-def _loaded(node: NodeView, model: str) -> bool:
+def _is_loaded(node: NodeView, model: str) -> bool:
     return model in node.models and node.models[model].loaded
 
 
-def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
+def _join_refusals(tried: dict[NodeId, Refused]) -> Refused | None:
     """Join the refusals of all nodes. The numbers are those of the first node, which was the best choice."""
     if not tried:
         return None
@@ -134,7 +134,9 @@ def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
     return changed(first, message="; ".join(refused.message for refused in tried.values()))
 
 
-def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
+def _split_results(
+    answers: Sequence[CommandOutcome], verb: str
+) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
     """Separate results from errors. The error text also names the nodes that succeeded."""
     done = [answer for answer in answers if isinstance(answer, CommandResult)]
     wrong = [answer for answer in answers if not isinstance(answer, CommandResult)]

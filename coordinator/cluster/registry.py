@@ -1,7 +1,8 @@
 """Registry of members, their links and newest reports. Drives membership and publishes the cluster view.
 
 All of this has one owner on one event loop. `membership` decides (pure), the store persists, links transport, the
-dispatcher places requests. Every path by which a node goes ends in `_forget`, which deletes the node from every map.
+dispatcher places requests. Every path by which a node goes ends in `_delete_node_data`, which deletes the node from
+every map.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ import structlog
 from coordinator.backup.generation_fence import GenerationFence, SupersededMark
 from coordinator.cluster import membership
 from coordinator.cluster.link_server import LinkServer
-from coordinator.cluster.membership import CloseLink, ForgetMember, MemberChanged, NodeGone
-from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer, plain_hardware
-from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, node_row, warnings_of
+from coordinator.cluster.membership import CloseLink, DeleteMember, PublishMember, ResumeRequests
+from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer, sanitize_hardware
+from coordinator.observe.node_rows import NodeFacts, build_node_row, can_answer, list_dangers, list_warnings
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa
 from router.placement.cluster_view import ClusterView, NodeView, view_of
@@ -101,12 +102,12 @@ class Registry:
         self._epoch = epoch
         self._wall = wall
         self._fence = fence or GenerationFence(authority, store.meta.generation)
-        self._seal = authority.seal(self._fence.generation)
+        self._seal = authority.seal_generation(self._fence.generation)
         self.on_superseded: Callable[[SupersededMark], None] = lambda mark: None
         """Called once a node has proved that another coordinator of this cluster has a newer generation."""
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
-        self._pool = membership.restored(
+        self._pool = membership.restore_membership(
             (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
         )
         self._reports: dict[NodeId, Report] = {}
@@ -123,7 +124,7 @@ class Registry:
         that time."""
         self._published = asyncio.Event()
         """Set whenever a new view is published."""
-        self.placing: RegistryListener | None = None
+        self.listener: RegistryListener | None = None
         self.readable: Mapping[str, Callable[[], Mapping[str, Any]]] = {}
         """API paths that members may read, each with the function that returns its content."""
         self.links = LinkServer(self)
@@ -158,14 +159,14 @@ class Registry:
             return Denied(
                 "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
             )
-        row = self._member(peer, serial, hello.node, hello.machine)
+        row = self._authenticate_member(peer, serial, hello.node, hello.machine)
         if isinstance(row, Denied):
             return row
-        if self._linked_by_another(row.node, hello):
-            log.warning("linked twice", node=row.node, name=row.name, address=self.links.address(row.node))
+        if self._is_linked_by_another(row.node, hello):
+            log.warning("linked twice", node=row.node, name=row.name, address=self.links.get_address(row.node))
             return Denied(
                 "linked_elsewhere",
-                f"{row.name} is linked now by another process, from {self.links.address(row.node)}: if its disk or "
+                f"{row.name} is linked now by another process, from {self.links.get_address(row.node)}: if its disk or "
                 "state folder was copied, remove STATE/node on the copy, then join there with a new token and "
                 "`--set node.machine=NAME`",
                 retry_after=ALIVE_REPORT_AGE_SECONDS,
@@ -181,12 +182,12 @@ class Registry:
             self._seal,
         )
 
-    def _member(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
+    def _authenticate_member(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
         """Return the member with this certificate, or `Denied` if it is not a member (any more)."""
         row = self._store.members.get(NodeId(node))
         if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
-        if row is None or row.removed is not None or self._store.denied(row.node, serial):
+        if row is None or row.removed is not None or self._store.is_denied(row.node, serial):
             return Denied("removed", "this node was removed from the cluster: join again with a new token", final=True)
         if row.machine != machine:
             log.warning("cloned identity", node=row.node, name=row.name)
@@ -197,24 +198,24 @@ class Registry:
             )
         return row
 
-    def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
+    def answer_query(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the content of an API path as JSON. Return `Denied` to peers that are not members, and for paths not
         in `readable`."""
-        row = self._member(peer, serial, query.node, query.machine)
+        row = self._authenticate_member(peer, serial, query.node, query.machine)
         if isinstance(row, Denied):
             return row
-        show = self.readable.get(query.path)
-        if show is None:
+        get_content = self.readable.get(query.path)
+        if get_content is None:
             paths = ", ".join(sorted(self.readable)) or "nothing yet"
             return Denied("not_readable", f"a member may read {paths}, not {plain(query.path)[:80]}", final=True)
-        return json.dumps(show()).encode()
+        return json.dumps(get_content()).encode()
 
-    def _linked_by_another(self, node: NodeId, hello: Hello) -> bool:
+    def _is_linked_by_another(self, node: NodeId, hello: Hello) -> bool:
         """Return whether another process with this node's identity is linked and reports.
 
         A restarted node has no link, and a node whose network broke has not reported within `ALIVE_REPORT_AGE_SECONDS`.
         """
-        linked = self.links.hello(node)
+        linked = self.links.get_hello(node)
         if linked is None or linked.instance == hello.instance:
             return False
         return self._loop.time() - self._reported_at.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
@@ -222,111 +223,112 @@ class Registry:
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link of a member and return its sequence number."""
         number = next(self._link_numbers)
-        row, hardware = self._store.members[node], plain_hardware(hello.hardware)
+        row, hardware = self._store.members[node], sanitize_hardware(hello.hardware)
         if row.hardware != hardware:
             self._store.put_member(replace(row, hardware=hardware))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
-        self._happen(node, membership.MemberConnected(number, hello.instance, hello.takeover))
+        self._apply_event(node, membership.MemberConnected(number, hello.instance, hello.takeover))
         return number
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
         """Record the end of the link with this number. Ignore a link that is not the newest of its node."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
-            self._happen(node, membership.MemberDisconnected(number, reason))
+            self._apply_event(node, membership.MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
         if type(frame) is Report:
-            self._take_report(node, number, frame)
+            self._handle_report(node, number, frame)
         elif type(frame) is Goodbye:
-            self._take_goodbye(node, number, frame)
+            self._handle_goodbye(node, number, frame)
         elif type(frame) is RenewCertificate:
-            self._renew(node, frame)
-        elif self.placing is not None:
-            self.placing.receive(node, frame)
+            self._renew_certificate(node, frame)
+        elif self.listener is not None:
+            self.listener.receive(node, frame)
 
-    def _take_report(self, node: NodeId, number: int, report: Report) -> None:
+    def _handle_report(self, node: NodeId, number: int, report: Report) -> None:
         if self._pool.members[node].link != number:
             return
         self._reports[node] = report
         self._reported_at[node] = self._loop.time()
-        if (waited := self._report_events.pop(node, None)) is not None:
-            waited.set()
-        self._happen(node, membership.MemberReported(number, report.draining, report.sharing.paused), always=True)
+        if (report_event := self._report_events.pop(node, None)) is not None:
+            report_event.set()
+        self._apply_event(node, membership.MemberReported(number, report.draining, report.sharing.paused), always=True)
 
-    def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
+    def _handle_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
         if self._pool.members[node].link != number:
             return
         log.info("node signed off", node=node, reason=goodbye.reason)
-        self._happen(node, membership.MemberGoodbye(number, goodbye.reason))
+        self._apply_event(node, membership.MemberGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
             self._deny_member(node, "it left")
 
-    def _renew(self, node: NodeId, renew: RenewCertificate) -> None:
+    def _renew_certificate(self, node: NodeId, renew: RenewCertificate) -> None:
         row = self._store.members[node]
         try:
-            certificate = self._authority.sign(renew.csr, node, row.name)
+            certificate = self._authority.sign_request(renew.csr, node, row.name)
         except CertificateRequestError as error:
             self.links.disconnect_node(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
-        self.links.when_stored(lambda: self._send_certificate(node, certificate))
+        self.links.call_when_stored(lambda: self._send_certificate(node, certificate))
 
     def _send_certificate(self, node: NodeId, certificate: bytes) -> None:
         """Send a renewed certificate whose serial is on disk."""
         self.links.send(node, CertificateRenewed(certificate))
 
-    def enrolled(self, row: MemberRow) -> None:
+    def add_member(self, row: MemberRow) -> None:
         """Add a machine that has received a certificate to the members."""
         log.info("node enrolled", node=row.node, name=row.name)
-        self._happen(row.node, membership.MemberEnrolled())
+        self._apply_event(row.node, membership.MemberEnrolled())
 
     # -- administration ------------------------------------------------------------------
 
-    def find(self, text: str) -> NodeId | None:
+    def find_member(self, text: str) -> NodeId | None:
         """Return the id of the member with this id or name; None if there is none.
 
         Of two members with the same name, prefer the member that has not left, because it has joined again.
         """
-        found = [node for node in self._pool.members if text in (node, self._row(node).name)]
-        return min(found, key=lambda node: self._pool.members[node].state == NodeState.LEFT, default=None)
+        matches = [node for node in self._pool.members if text in (node, self._get_row(node).name)]
+        return min(matches, key=lambda node: self._pool.members[node].state == NodeState.LEFT, default=None)
 
-    def cordon(self, node: NodeId, *, on: bool) -> None:
-        """Exclude a node from new work, or admit the node again. Raise `IllegalEventError` if the node has left."""
-        self._store.put_member(replace(self._row(node), cordoned=on))
-        self._happen(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
+    def set_cordoned(self, node: NodeId, *, on: bool) -> None:
+        """Exclude a node from new work if `on`, otherwise admit it again. Raise `IllegalEventError` if it has left."""
+        self._store.put_member(replace(self._get_row(node), cordoned=on))
+        self._apply_event(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
 
-    def allow_video(self, node: NodeId, *, on: bool) -> None:
+    def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
         """Allow or forbid video jobs on a node. A running video job is finished."""
-        self._store.put_member(replace(self._row(node), video=on))
+        self._store.put_member(replace(self._get_row(node), video=on))
         self._views.pop(node, None)
-        self._publish()
+        self._publish_view()
 
-    async def pause(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
-        """Ask a node to accept no new requests, and return its sharing state after its report.
+    async def pause_node(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
+        """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
-        `seconds` is the duration; None: until it is resumed; 0: resume. Return None if the node does not report within
-        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person for the
+        node's owner. Return None if no report confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if
+        the node is not linked or cannot be paused remotely.
         """
-        if not self._node_view(node).sharing.when:
+        if not self._get_node_view(node).sharing.when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
         if not self.links.send(node, PauseNode(seconds, by)):
             raise LookupError("it is not linked: run the same command on that machine, without a name")
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
-                while self._node_view(node).sharing.by_hand != (seconds != 0):
+                while self._get_node_view(node).sharing.by_hand != (seconds != 0):
                     await self._report_events.setdefault(node, asyncio.Event()).wait()
-                return self._node_view(node).sharing
+                return self._get_node_view(node).sharing
         return None
 
-    def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
+    def set_labels(self, node: NodeId, labels: tuple[str, ...]) -> None:
         """Replace all labels of a node."""
-        self._store.put_member(replace(self._row(node), labels=labels))
+        self._store.put_member(replace(self._get_row(node), labels=labels))
         self._views.pop(node, None)
-        self._publish()
+        self._publish_view()
 
-    def remove(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, links and membership.
 
         Raise `IllegalEventError` if the node has left.
@@ -334,49 +336,49 @@ class Registry:
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
-        self._happen(node, membership.MemberRemoved())
+        self._apply_event(node, membership.MemberRemoved())
         self._deny_member(node, "it was removed")
 
     def _deny_member(self, node: NodeId, why: str) -> None:
-        row, now = self._row(node), self._wall()
+        row, now = self._get_row(node), self._wall()
         self._store.deny_node(node, now, why)
         self._store.put_member(replace(row, removed=now))
 
     # -- membership ------------------------------------------------------------------------
 
-    def _happen(self, node: NodeId, event: membership.Event, *, always: bool = False) -> None:
+    def _apply_event(self, node: NodeId, event: membership.Event, *, always: bool = False) -> None:
         self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
         self._views.pop(node, None)
-        self._act(actions, always=always)
+        self._perform_actions(actions, always=always)
 
     def tick(self, now: float | None = None) -> None:
         """Apply the transitions that are due at `now`, in seconds of the loop's clock; None for the current time."""
         self._timer = None
         self._pool, actions = membership.tick(self._pool, self._loop.time() if now is None else now)
-        self._act(actions)
+        self._perform_actions(actions)
 
-    def _act(self, actions: tuple[membership.Action, ...], *, always: bool = False) -> None:
+    def _perform_actions(self, actions: tuple[membership.Action, ...], *, always: bool = False) -> None:
         for action in actions:
             match action:
                 case CloseLink():
                     self.links.close_link(action.node, action.link, action.reason)
-                case NodeGone():
+                case ResumeRequests():
                     log.warning("node gone", node=action.node, reason=action.reason)
-                    if self.placing is not None:
-                        self.placing.node_gone(action.node, action.reason)
-                case ForgetMember():
-                    self._forget(action.node)
-                case MemberChanged():
+                    if self.listener is not None:
+                        self.listener.node_gone(action.node, action.reason)
+                case DeleteMember():
+                    self._delete_node_data(action.node)
+                case PublishMember():
                     self._views.pop(action.node, None)
                     member = self._pool.members[action.node]
                     log.info("node state", node=action.node, state=member.state, reason=member.reason)
         if actions or always:
-            self._publish()
+            self._publish_view()
         if actions or self._timer is None:  # a report only postpones deadlines, and an early tick has no effect
-            self._plan()
+            self._schedule_tick()
 
-    def _forget(self, node: NodeId) -> None:
-        for kept in (
+    def _delete_node_data(self, node: NodeId) -> None:
+        for by_node in (
             self._reports,
             self._reported_at,
             self._report_events,
@@ -384,11 +386,11 @@ class Registry:
             self._protocols,
             self._views,
         ):
-            kept.pop(node, None)
-        if self.placing is not None:
-            self.placing.forget(node)
+            by_node.pop(node, None)
+        if self.listener is not None:
+            self.listener.forget(node)
 
-    def _plan(self) -> None:
+    def _schedule_tick(self) -> None:
         due = membership.next_deadline(self._pool, self._loop.time())
         if self._timer is not None:
             if due is not None and self._due <= due:
@@ -397,23 +399,23 @@ class Registry:
         self._timer = None if due is None else self._loop.call_at(due, self.tick)
         self._due = due or 0.0
 
-    def _publish(self) -> None:
+    def _publish_view(self) -> None:
         """Publish a new view: at once, or in a large cluster with all changes of the next `VIEW_BATCH_SECONDS`."""
         if len(self._pool.members) <= MAX_IMMEDIATE_MEMBERS:
-            self._publish_now()
+            self._publish_view_now()
         elif self._publishing is None:
-            self._publishing = self._loop.call_later(VIEW_BATCH_SECONDS, self._publish_now)
+            self._publishing = self._loop.call_later(VIEW_BATCH_SECONDS, self._publish_view_now)
 
-    def _publish_now(self) -> None:
+    def _publish_view_now(self) -> None:
         self._publishing = None
-        view = self.view()
+        view = self.build_view()
         self._published.set()
-        if self.placing is not None:
-            self.placing.set_view(view)
+        if self.listener is not None:
+            self.listener.set_view(view)
 
-    async def wait_for_answers(self, which: Callable[[], str]) -> None:
-        """Wait until the node whose id `which` returns is a member and can answer requests."""
-        while (node := NodeId(which())) not in self._pool.members or not can_answer(self._node_view(node)):
+    async def wait_until_node_answers(self, get_node_id: Callable[[], str]) -> None:
+        """Wait until the node whose id `get_node_id` returns is a member and can answer requests."""
+        while (node := NodeId(get_node_id())) not in self._pool.members or not can_answer(self._get_node_view(node)):
             self._published.clear()
             await self._published.wait()
 
@@ -426,23 +428,23 @@ class Registry:
 
     # -- pictures ------------------------------------------------------------------------------
 
-    def view(self) -> ClusterView:
+    def build_view(self) -> ClusterView:
         """Return the view for placement: every member, including sleeping and lost ones.
 
         The view of a node stays the same object until a value of that node changes.
         """
-        return ClusterView(tuple(self._node_view(node) for node in self._pool.members))
+        return ClusterView(tuple(self._get_node_view(node) for node in self._pool.members))
 
-    def _node_view(self, node: NodeId) -> NodeView:
-        found = self._views.get(node)
-        if found is None:
-            found = self._views[node] = self._new_view(node)
-        return found
+    def _get_node_view(self, node: NodeId) -> NodeView:
+        view = self._views.get(node)
+        if view is None:
+            view = self._views[node] = self._build_node_view(node)
+        return view
 
-    def _new_view(self, node: NodeId) -> NodeView:
-        member, name, report = self._pool.members[node], self._row(node).name, self._reports.get(node)
+    def _build_node_view(self, node: NodeId) -> NodeView:
+        member, name, report = self._pool.members[node], self._get_row(node).name, self._reports.get(node)
         if report is None:
-            row = self._row(node)
+            row = self._get_row(node)
             return NodeView(
                 node, name, member.state, member.cordoned, labels=frozenset(row.labels), video_allowed=row.video
             )
@@ -454,11 +456,11 @@ class Registry:
             reported_at=self._reported_at[node],
             cordoned=member.cordoned,
             epoch=member.link,
-            labels=frozenset(self._row(node).labels),
-            video_allowed=self._row(node).video,
+            labels=frozenset(self._get_row(node).labels),
+            video_allowed=self._get_row(node).video,
         )
 
-    def _row(self, node: NodeId) -> MemberRow:
+    def _get_row(self, node: NodeId) -> MemberRow:
         return self._store.members[node]
 
     @property
@@ -466,40 +468,40 @@ class Registry:
         """Current membership."""
         return self._pool
 
-    def host_description(self, node: NodeId) -> tuple[str, str, str]:
+    def describe_host(self, node: NodeId) -> tuple[str, str, str]:
         """Return a member's chip, operating system and macpool version. The version is empty before its first link."""
-        hardware = self._row(node).hardware
+        hardware = self._get_row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")
 
-    def states(self) -> dict[str, int]:
+    def count_states(self) -> dict[str, int]:
         """Count the members by state, including states without members."""
         counts = {state.value: 0 for state in NodeState}
         for member in self._pool.members.values():
             counts[member.state.value] += 1
         return counts
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
-        found = self.dangers()
+        texts = self.list_dangers()
         if self._pool.self_suspect:
-            found.append("half of the nodes fell silent at once: look at this machine's own network first")
-        for view in self._linked():
-            found += [f"{view.name}: {text}" for text in warnings_of(view)]
-        return found
+            texts.append("half of the nodes fell silent at once: look at this machine's own network first")
+        for view in self._list_linked_views():
+            texts += [f"{view.name}: {text}" for text in list_warnings(view)]
+        return texts
 
-    def dangers(self) -> list[str]:
+    def list_dangers(self) -> list[str]:
         """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
 
         Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
         """
-        return [f"{view.name}: {text}" for view in self._linked() for text in dangers_of(view)]
+        return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
-    def _linked(self) -> list[NodeView]:
+    def _list_linked_views(self) -> list[NodeView]:
         """Return the views of nodes with a current report; a node that is gone reports nothing."""
-        views = [self._node_view(node) for node in self._reports]
+        views = [self._get_node_view(node) for node in self._reports]
         return [view for view in views if view.state not in GONE]
 
-    def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
+    def build_node_row(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Return one node as a row of the API, with `in_flight` as its number of requests.
 
         Sizes are in bytes; None means unknown.
@@ -510,6 +512,6 @@ class Registry:
             version=self._versions.get(node, ""),
             protocol=self._protocols.get(node, 0),
             in_flight=in_flight,
-            heard_seconds=None if reported_at is None else round(self._loop.time() - reported_at, 3),
+            reported_seconds_ago=None if reported_at is None else round(self._loop.time() - reported_at, 3),
         )
-        return node_row(self._node_view(node), self._pool.members[node], self._row(node), facts)
+        return build_node_row(self._get_node_view(node), self._pool.members[node], self._get_row(node), facts)

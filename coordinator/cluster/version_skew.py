@@ -31,14 +31,14 @@ class MemberVersion:
 class SkewAdvice:
     """Result of the version comparison for one member: no action (`ok`), or advice for a person."""
 
-    running: MemberVersion
+    member: MemberVersion
     ok: bool
     advice: str
     joinable: bool = True
     """Whether the coordinator supports the member's protocol."""
 
 
-def read_version(text: str) -> tuple[int, ...]:
+def parse_version(text: str) -> tuple[int, ...]:
     """Parse a version into at most four numbers, without a suffix such as `rc1`.
 
     Return `()`, the lowest version, for a text without numbers.
@@ -47,23 +47,26 @@ def read_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])
 
 
-def compare(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvice]:
-    """Compare the version of each member with the coordinator's version. Return one result per member, in order."""
-    return [_line(read_version(coordinator), one) for one in members]
+def compare_versions(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvice]:
+    """Compare the version of each member with the version `coordinator`, and its protocol with the supported ones.
+
+    Return one result per member, in order.
+    """
+    return [_compare_member(parse_version(coordinator), one) for one in members]
 
 
-def _line(ours: tuple[int, ...], one: MemberVersion) -> SkewAdvice:
-    if one.protocol and not OLDEST_PROTOCOL <= one.protocol <= PROTOCOL:
-        where = "there" if one.protocol < OLDEST_PROTOCOL else "on the coordinator"
-        text = f"cannot take part: protocol {one.protocol}; update macpool {where}"
-        return SkewAdvice(one, False, text, joinable=False)
-    if not one.version:
-        return SkewAdvice(one, False, "not seen since the coordinator started")
-    version = read_version(one.version)
-    if version == ours:
-        return SkewAdvice(one, True, "")
-    if version > ours:
-        return SkewAdvice(one, False, "newer than the coordinator: update the coordinator first")
+def _compare_member(coordinator: tuple[int, ...], member: MemberVersion) -> SkewAdvice:
+    if member.protocol and not OLDEST_PROTOCOL <= member.protocol <= PROTOCOL:
+        where = "there" if member.protocol < OLDEST_PROTOCOL else "on the coordinator"
+        text = f"cannot take part: protocol {member.protocol}; update macpool {where}"
+        return SkewAdvice(member, False, text, joinable=False)
+    if not member.version:
+        return SkewAdvice(member, False, "not seen since the coordinator started")
+    version = parse_version(member.version)
+    if version == coordinator:
+        return SkewAdvice(member, True, "")
+    if version > coordinator:
+        return SkewAdvice(member, False, "newer than the coordinator: update the coordinator first")
     return SkewAdvice(
-        one, False, f"older: `cluster node drain {one.name} --wait 10m`, update macpool there, restart its node"
+        member, False, f"older: `cluster node drain {member.name} --wait 10m`, update macpool there, restart its node"
     )

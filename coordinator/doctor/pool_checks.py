@@ -52,7 +52,7 @@ def settings(here: HostProbe) -> Finding:
         text += f"; the running processes have {flags} from flags or their environment"
     if found.wrong:
         return fail(
-            "; ".join(one.summary() for one in found.wrong[:3]),
+            "; ".join(one.render() for one in found.wrong[:3]),
             "correct it: `cluster config check` lists all errors",
             wrong=len(found.wrong),
         )

@@ -37,7 +37,7 @@ from router.settings import RouterSettings
 from wire.frames import Finished
 from wire.identity import valid_request_id
 
-START = b"POST /v1/chat/completions HTTP/1.1\r\n"
+REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
@@ -48,7 +48,7 @@ _STREAM = (
 )
 _NAME = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
-_ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
+_UNUSUAL_HEADERS = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class FastPath:
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
-        self.longest = min(settings.max_body_bytes, MAX_INLINE_BYTES)
+        self.max_body_bytes = min(settings.max_body_bytes, MAX_INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
@@ -78,20 +78,20 @@ class FastPath:
         self._prefix = secrets.token_hex(5)
         self._count = itertools.count(1)
 
-    def head(self, raw: bytes) -> ParsedHead:
+    def parse_head(self, raw: bytes) -> ParsedHead:
         """Parse a request head, without the empty line at its end, or return the result from the cache.
 
         `length` of the result is None for unusual heads, which the app must answer.
         """
         known = self._heads.get(raw)
         if known is None:
-            known = self._read(raw)
+            known = self._parse_new_head(raw)
             if len(self._heads) >= MAX_CACHED_HEADS:
                 self._heads.clear()
             self._heads[raw] = known
         return known
 
-    def _read(self, raw: bytes) -> ParsedHead:
+    def _parse_new_head(self, raw: bytes) -> ParsedHead:
         headers: list[Header] = []
         for line in raw.split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
@@ -100,12 +100,18 @@ class FastPath:
             headers.append((name.lower(), value.strip()))
         names = [name for name, _ in headers]
         if len(set(names)) != len(names) or any(
-            name in _ODD or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
+            name in _UNUSUAL_HEADERS or (name == b"connection" and value.lower() != b"keep-alive")
+            for name, value in headers
         ):
             return ParsedHead()
         found = dict(headers)
         length, key = found.get(b"content-length", b""), credential(headers)
-        if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
+        if (
+            not length.isdigit()
+            or len(length) > 9
+            or key is None
+            or self._guard.find_problem("POST", headers) is not None
+        ):
             return ParsedHead()
         request_id = found.get(b"x-request-id", b"").decode("latin-1")
         return ParsedHead(
@@ -116,7 +122,7 @@ class FastPath:
         """Return whether the API key `presented` is valid. The use is not counted."""
         return self._ring.knows(presented)
 
-    def job(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
+    def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
         """Check key and body of a complete request, and return its specification; None if the app must answer."""
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
@@ -131,7 +137,7 @@ class FastPath:
 
 
 class FastPathProtocol(DeadlineProtocol):
-    """Connection of one client, with the fast path for chat requests. `protocol()` sets `fast_path`."""
+    """Connection of one client, with the fast path for chat requests. `create_protocol_class` sets `fast_path`."""
 
     fast_path: ClassVar[FastPath]
 
@@ -142,7 +148,7 @@ class FastPathProtocol(DeadlineProtocol):
         self._request: ActiveRequest | None = None
         self._stream: ChunkedStream | None = None
         self._closing = False
-        self._rests_since = 0.0
+        self._idle_since = 0.0
 
     # -- bytes in -------------------------------------------------------------------------------
 
@@ -150,24 +156,24 @@ class FastPathProtocol(DeadlineProtocol):
         """Return whether a request is complete and its answer is not, here or in the app."""
         return self._request is not None or super()._is_answering()
 
-    def _feed(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         """Answer on the fast path if possible, else pass the bytes to uvicorn."""
-        if self._parsing or self._serving or not data.startswith(START) or not self._take(data):
-            super()._feed(data)
+        if self._parsing or self._serving or not data.startswith(REQUEST_START) or not self._try_fast_path(data):
+            super()._feed_parser(data)
 
-    def _take(self, data: bytes) -> bool:
-        end = data.find(b"\r\n\r\n", len(START) - 2, MAX_HEAD_BYTES)
+    def _try_fast_path(self, data: bytes) -> bool:
+        end = data.find(b"\r\n\r\n", len(REQUEST_START) - 2, MAX_HEAD_BYTES)
         if end < 0:
             return False
-        head = self.fast_path.head(data[:end])
+        head = self.fast_path.parse_head(data[:end])
         begin = end + 4
-        if head.length is None or len(data) < begin + head.length or head.length > self.fast_path.longest:
+        if head.length is None or len(data) < begin + head.length or head.length > self.fast_path.max_body_bytes:
             return False
-        job = self.fast_path.job(head, data[begin : begin + head.length])
+        job = self.fast_path.parse_request(head, data[begin : begin + head.length])
         if job is None:
             return False
-        self._ahead = data[begin + head.length :]
-        self._start(job)
+        self._pipelined = data[begin + head.length :]
+        self._start_request(job)
         return True
 
     def on_message_begin(self) -> None:
@@ -185,69 +191,76 @@ class FastPathProtocol(DeadlineProtocol):
         self._serving = bool(self.pipeline)
         super().on_response_complete()
 
-    def _proves(self) -> bool:
+    def _has_valid_key(self) -> bool:
         """Return whether the head has a valid key."""
         presented = credential(self.headers)
         return presented is not None and self.fast_path.is_known_key(presented)
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _start(self, job: RequestSpec) -> None:
-        if self._late is not None:
-            self._disarm()
-        if self.place is not None:
-            self.place.work()
-            if not self.place.proven:
-                self.place.know()
+    def _start_request(self, job: RequestSpec) -> None:
+        if self._deadline is not None:
+            self._cancel_deadline()
+        if self.slot is not None:
+            self.slot.mark_busy()
+            if not self.slot.has_valid_key:
+                self.slot.record_valid_key()
         self.server_state.total_requests += 1
         request = self._request = self.fast_path.dispatcher.submit(job)
-        request.sink = self._ready
+        request.sink = self._on_request_event
         if request.outcome is not None or (isinstance(request, StreamingRequest) and request.ready):
-            self._ready()
+            self._on_request_event()
 
-    def _ready(self) -> None:
+    def _on_request_event(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
         request = cast("ActiveRequest", self._request)
         outcome = request.outcome
         if isinstance(request, StreamingRequest) and (outcome is None or isinstance(outcome, Finished)):
-            self._open(request)
+            self._open_stream(request)
         elif outcome is not None:
-            self._answer(request, outcome)
+            self._send_answer(request, outcome)
 
-    def _answer(self, request: ActiveRequest, outcome: Outcome) -> None:
+    def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
             body = chat_response.completion(request.job, cast("BufferedRequest", request).answer(), outcome)
-            self.transport.write(_COMPLETE_RESPONSE % (len(body), _about(request), body))
-            self._done(200)
+            self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
+            self._close_request(200)
             return
         problem = problem_of(outcome)
         if problem is None:
-            self._done(499)
+            self._close_request(499)
             return
         body = problem.body(request.job.request_id)
         own = b"".join(b"%s: %s\r\n" % header for header in problem.headers())
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
-            % (problem.status, HTTPStatus(problem.status).phrase.encode(), len(body), own, _about(request), body)
+            % (
+                problem.status,
+                HTTPStatus(problem.status).phrase.encode(),
+                len(body),
+                own,
+                _build_headers(request),
+                body,
+            )
         )
-        self._done(problem.status)
+        self._close_request(problem.status)
 
-    def _open(self, request: StreamingRequest) -> None:
+    def _open_stream(self, request: StreamingRequest) -> None:
         """Send the head with the first events, and start the pump for the rest."""
         chunks = chat_response.ChatChunks(request.job, fingerprint=request.fingerprint)
-        stream = self._stream = ChunkedStream(self.transport, _STREAM % _about(request), self._streamed)
+        stream = self._stream = ChunkedStream(self.transport, _STREAM % _build_headers(request), self._end_stream)
         stream.busy = self.flow.write_paused
         request.opened = True
         StreamPump(request, chunks, stream)
 
-    def _streamed(self, complete: bool) -> None:
+    def _end_stream(self, complete: bool) -> None:
         """Record the end of the stream. An incomplete stream aborts the connection."""
         if not complete:
             self.transport.abort()
-        self._done(200)
+        self._close_request(200)
 
-    def _done(self, status: int) -> None:
+    def _close_request(self, status: int) -> None:
         request, self._request, self._stream = self._request, None, None
         if request is None:
             return
@@ -259,15 +272,15 @@ class FastPathProtocol(DeadlineProtocol):
         if self._closing:
             self.transport.close()
             return
-        if self.place is not None:
-            self.place.rest()
-        self._rests_since = self.loop.time()
+        if self.slot is not None:
+            self.slot.mark_idle()
+        self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
-            self._rest(self.timeout_keep_alive)
-        if self._ahead:
-            self.loop.call_soon(self._go_on)
+            self._start_keep_alive_timer(self.timeout_keep_alive)
+        if self._pipelined:
+            self.loop.call_soon(self._parse_held_bytes)
 
-    def _rest(self, seconds: float) -> None:
+    def _start_keep_alive_timer(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -276,19 +289,19 @@ class FastPathProtocol(DeadlineProtocol):
         The timer is set once and checks the idle time when it fires. A timer per request costs more than reading the
         request's body.
         """
-        left = self._rests_since + self.timeout_keep_alive - self.loop.time()
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
         if self._request is None and left <= 0:
             super().timeout_keep_alive_handler()
         elif self._request is None:
-            self._rest(left)
+            self._start_keep_alive_timer(left)
 
     # -- the connection -----------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the request of a client that has left."""
         if self._request is not None:
-            self._done(499 if self._stream is None else 200)
+            self._close_request(499 if self._stream is None else 200)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
@@ -326,7 +339,7 @@ class ChunkedStream:
         self._head = head
         self._ended = ended
         self.busy = False
-        self._ready: Callable[[], None] = _nothing
+        self._ready: Callable[[], None] = _do_nothing
 
     def when_ready(self, then: Callable[[], None]) -> None:
         """Set the function that is called whenever the transport accepts writes again."""
@@ -342,7 +355,7 @@ class ChunkedStream:
         chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
         self._head = b""
         if last:
-            self._ready = _nothing
+            self._ready = _do_nothing
             self._write(chunk + b"0\r\n\r\n")
             self._ended(True)
             return True
@@ -351,21 +364,21 @@ class ChunkedStream:
 
     def abandon(self) -> None:
         """End the stream as incomplete, which aborts the connection."""
-        self._ready = _nothing
+        self._ready = _do_nothing
         self._ended(False)
 
 
-def _about(request: ActiveRequest) -> bytes:
+def _build_headers(request: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
     request_id = request.job.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
     return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(request))
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return
 
 
-def protocol(fast_path: FastPath) -> type[FastPathProtocol]:
+def create_protocol_class(fast_path: FastPath) -> type[FastPathProtocol]:
     """Return a subclass of `FastPathProtocol` whose connections use `fast_path`."""
     return type("FrontProtocol", (FastPathProtocol,), {"fast_path": fast_path})

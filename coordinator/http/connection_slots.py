@@ -24,13 +24,13 @@ MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
 
-def connections_for(files: int) -> int:
+def compute_max_connections(files: int) -> int:
     """Return the number of connections for a limit of `files` open files: at least 16, at most `MAX_CONNECTIONS`."""
     return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
 @lru_cache(maxsize=1024)
-def origin(address: str) -> str:
+def get_origin(address: str) -> str:
     """Return the key under which an address is counted: the address, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
@@ -45,7 +45,7 @@ def origin(address: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(address: str) -> bool:
-    """Return whether an address is of this machine, whose programs are trusted."""
+    """Return whether an address is loopback. A text that is not an IP address counts as this machine."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -54,69 +54,69 @@ def is_this_machine(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ConnectionSlot:
-    """Slot of one connection of the HTTP port. `ConnectionSlots.take` creates it."""
+    """Slot of one connection of the HTTP port. `ConnectionSlots.reserve_slot` creates it."""
 
     origin: str
-    """Key under which the client's address is counted (`origin()`)."""
-    places: "ConnectionSlots"
-    end: Callable[[], object] = bool
+    """Key under which the client's address is counted (`get_origin`)."""
+    slots: "ConnectionSlots"
+    close_connection: Callable[[], object] = bool
     """Function that closes the connection for a new one."""
-    proven: bool = False
+    has_valid_key: bool = False
     """Whether the client has presented a valid key."""
 
-    def handshake_done(self) -> None:
+    def record_handshake_end(self) -> None:
         """Record the end of this connection's TLS handshake."""
-        self.places.handshake_done(self)
+        self.slots.record_handshake_end(self)
 
-    def work(self) -> None:
+    def mark_busy(self) -> None:
         """Mark the connection as busy, because a request has begun. It then never closes for a new one."""
-        self.places.work(self)
+        self.slots.mark_busy(self)
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Mark the connection as idle, because all of its requests are answered."""
-        self.places.rest(self)
+        self.slots.mark_idle(self)
 
-    def know(self) -> None:
+    def record_valid_key(self) -> None:
         """Record that the client has presented a valid key, after which its origin may have more connections."""
-        self.proven = True
-        self.places.know(self.origin)
+        self.has_valid_key = True
+        self.slots.record_valid_key(self.origin)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the slot."""
-        self.places.leave(self)
+        self.slots.release(self)
 
 
 @dataclass(slots=True)
 class _Origin:
-    """Connections of one origin; `resting` has the idle ones, longest idle first."""
+    """Connections of one origin; `idle` has the idle ones, longest idle first."""
 
     count: int = 0
-    resting: OrderedDict[ConnectionSlot, None] = field(default_factory=OrderedDict[ConnectionSlot, None])
+    idle: OrderedDict[ConnectionSlot, None] = field(default_factory=OrderedDict[ConnectionSlot, None])
 
 
 class ConnectionSlots:
     """Slots of all connections of the HTTP port.
 
-    The limits are `most` in total, `unauthenticated` for an origin without a valid key, and half of `most` for an
-    origin with one. At most `handshakes` TLS handshakes run at a time. Origins for which `trusted` returns true need no
-    key.
+    The limits are `max_connections` in total, half of that for an origin with a valid key, and `max_unauthenticated`
+    for an origin without one. At most `max_handshakes` TLS handshakes run at a time. Origins for which `is_trusted`
+    returns true need no key.
     """
 
     def __init__(
         self,
-        most: int = MAX_CONNECTIONS,
-        unauthenticated: int = MAX_NEW_CONNECTIONS,
-        handshakes: int = MAX_HANDSHAKES,
-        trusted: Callable[[str], bool] = is_this_machine,
+        max_connections: int = MAX_CONNECTIONS,
+        max_unauthenticated: int = MAX_NEW_CONNECTIONS,
+        max_handshakes: int = MAX_HANDSHAKES,
+        is_trusted: Callable[[str], bool] = is_this_machine,
     ) -> None:
-        self._most = most
-        self._unauthenticated = unauthenticated
-        self._handshakes = handshakes
-        self._trusted = trusted
+        self._max_connections = max_connections
+        self._max_unauthenticated = max_unauthenticated
+        self._max_handshakes = max_handshakes
+        self._is_trusted = is_trusted
         self._taken: set[ConnectionSlot] = set()
         self._origins: dict[str, _Origin] = {}
-        self._resting: OrderedDict[ConnectionSlot, None] = OrderedDict()
-        self._shaking: OrderedDict[ConnectionSlot, None] = OrderedDict()
+        self._idle: OrderedDict[ConnectionSlot, None] = OrderedDict()
+        self._handshaking: OrderedDict[ConnectionSlot, None] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
         self.shed = 0
         """Number of idle connections that were closed for a new one."""
@@ -126,71 +126,75 @@ class ConnectionSlots:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, address: str) -> ConnectionSlot | None:
+    def reserve_slot(self, address: str) -> ConnectionSlot | None:
         """Reserve a slot for a new connection, if necessary by closing an idle one. Return None if no slot is free."""
-        where = origin(address)
-        mine = self._origins.get(where)
-        if mine is not None and mine.count >= self._allowed(where) and not self._shed(mine.resting):
+        origin = get_origin(address)
+        mine = self._origins.get(origin)
+        if mine is not None and mine.count >= self._get_limit(origin) and not self._close_oldest(mine.idle):
             self.refused += 1
             return None
-        if len(self._shaking) >= self._handshakes:
-            self._shed(self._shaking)
-        if len(self._taken) >= self._most and not self._shed(self._resting):
+        if len(self._handshaking) >= self._max_handshakes:
+            self._close_oldest(self._handshaking)
+        if len(self._taken) >= self._max_connections and not self._close_oldest(self._idle):
             self.refused += 1
             return None
-        place = ConnectionSlot(where, self)
-        self._taken.add(place)
-        self._shaking[place] = None
-        self._origins.setdefault(where, _Origin()).count += 1
-        self.rest(place)
-        return place
+        slot = ConnectionSlot(origin, self)
+        self._taken.add(slot)
+        self._handshaking[slot] = None
+        self._origins.setdefault(origin, _Origin()).count += 1
+        self.mark_idle(slot)
+        return slot
 
-    def _allowed(self, where: str) -> int:
-        return self._most // 2 if where in self._known or self._trusted(where) else self._unauthenticated
+    def _get_limit(self, origin: str) -> int:
+        return (
+            self._max_connections // 2
+            if origin in self._known or self._is_trusted(origin)
+            else self._max_unauthenticated
+        )
 
-    def _shed(self, among: OrderedDict[ConnectionSlot, None]) -> bool:
+    def _close_oldest(self, among: OrderedDict[ConnectionSlot, None]) -> bool:
         """Close the connection with the longest idle time. Return False if there is none."""
         if not among:
             return False
         oldest = next(iter(among))
         self.shed += 1
-        self.leave(oldest)
-        oldest.end()
+        self.release(oldest)
+        oldest.close_connection()
         return True
 
-    def handshake_done(self, place: ConnectionSlot) -> None:
+    def record_handshake_end(self, slot: ConnectionSlot) -> None:
         """Record the end of a connection's TLS handshake."""
-        self._shaking.pop(place, None)
+        self._handshaking.pop(slot, None)
 
-    def work(self, place: ConnectionSlot) -> None:
+    def mark_busy(self, slot: ConnectionSlot) -> None:
         """Mark a connection as busy, because a request has begun."""
-        self._resting.pop(place, None)
-        if place in self._taken:
-            self._origins[place.origin].resting.pop(place, None)
+        self._idle.pop(slot, None)
+        if slot in self._taken:
+            self._origins[slot.origin].idle.pop(slot, None)
 
-    def rest(self, place: ConnectionSlot) -> None:
+    def mark_idle(self, slot: ConnectionSlot) -> None:
         """Mark a connection as idle, because all of its requests are answered."""
-        if place not in self._taken:
+        if slot not in self._taken:
             return
-        for order in (self._resting, self._origins[place.origin].resting):
-            order[place] = None
-            order.move_to_end(place)
+        for order in (self._idle, self._origins[slot.origin].idle):
+            order[slot] = None
+            order.move_to_end(slot)
 
-    def know(self, where: str) -> None:
-        """Record that a client of the origin `where` has presented a valid key."""
-        self._known[where] = None
-        self._known.move_to_end(where)
+    def record_valid_key(self, origin: str) -> None:
+        """Record that a client of this origin has presented a valid key."""
+        self._known[origin] = None
+        self._known.move_to_end(origin)
         if len(self._known) > MAX_KNOWN_ADDRESSES:
             self._known.popitem(last=False)
 
-    def leave(self, place: ConnectionSlot) -> None:
+    def release(self, slot: ConnectionSlot) -> None:
         """Release the slot of a connection. Do nothing if it is released already."""
-        if place not in self._taken:
+        if slot not in self._taken:
             return
-        self.work(place)
-        self.handshake_done(place)
-        self._taken.discard(place)
-        mine = self._origins[place.origin]
+        self.mark_busy(slot)
+        self.record_handshake_end(slot)
+        self._taken.discard(slot)
+        mine = self._origins[slot.origin]
         mine.count -= 1
         if not mine.count:
-            del self._origins[place.origin]
+            del self._origins[slot.origin]

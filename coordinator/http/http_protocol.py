@@ -35,11 +35,13 @@ SLICE_BYTES = 512
 """Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
 
-TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
-CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
+HEAD_TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
+TOO_MANY_CONNECTIONS = Problem(
+    503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0
+)
 
 
-def turned_away(problem: Problem) -> bytes:
+def build_problem_response(problem: Problem) -> bytes:
     """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app."""
     body = problem.body("")
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
@@ -48,39 +50,39 @@ def turned_away(problem: Problem) -> bytes:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """Connection of one HTTP client. `most` limits open connections, to keep file descriptors for links of nodes."""
+    """Connection of one HTTP client. `max_connections` keeps file descriptors free for the links of nodes."""
 
-    most: ClassVar[int] = MAX_CONNECTIONS
+    max_connections: ClassVar[int] = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parsed = 0
         self._unparsed = 0
-        self._left = 0
+        self._body_left = 0
         self._in_head = self._in_body = self._upgrades = False
-        self._ahead = b""
+        self._pipelined = b""
         self._overrun = False
-        self._late: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
-        self.place: ConnectionSlot | None = None
+        self.slot: ConnectionSlot | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline of the first head. Above the limit of connections, answer 503 and close."""
         super().connection_made(transport)
-        if self.place is not None:
-            self.place.end = transport.abort
-            self.place.handshake_done()
-        self._arm()
-        if len(self.connections) > self.most:
-            self._turn_away(CROWDED)
+        if self.slot is not None:
+            self.slot.close_connection = transport.abort
+            self.slot.record_handshake_end()
+        self._start_deadline()
+        if len(self.connections) > self.max_connections:
+            self._refuse(TOO_MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline, and disconnect every open request of this connection."""
-        self._disarm()
-        if self.place is not None:
-            self.place.leave()
-        self._ahead = b""
+        self._cancel_deadline()
+        if self.slot is not None:
+            self.slot.release()
+        self._pipelined = b""
         for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -91,11 +93,11 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- bytes in ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the current request, and hold bytes that were sent ahead."""
-        if self._ahead or self._overrun or self._is_answering():
-            self._hold(data)
+        """Parse bytes of the current request. Hold bytes that the client sends before the answer is complete."""
+        if self._pipelined or self._overrun or self._is_answering():
+            self._hold_bytes(data)
         else:
-            self._feed(data)
+            self._feed_parser(data)
 
     def _is_answering(self) -> bool:
         """Return whether a request is complete and its answer is not."""
@@ -104,28 +106,28 @@ class DeadlineProtocol(HttpToolsProtocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is not None and not cycle.response_complete and not self._in_body
 
-    def _hold(self, data: bytes) -> None:
+    def _hold_bytes(self, data: bytes) -> None:
         if not self._overrun:
-            self._ahead += data
-        if len(self._ahead) > MAX_PIPELINED_BYTES:
-            self._ahead, self._overrun = b"", True
+            self._pipelined += data
+        if len(self._pipelined) > MAX_PIPELINED_BYTES:
+            self._pipelined, self._overrun = b"", True
             self.shutdown()
 
-    def _go_on(self) -> None:
+    def _parse_held_bytes(self) -> None:
         """Parse the held bytes after an answer is complete."""
-        if self._ahead and not self._is_answering() and not self.transport.is_closing():
-            ahead, self._ahead = self._ahead, b""
-            self._feed(ahead)
+        if self._pipelined and not self._is_answering() and not self.transport.is_closing():
+            ahead, self._pipelined = self._pipelined, b""
+            self._feed_parser(ahead)
 
-    def _feed(self, data: bytes) -> None:
+    def _feed_parser(self, data: bytes) -> None:
         """Parse in slices until a request is complete. The rest of a body of known length is one slice."""
         self._unset_keepalive_if_required()
         view, at = memoryview(data), 0
         while at < len(view) and not self.transport.is_closing():
             if at and self._is_answering():
-                self._hold(bytes(view[at:]))
+                self._hold_bytes(bytes(view[at:]))
                 return
-            piece = view[at : at + (self._left or SLICE_BYTES)]
+            piece = view[at : at + (self._body_left or SLICE_BYTES)]
             at += len(piece)
             unparsed = self._parse(piece)
             if unparsed is None:
@@ -139,7 +141,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
             unparsed = len(piece) - int(upgrade.args[0])
-            if not self._parse_as_it_is():
+            if not self._parse_without_upgrade():
                 return None
         except httptools.HttpParserError:
             self.send_400_response("")
@@ -147,13 +149,13 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return None
         if in_body and not self._in_body:  # the end of a body, even of a refused one, is not part of a head
-            self._disarm()
+            self._cancel_deadline()
             return unparsed
         if self.cycle is before:
-            return unparsed if self._waits(len(piece)) else None
+            return unparsed if self._expect_more(len(piece)) else None
         return unparsed
 
-    def _waits(self, size: int) -> bool:
+    def _expect_more(self, size: int) -> bool:
         """Start the deadline for an incomplete head, or for the rest of a body that the app does not read.
 
         Return False if a head is over the limit. A complete request has no deadline, because its answer may take
@@ -161,7 +163,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         """
         if self._is_answering() or (self._in_body and not self.cycle.response_complete):
             return True
-        self._arm()
+        self._start_deadline()
         if not self._in_body:
             self._unparsed += size
             if self._unparsed > MAX_HEAD_BYTES:
@@ -169,10 +171,12 @@ class DeadlineProtocol(HttpToolsProtocol):
                 return False
         return True
 
-    def _parse_as_it_is(self) -> bool:
+    def _parse_without_upgrade(self) -> bool:
         """Parse a head with an `Upgrade` header again without this header, to read the body as a body."""
         parser, self._upgrades = self.parser, False
-        head = request_heads.without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        head = request_heads.serialize_without_upgrade(
+            parser.get_method(), self.url, parser.get_http_version(), self.headers
+        )
         self.parser = httptools.HttpRequestParser(self)
         try:
             self.parser.feed_data(head)
@@ -198,7 +202,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             raise httptools.HttpParserError("the target is no path")
         if b"#" in url:
             raise httptools.HttpParserError("the target has a fragment")
-        self._count(len(url))
+        self._count_head_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -206,7 +210,7 @@ class DeadlineProtocol(HttpToolsProtocol):
 
         A trailer is counted and discarded, because it arrives after the check of the headers.
         """
-        self._count(len(name) + len(value) + 4)
+        self._count_head_bytes(len(name) + len(value) + 4)
         if not self._in_body:
             super().on_header(name, value)
 
@@ -219,7 +223,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
             raise httptools.HttpParserError("only HTTP/1.0 and HTTP/1.1 are supported")
-        self._refusal = request_heads.judge(version, self.headers)
+        self._refusal = request_heads.find_problem(version, self.headers)
         if self._refusal is not None:
             raise httptools.HttpParserError(self._refusal.code)
         if self.parser.should_upgrade():
@@ -227,46 +231,46 @@ class DeadlineProtocol(HttpToolsProtocol):
             return
         if version == "1.0":
             self.expect_100_continue = False
-        self._disarm()
+        self._cancel_deadline()
         self._in_head, self._in_body, self._unparsed = False, True, 0
-        self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
-        self._work()
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self._mark_busy()
         super().on_headers_complete()
         if self.pipeline:  # uvicorn pauses reads here, and would miss a disconnect of the client
             self.flow.resume_reading()
 
-    def _work(self) -> None:
+    def _mark_busy(self) -> None:
         """Mark this connection as busy while its request is answered. A valid key grants its address more slots."""
-        if self.place is not None:
-            self.place.work()
-            if not self.place.proven and self._proves():
-                self.place.know()
+        if self.slot is not None:
+            self.slot.mark_busy()
+            if not self.slot.has_valid_key and self._has_valid_key():
+                self.slot.record_valid_key()
 
-    def _proves(self) -> bool:
+    def _has_valid_key(self) -> bool:
         """Return whether the head has a valid key. Overridden by a protocol that has access to the keys."""
         return False
 
     def on_body(self, body: bytes) -> None:
         """Subtract the received bytes from the announced length of the body."""
-        self._left = max(0, self._left - len(body))
+        self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Record that the request is complete, and that the next bytes are another head."""
         if self._upgrades:
             return
-        self._in_body, self._left = False, 0
+        self._in_body, self._body_left = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """Mark the connection as idle, start the deadline if the next head has begun, and parse held bytes."""
         super().on_response_complete()
-        if self.place is not None and not self.pipeline:
-            self.place.rest()
+        if self.slot is not None and not self.pipeline:
+            self.slot.mark_idle()
         if self._in_head:
-            self._arm()
-        if self._ahead:
-            self.loop.call_soon(self._go_on)
+            self._start_deadline()
+        if self._pipelined:
+            self.loop.call_soon(self._parse_held_bytes)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Record the request that is being answered. All requests after it are complete."""
@@ -288,26 +292,26 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self._in_body and self.cycle.response_started:
             self.transport.abort()
             return
-        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > MAX_HEAD_BYTES else problem)
+        self._refuse(HEAD_TOO_LONG if max(self._parsed, self._unparsed) > MAX_HEAD_BYTES else problem)
 
-    def _turn_away(self, problem: Problem) -> None:
-        self.transport.write(turned_away(problem))
+    def _refuse(self, problem: Problem) -> None:
+        self.transport.write(build_problem_response(problem))
         self.transport.close()
 
-    def _count(self, size: int) -> None:
+    def _count_head_bytes(self, size: int) -> None:
         self._parsed += size
         if self._parsed > MAX_HEAD_BYTES:
             raise httptools.HttpParserError("the head is too long")
 
-    def _arm(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._too_late)
+    def _start_deadline(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._abort_late)
 
-    def _disarm(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
-    def _too_late(self) -> None:
-        self._late = None
+    def _abort_late(self) -> None:
+        self._deadline = None
         self.transport.abort()

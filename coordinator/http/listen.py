@@ -6,7 +6,7 @@ import socket
 from host.bonjour_announce import addresses
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
     The socket is opened before the server starts, because the number for port 0 must be known for the announcement.
@@ -24,7 +24,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def reachable(host: str) -> str:
+def get_reachable_host(host: str) -> str:
     """Return the host part of a URL with which other machines reach a listening address.
 
     For a wildcard that is the best address of this machine in its network.
@@ -35,14 +35,14 @@ def reachable(host: str) -> str:
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
 
 
-def from_here(host: str) -> str:
+def get_local_host(host: str) -> str:
     """Return the host part of a URL with which this machine reaches a listening address; loopback for a wildcard."""
     own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"[{own}]" if ":" in own else own
 
 
-def cluster_addresses(host: str, port: int) -> tuple[str, ...]:
+def list_cluster_addresses(host: str, port: int) -> tuple[str, ...]:
     """Return every HOST:PORT at which nodes may reach a listening address; for a wildcard, all addresses."""
     if host not in ("0.0.0.0", "::"):  # noqa: S104
-        return (f"{reachable(host)}:{port}",)
+        return (f"{get_reachable_host(host)}:{port}",)
     return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in addresses())

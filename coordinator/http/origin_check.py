@@ -18,10 +18,10 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _MARKED = frozenset(name for name, _ in _MARKS)
-SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-async def answer(send: Send, problem: Problem) -> None:
+async def send_problem(send: Send, problem: Problem) -> None:
     """Send a problem as a complete response through the ASGI function `send`."""
     body = problem.body("")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
@@ -38,13 +38,13 @@ class PrivateResponses:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Call the app and add the headers to its response."""
 
-        async def marked(message: Message) -> None:
+        async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = [(name, value) for name, value in message.get("headers", ()) if name.lower() not in _MARKED]
                 message = {**message, "headers": [*own, *_MARKS]}
             await send(message)
 
-        await self._app(scope, receive, marked)
+        await self._app(scope, receive, send_marked)
 
 
 class OriginCheck:
@@ -66,13 +66,13 @@ class OriginCheck:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        problem = self.judge(scope["method"], scope["headers"])
+        problem = self.find_problem(scope["method"], scope["headers"])
         if problem is None:
             await self._app(scope, receive, send)
             return
-        await answer(send, problem)
+        await send_problem(send, problem)
 
-    def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
+    def find_problem(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
         """Check host and origin of a request. Header names are in lower case.
 
         Return the problem for an unknown host (421) or a state change from another site (403); None if accepted.
@@ -86,29 +86,29 @@ class OriginCheck:
                 origin = value
             elif name == b"sec-fetch-site":
                 site = value
-        if len(hosts) != 1 or not self._knows(hosts[0]):
+        if len(hosts) != 1 or not self._is_known_host(hosts[0]):
             return Problem(
                 421,
                 "unknown_host",
                 "this host name is not one of ours: use an IP address, localhost, a "
                 ".local name, or add it to http.allowed_hosts",
             )
-        if method in SAFE:
+        if method in SAFE_METHODS:
             return None
         foreign = site not in (b"", b"same-origin", b"none") or (
             origin != b"" and origin.partition(b"://")[2] != hosts[0]
         )
         return Problem(403, "cross_site", "requests from pages of other sites are refused") if foreign else None
 
-    def _knows(self, host: bytes) -> bool:
+    def _is_known_host(self, host: bytes) -> bool:
         known = self._known.get(host)
         if known is None:
-            known = self._is_ours(host)
+            known = self._is_own_host(host)
             if len(self._known) < 256:
                 self._known[host] = known
         return known
 
-    def _is_ours(self, host: bytes) -> bool:
+    def _is_own_host(self, host: bytes) -> bool:
         text = host.decode("latin-1").lower()
         name, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
         if not colon:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from router.errors import Header, Problem
 
-ONCE = frozenset(
+SINGLE_HEADERS = frozenset(
     {
         b"authorization",
         b"content-encoding",
@@ -29,41 +29,45 @@ ONCE = frozenset(
 """Headers that may occur once."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
-CODED = Problem(501, "transfer_coding_unknown", "the only transfer coding here is chunked: use it, or a Content-Length")
-EXPECTS = Problem(417, "expectation_failed", "the only expectation that is met here is 100-continue: leave Expect out")
-ENCODED = Problem(
+UNKNOWN_TRANSFER_CODING = Problem(
+    501, "transfer_coding_unknown", "the only transfer coding here is chunked: use it, or a Content-Length"
+)
+UNMET_EXPECTATION = Problem(
+    417, "expectation_failed", "the only expectation that is met here is 100-continue: leave Expect out"
+)
+ENCODED_BODY = Problem(
     415, "content_encoding_unknown", "request bodies are read as they are: send this one without Content-Encoding"
 )
 
 
-def twice(name: bytes) -> Problem:
+def build_repeated_header_problem(name: bytes) -> Problem:
     """Return the 400 problem for a repeated header."""
     return Problem(400, "header_twice", f"the header {name.decode('latin-1')} stands twice: send it once")
 
 
-def judge(version: str, headers: Sequence[Header]) -> Problem | None:
+def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
     """Return the problem of a head; None if it is accepted. `version` is as `1.1`; header names are in lower case."""
     seen: set[bytes] = set()
     for name, value in headers:
-        if name not in ONCE:
+        if name not in SINGLE_HEADERS:
             continue
         if name in seen:
-            return twice(name)
+            return build_repeated_header_problem(name)
         seen.add(name)
         if name == b"content-length" and not _LENGTH.fullmatch(value):
             return MALFORMED
         if name == b"transfer-encoding" and version == "1.0":
             return MALFORMED
         if name == b"transfer-encoding" and value.lower() != b"chunked":
-            return CODED
+            return UNKNOWN_TRANSFER_CODING
         if name == b"expect" and value.lower() != b"100-continue":
-            return EXPECTS
+            return UNMET_EXPECTATION
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
-            return ENCODED
+            return ENCODED_BODY
     return MALFORMED if b"host" not in seen and version != "1.0" else None
 
 
-def without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
+def serialize_without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
     """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8).
 
     Header names are in lower case. `version` is as `1.1`. The result includes the empty line at the end.

@@ -12,9 +12,9 @@ from typing import cast
 import structlog
 import uvicorn
 
-from coordinator.http.chat_fast_path import FastPath, protocol
+from coordinator.http.chat_fast_path import FastPath, create_protocol_class
 from coordinator.http.connection_slots import ConnectionSlot, ConnectionSlots
-from coordinator.http.http_protocol import MAX_HEAD_BYTES, DeadlineProtocol, turned_away
+from coordinator.http.http_protocol import MAX_HEAD_BYTES, DeadlineProtocol, build_problem_response
 from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
 
@@ -24,7 +24,7 @@ BACKLOG = 2048
 """Most connections that wait in the kernel for acceptance."""
 ACCEPT_PAUSE_SECONDS = 0.1
 """Delay after a failed accept; descriptors become free when other connections end."""
-METHODS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
+HTTP_STARTS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
 """First bytes of a request without TLS."""
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
 """Seconds for a TLS handshake, from the connection on."""
@@ -37,9 +37,9 @@ class Server(uvicorn.Server):
     connection before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
     """
 
-    def __init__(self, config: uvicorn.Config, places: ConnectionSlots) -> None:
+    def __init__(self, config: uvicorn.Config, slots: ConnectionSlots) -> None:
         super().__init__(config)
-        self._places = places
+        self._slots = slots
         self.ending = asyncio.Event()
 
     async def main_loop(self) -> None:
@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
         timeout = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
-            cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, timeout)))
+            cast("asyncio.Server", Listener(one, self._slots, partial(self._connect, loop, protocol_class, timeout)))
             for one in sockets or ()
         ]
         self.started = True
@@ -73,13 +73,13 @@ class Server(uvicorn.Server):
 
         def made() -> DeadlineProtocol:
             protocol = cast("DeadlineProtocol", make())
-            protocol.place = place
+            protocol.slot = place
             return protocol
 
         if timeout is not None:
             began = loop.time()
-            if await _begins_http(loop, accepted, timeout):
-                await _send_to_https(loop, accepted)
+            if await _is_plain_http(loop, accepted, timeout):
+                await _answer_https_required(loop, accepted)
                 raise ConnectionError("plain HTTP on a port for HTTPS")
             timeout = max(0.1, timeout - (loop.time() - began))
         await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=timeout)
@@ -90,20 +90,20 @@ class Server(uvicorn.Server):
         yield
 
 
-async def _begins_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, timeout: float) -> bool:
+async def _is_plain_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, timeout: float) -> bool:
     """Return whether a client begins with a plain request instead of a handshake. Its bytes stay in the socket."""
-    there = asyncio.Event()
-    loop.add_reader(accepted, there.set)
+    readable = asyncio.Event()
+    loop.add_reader(accepted, readable.set)
     try:
         async with asyncio.timeout(timeout):
-            await there.wait()
+            await readable.wait()
         first = accepted.recv(8, socket.MSG_PEEK)
     finally:
         loop.remove_reader(accepted)
-    return first.startswith(METHODS)
+    return first.startswith(HTTP_STARTS)
 
 
-async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
+async def _answer_https_required(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
     """Answer a request without TLS with the HTTPS URL of this server.
 
     The request's bytes are read first. A close with pending bytes resets the connection, and the client would see no
@@ -113,7 +113,7 @@ async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socke
     where = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     accepted.recv(MAX_HEAD_BYTES)
     text = f"this port speaks HTTPS: use {where}, and run `cluster trust-ca {where}` once on this machine"
-    await loop.sock_sendall(accepted, turned_away(Problem(400, "https_required", text)))
+    await loop.sock_sendall(accepted, build_problem_response(Problem(400, "https_required", text)))
     accepted.shutdown(socket.SHUT_WR)
 
 
@@ -126,16 +126,16 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        places: ConnectionSlots,
+        slots: ConnectionSlots,
         connect: Callable[[socket.socket, ConnectionSlot], Awaitable[None]],
     ) -> None:
         self._socket = listening
-        self._places = places
+        self._slots = slots
         self._connect = connect
         self._begun: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
         listening.listen(BACKLOG)
-        self._accepting = asyncio.create_task(self._accept())
+        self._accepting = asyncio.create_task(self._accept_connections())
 
     def close(self) -> None:
         """Stop to accept connections."""
@@ -145,7 +145,7 @@ class Listener:
         """Wait until the accept loop has ended."""
         await asyncio.wait([self._accepting])
 
-    async def _accept(self) -> None:
+    async def _accept_connections(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -155,43 +155,43 @@ class Listener:
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
             accepted.setblocking(False)
-            self._begin(accepted, address[0] if address else "")
+            self._start_connection(accepted, address[0] if address else "")
 
-    def _begin(self, accepted: socket.socket, address: str) -> None:
-        place = self._places.take(address)
+    def _start_connection(self, accepted: socket.socket, address: str) -> None:
+        place = self._slots.reserve_slot(address)
         if place is None:
             accepted.close()
             return
-        task = asyncio.create_task(self._shake_hands(accepted, place))
-        place.end = task.cancel
+        task = asyncio.create_task(self._run_handshake(accepted, place))
+        place.close_connection = task.cancel
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
-    async def _shake_hands(self, accepted: socket.socket, place: ConnectionSlot) -> None:
+    async def _run_handshake(self, accepted: socket.socket, place: ConnectionSlot) -> None:
         try:
             await self._connect(accepted, place)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            place.leave()
+            place.release()
             accepted.close()
 
 
 @asynccontextmanager
-async def http_server(
+async def run_http_server(
     app: OriginCheck,
     fast_path: FastPath,
     sockets: list[socket.socket],
     tls: ssl.SSLContext | None,
-    places: ConnectionSlots,
+    slots: ConnectionSlots,
 ) -> AsyncGenerator[None]:
     """Serve `app` and `fast_path` on listening sockets while the context is open.
 
-    `tls` is None for HTTP without TLS. The caller first ends running requests. At the end, those that still run have
-    1 s before they are cancelled.
+    `tls` is None for HTTP without TLS. `slots` limits the connections. The caller ends running requests before the
+    context closes. Requests that still run then have 1 s before they are cancelled.
     """
     config = uvicorn.Config(
         app,
         loop="none",
-        http=protocol(fast_path),
+        http=create_protocol_class(fast_path),
         ws="none",
         lifespan="off",
         access_log=False,
@@ -205,7 +205,7 @@ async def http_server(
     )
     config.load()
     config.ssl = tls
-    server = Server(config, places)
+    server = Server(config, slots)
     task = asyncio.create_task(server.serve(sockets))
     try:
         yield

@@ -29,14 +29,14 @@ import structlog
 from coordinator.joining.join_approvals import (
     APPROVAL_TIMEOUT_SECONDS,
     ApprovalDecision,
+    ApprovalQueue,
     ApprovalRequest,
-    Approvals,
     WaitingNode,
 )
 from coordinator.joining.join_tokens import MESSAGES, JoinTokens, Redemption
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database, MemberRow
-from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, public_key_of
+from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, extract_public_key
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode
@@ -63,12 +63,12 @@ class EnrollmentContext:
     authority: ClusterCa
     tokens: JoinTokens
     store: Database
-    approvals: Approvals
+    approvals: ApprovalQueue
     clock: Callable[[], float]
     """Returns Unix seconds."""
-    enrolled: Callable[[MemberRow], None]
+    on_enrolled: Callable[[MemberRow], None]
     """Called with every new member."""
-    linked_from: Callable[[NodeId], str] = lambda node: ""
+    get_link_address: Callable[[NodeId], str] = lambda node: ""
     """Returns the address from which a member is linked; empty if it is not linked."""
 
 
@@ -84,7 +84,7 @@ class EnrollmentServer:
 
         `now` is in monotonic seconds.
         """
-        wait = self._limit.wait(address, now)
+        wait = self._limit.count_attempt(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too many attempts")
             return Denied("too_often", "too many attempts from this address: wait a minute", retry_after=wait)
@@ -104,7 +104,7 @@ class EnrollmentConnection:
         self._cluster = cluster
         self._address = address
         self._splitter = Splitter(MAX_CONNECTION_BYTES, MAX_CONNECTION_BYTES)
-        self._received = 0
+        self._received_bytes = 0
         self._stage = _Stage.START
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._commitment = b""
@@ -120,24 +120,24 @@ class EnrollmentConnection:
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
         """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
-        self._received += len(data)
+        self._received_bytes += len(data)
         if self.closed:
             return []
-        if self._received > MAX_CONNECTION_BYTES:
+        if self._received_bytes > MAX_CONNECTION_BYTES:
             return self._deny("too_long", f"enrolment takes at most {MAX_CONNECTION_BYTES} bytes")
         answers: list[Frame] = []
         try:
             for tag, body in self._splitter.feed(data):
                 if TAGS.get(tag) not in ENROLLMENT:
                     return answers + self._deny("no_certificate", "a peer without a certificate can only enrol")
-                answers += self.receive(decode(tag, body), now)
+                answers += self.process_frame(decode(tag, body), now)
                 if self.closed:
                     break
         except WireError as error:
             answers += self._deny("bad_frame", str(error))
         return answers
 
-    def receive(self, frame: Frame, now: float) -> list[Frame]:
+    def process_frame(self, frame: Frame, now: float) -> list[Frame]:
         """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame."""
         if self.closed:
             return []
@@ -145,9 +145,9 @@ class EnrollmentConnection:
             return self.poll(now)
         match frame:
             case EnrollStart() if self._stage is _Stage.START:
-                return self._start(frame)
+                return self._handle_start(frame)
             case Enroll() if self._stage is _Stage.AUTHORITY_SENT:
-                return self._enrol(frame, now)
+                return self._handle_enroll(frame, now)
             case _:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
@@ -157,13 +157,13 @@ class EnrollmentConnection:
         if self.closed:
             return []
         if decision is ApprovalDecision.APPROVED and self._enroll:
-            before = self._member_without_proof(self._enroll)
+            before = self._find_unproven_member(self._enroll)
             if before is not None and (before.node != self._replaces or self._is_linked(before)):
-                return self._machine_taken(before)
-            return self._admit(self._enroll, "an approved code")
+                return self._deny_machine_taken(before)
+            return self._admit_node(self._enroll, "an approved code")
         if decision is ApprovalDecision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
-        if self._approval and self._approval.gave_way:
+        if self._approval and self._approval.displaced:
             message = "too many machines at this address wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
@@ -175,12 +175,12 @@ class EnrollmentConnection:
         return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
     def withdraw(self) -> None:
-        """Withdraw a pending approval after the end of the connection."""
+        """End the enrolment without a result, and withdraw a pending approval."""
         self.closed = True
         if self._approval:
             self._cluster.approvals.withdraw(self._approval)
 
-    def _start(self, frame: EnrollStart) -> list[Frame]:
+    def _handle_start(self, frame: EnrollStart) -> list[Frame]:
         if not OLDEST_PROTOCOL <= frame.protocol <= PROTOCOL:
             older = "node" if frame.protocol < OLDEST_PROTOCOL else "coordinator"
             message = f"the node speaks protocol {frame.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}"
@@ -190,48 +190,48 @@ class EnrollmentConnection:
         authority = self._cluster.authority
         return [EnrollAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
 
-    def _enrol(self, frame: Enroll, now: float) -> list[Frame]:
+    def _handle_enroll(self, frame: Enroll, now: float) -> list[Frame]:
         if not valid_name(frame.name):
             return self._deny(
                 "bad_name", "a name must have 1 to 63 letters, digits, spaces, dots or dashes", final=True
             )
         if not valid_id(frame.machine):
             return self._deny("bad_machine", "a machine id must have 1 to 64 letters, digits or dashes", final=True)
-        return self._with_token(frame) if frame.token else self._with_code(frame, now)
+        return self._enrol_with_token(frame) if frame.token else self._enqueue_approval(frame, now)
 
-    def _with_token(self, frame: Enroll) -> list[Frame]:
+    def _enrol_with_token(self, frame: Enroll) -> list[Frame]:
         tokens = self._cluster.tokens
         answer = tokens.check(frame.token, frame.mac, frame.csr)
         if answer is not Redemption.ACCEPTED:
             return self._deny(answer, MESSAGES[answer], final=True)
         try:
-            public_key_of(frame.csr)
+            extract_public_key(frame.csr)
         except CertificateRequestError as error:
             return self._deny("bad_request", str(error), final=True)
-        before = self._member_without_proof(frame)
+        before = self._find_unproven_member(frame)
         if before is not None and (self._is_linked(before) or not tokens.may_replace(frame.token)):
-            return self._machine_taken(before)
+            return self._deny_machine_taken(before)
         tokens.redeem(frame.token, frame.mac, frame.csr)
-        return self._admit(frame, "a token")
+        return self._admit_node(frame, "a token")
 
-    def _member_without_proof(self, frame: Enroll) -> MemberRow | None:
+    def _find_unproven_member(self, frame: Enroll) -> MemberRow | None:
         """Return the member whose machine a request names, unless the key of that member signed the request."""
-        before = _member_on(frame.machine, self._cluster.store.members.values())
-        proven = self._cluster.authority.proves_member(frame.certificate, frame.csr, frame.proof)
-        if before is None or (proven and proven[0] == before.node and not self._cluster.store.denied(*proven)):
+        before = _find_member_on(frame.machine, self._cluster.store.members.values())
+        proven = self._cluster.authority.identify_signer(frame.certificate, frame.csr, frame.proof)
+        if before is None or (proven and proven[0] == before.node and not self._cluster.store.is_denied(*proven)):
             return None
         return before
 
     def _is_linked(self, member: MemberRow) -> bool:
         """Return whether a node with this machine id is linked now, in which case two machines use the id."""
-        return bool(self._cluster.linked_from(member.node))
+        return bool(self._cluster.get_link_address(member.node))
 
-    def _machine_taken(self, before: MemberRow) -> list[Frame]:
+    def _deny_machine_taken(self, before: MemberRow) -> list[Frame]:
         cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
         newest = cluster.store.audit[-1] if cluster.store.audit else None
         if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
-            cluster.store.note(cluster.clock(), "node", "refused to replace", subject, self._address)
-        address = cluster.linked_from(before.node)
+            cluster.store.add_audit_entry(cluster.clock(), "node", "refused to replace", subject, self._address)
+        address = cluster.get_link_address(before.node)
         if address:
             return self._deny(
                 "machine_taken",
@@ -248,21 +248,21 @@ class EnrollmentConnection:
             final=True,
         )
 
-    def _with_code(self, frame: Enroll, now: float) -> list[Frame]:
+    def _enqueue_approval(self, frame: Enroll, now: float) -> list[Frame]:
         if not self._commitment:
             return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
         opened = commitment(frame.opening, frame.csr)
         if len(frame.opening) < NONCE_BYTES or not hmac.compare_digest(opened, self._commitment):
             return self._deny("commitment_broken", "nonce and request do not match the commitment", final=True)
         try:
-            public_key_of(frame.csr)
+            extract_public_key(frame.csr)
         except CertificateRequestError as error:
             return self._deny("bad_request", str(error), final=True)
         code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
-        hardware = plain_hardware(frame.hardware)
-        before = self._member_without_proof(frame)
+        hardware = sanitize_hardware(frame.hardware)
+        before = self._find_unproven_member(frame)
         if before is not None and self._is_linked(before):
-            return self._machine_taken(before)
+            return self._deny_machine_taken(before)
         self._replaces = before.node if before else None
         replaces = before.name if before else ""
         waiting = WaitingNode(
@@ -277,24 +277,24 @@ class EnrollmentConnection:
         self._enroll, self._approval, self._stage, self.deadline = frame, approval, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
-    def _admit(self, frame: Enroll, by: str) -> list[Frame]:
+    def _admit_node(self, frame: Enroll, means: str) -> list[Frame]:
         cluster, store = self._cluster, self._cluster.store
         now = cluster.clock()
-        before = _member_on(frame.machine, store.members.values())
+        before = _find_member_on(frame.machine, store.members.values())
         taken = [row.name for row in store.members.values() if row.removed is None and row is not before]
         node = before.node if before else NodeId(str(uuid.uuid4()))
-        name = unique_name(frame.name, taken)
-        certificate = cluster.authority.sign(frame.csr, node, name)
-        how = by if self._member_without_proof(frame) else "its own key"
+        name = make_unique_name(frame.name, taken)
+        certificate = cluster.authority.sign_request(frame.csr, node, name)
+        how = means if self._find_unproven_member(frame) else "its own key"
         if before:
             store.deny_serial(before.serial, now, "the machine joined again")
             subject = f"{before.name} {before.node} from {self._address} by {how}"
-            store.note(now, "node", "replaced", subject, self._address)
+            store.add_audit_entry(now, "node", "replaced", subject, self._address)
         row = MemberRow(
             node,
             name,
             frame.machine,
-            plain_hardware(frame.hardware),
+            sanitize_hardware(frame.hardware),
             read_certificate(certificate).serial,
             now,
             cordoned=before.cordoned if before else False,
@@ -302,9 +302,9 @@ class EnrollmentConnection:
             video=before.video if before else False,
         )
         store.put_member(row)
-        store.note(now, "node", "joined", f"{name} {node}", self._address)
-        log.info("node enrolled", node=node, name=name, address=self._address, by=by, again=before is not None)
-        cluster.enrolled(row)
+        store.add_audit_entry(now, "node", "joined", f"{name} {node}", self._address)
+        log.info("node enrolled", node=node, name=name, address=self._address, by=means, again=before is not None)
+        cluster.on_enrolled(row)
         self.closed = True
         return [Enrolled(node, certificate, cluster.authority.cluster)]
 
@@ -314,7 +314,7 @@ class EnrollmentConnection:
         return [Denied(reason, message, final, retry_after)]
 
 
-def unique_name(name: str, taken: Collection[str]) -> str:
+def make_unique_name(name: str, taken: Collection[str]) -> str:
     """Return `name`, or `name-2`, `name-3` … if it is taken. Case is ignored; the length is at most 63 characters."""
     used = {other.casefold() for other in taken}
     candidate, number = name, 1
@@ -325,7 +325,7 @@ def unique_name(name: str, taken: Collection[str]) -> str:
     return candidate
 
 
-def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
+def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
     """Return the current member with this machine id.
 
     A machine that joins again keeps its node id. After a removal it becomes a new node, and the old id stays denied.
@@ -333,7 +333,7 @@ def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
 
 
-def plain_hardware(hardware: Hardware) -> Hardware:
+def sanitize_hardware(hardware: Hardware) -> Hardware:
     """Return a machine's hardware description without unprintable characters and negative numbers."""
     chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from coordinator.joining.rate_limit import network_of
+from coordinator.joining.rate_limit import get_network
 from wire.report import Hardware
 
 APPROVAL_TIMEOUT_SECONDS = 600.0
@@ -61,14 +61,14 @@ class ApprovalRequest:
 
     waiting: WaitingNode
     decision: ApprovalDecision | None = None
-    gave_way: bool = False
+    displaced: bool = False
     """Whether the request was removed in favour of a node from another address."""
     wake: Callable[[], None] = field(default=lambda: None)
-    """Called once, when `decision` or `gave_way` is set."""
+    """Called once, when `decision` or `displaced` is set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class DecidedApproval:
     """Result of a decision with the code of a waiting node, which has left the queue."""
 
     waiting: WaitingNode
@@ -77,19 +77,19 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """Result of a decision with a code that no waiting node has. `tries` wrong codes are left until the lock."""
+    """Result of a decision with a code that no waiting node has. `tries_left` wrong codes are left until the lock."""
 
-    tries: int
+    tries_left: int
 
 
 @dataclass(frozen=True, slots=True)
-class Locked:
+class ApprovalLock:
     """Result of a decision while decisions are locked after wrong codes, for another `seconds`."""
 
     seconds: float
 
 
-class Approvals:
+class ApprovalQueue:
     """Queue of nodes that wait for approval of their codes. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
@@ -105,9 +105,13 @@ class Approvals:
         return self._requests
 
     def enqueue(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
-        """Enqueue a node. Return its request, or at a limit the seconds until a retry may succeed."""
-        self._expire(now)
-        here = network_of(waiting.address)
+        """Enqueue a node at `now` (monotonic seconds). Return its request, or the seconds until a retry may succeed.
+
+        Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
+        requests loses its oldest one. It must have at least two more than this node's address.
+        """
+        self._delete_expired(now)
+        here = get_network(waiting.address)
         mine = [at for at, address in self._recent if address == here]
         if len(mine) >= MAX_NEW_CODES_PER_ADDRESS or len(self._recent) >= MAX_NEW_CODES:
             return (
@@ -118,21 +122,21 @@ class Approvals:
         self._recent.append((now, here))
         if waiting.code in self._requests:
             return 1.0
-        by_address = Counter(network_of(request.waiting.address) for request in self._requests.values())
+        by_address = Counter(get_network(request.waiting.address) for request in self._requests.values())
         full = by_address[here] >= MAX_WAITING_PER_ADDRESS
-        if full or (len(self._requests) >= MAX_WAITING and not self._remove_oldest(by_address, by_address[here])):
+        if full or (len(self._requests) >= MAX_WAITING and not self._displace_oldest(by_address, by_address[here])):
             return max(1.0, min(request.waiting.expires for request in self._requests.values()) - now)
         request = self._requests[waiting.code] = ApprovalRequest(waiting)
         return request
 
-    def _remove_oldest(self, by_address: Counter[str], fewer: int) -> bool:
+    def _displace_oldest(self, by_address: Counter[str], fewer: int) -> bool:
         """Remove the oldest request of the address with the most requests, if it has more than `fewer` + 1."""
         address, most = by_address.most_common(1)[0]
         if most <= fewer + 1:
             return False
-        code = next(code for code, one in self._requests.items() if network_of(one.waiting.address) == address)
+        code = next(code for code, one in self._requests.items() if get_network(one.waiting.address) == address)
         request = self._requests.pop(code)
-        request.gave_way = True
+        request.displaced = True
         request.wake()
         return True
 
@@ -141,40 +145,43 @@ class Approvals:
         if self._requests.get(request.waiting.code) is request:
             del self._requests[request.waiting.code]
 
-    def list(self, now: float) -> list[WaitingNode]:
-        """Return the waiting nodes, oldest first."""
-        self._expire(now)
+    def list_waiting(self, now: float) -> list[WaitingNode]:
+        """Return the nodes that wait at `now`, oldest first."""
+        self._delete_expired(now)
         return [request.waiting for request in self._requests.values()]
 
-    def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Approve the node with this code. A wrong code counts towards the lock."""
+    def approve(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
+        """Approve the node with this code. A wrong code counts towards the lock.
+
+        Return the decision, or that the code is wrong, or that decisions are locked.
+        """
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
-    def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Reject the node with this code. A wrong code counts towards the lock."""
+    def reject(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
+        """Reject the node with this code. A wrong code counts towards the lock. Return as `approve`."""
         return self._decide(code, ApprovalDecision.REJECTED, now)
 
-    def _decide(self, code: str, decision: ApprovalDecision, now: float) -> Decided | WrongCode | Locked:
-        self._expire(now)
+    def _decide(self, code: str, decision: ApprovalDecision, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
+        self._delete_expired(now)
         if now < self._locked_until:
-            return Locked(self._locked_until - now)
+            return ApprovalLock(self._locked_until - now)
         request = self._requests.pop(code.strip(), None)
         if request is None:
-            return self._count_wrong(now)
+            return self._count_wrong_code(now)
         self._wrong = 0
         request.decision = decision
         request.wake()
-        return Decided(request.waiting, decision)
+        return DecidedApproval(request.waiting, decision)
 
-    def _count_wrong(self, now: float) -> WrongCode | Locked:
+    def _count_wrong_code(self, now: float) -> WrongCode | ApprovalLock:
         self._wrong += 1
         if self._wrong < MAX_WRONG_CODES:
             return WrongCode(MAX_WRONG_CODES - self._wrong)
         self._wrong = 0
         self._locked_until = now + LOCK_SECONDS
-        return Locked(LOCK_SECONDS)
+        return ApprovalLock(LOCK_SECONDS)
 
-    def _expire(self, now: float) -> None:
+    def _delete_expired(self, now: float) -> None:
         while self._recent and self._recent[0][0] + APPROVAL_TIMEOUT_SECONDS <= now:
             self._recent.popleft()
         for code in [code for code, request in self._requests.items() if request.waiting.expires <= now]:

@@ -26,7 +26,7 @@ _UNKNOWN_DIGEST = bytes(32)
 """Key for the MAC check of an unknown token, because both answers must take the same time."""
 
 
-def join_line(url: str, token: str) -> str:
+def build_join_command(url: str, token: str) -> str:
     """Return the command line for a Mac that joins the coordinator at `url`.
 
     `echo` is a shell builtin. The token therefore never appears in the list of processes, which all users can read.
@@ -83,7 +83,7 @@ class JoinTokens:
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
-        self._drop_old()
+        self._delete_expired()
         token, now = new_token(self._ca), self._clock()
         self._store.put_token(TokenRow(token.id, token_key(token.secret), now, now + ttl, uses, name))
         if replaces:
@@ -92,57 +92,57 @@ class JoinTokens:
         return token
 
     def list(self) -> list[JoinTokenInfo]:
-        """Return all tokens, newest first, without their keys."""
+        """Return all stored join tokens without their secrets, newest first."""
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
-    def revoke(self, token: str) -> bool:
+    def revoke(self, token_id: str) -> bool:
         """Revoke the token with this id. Return False if there is none."""
-        row = self._store.tokens.get(token)
+        row = self._store.tokens.get(token_id)
         if row is not None:
             self._store.put_token(replace(row, revoked=True))
-            log.info("token revoked", token=token)
+            log.info("token revoked", token=token_id)
         return row is not None
 
-    def check(self, token: str, mac: bytes, csr: bytes) -> Redemption:
+    def check(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
         """Return the result that `redeem` would have with these arguments, without using the token."""
-        row = self._store.tokens.get(token)
+        row = self._store.tokens.get(token_id)
         proven = hmac.compare_digest(request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
-            return self._no(token, Redemption.UNKNOWN, "unknown")
+            return self._log_refusal(token_id, Redemption.UNKNOWN, "unknown")
         if not proven:
-            return self._no(token, Redemption.WRONG, "wrong")
+            return self._log_refusal(token_id, Redemption.WRONG, "wrong")
         if row.revoked:
-            return self._no(token, Redemption.UNKNOWN, "revoked")
+            return self._log_refusal(token_id, Redemption.UNKNOWN, "revoked")
         if row.uses_left < 1:
-            return self._no(token, Redemption.USED, "used")
+            return self._log_refusal(token_id, Redemption.USED, "used")
         if self._clock() >= row.expires:
-            return self._no(token, Redemption.EXPIRED, "expired")
+            return self._log_refusal(token_id, Redemption.EXPIRED, "expired")
         return Redemption.ACCEPTED
 
-    def may_replace(self, token: str) -> bool:
+    def may_replace(self, token_id: str) -> bool:
         """Return whether a token was created for a machine that may already be a member."""
-        return token in self._replacing
+        return token_id in self._replacing
 
-    def redeem(self, token: str, mac: bytes, csr: bytes) -> Redemption:
-        """Use the token with the id `token` once for the certificate request `csr` (DER).
+    def redeem(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
+        """Use a token once for the certificate request `csr` (DER), and return whether it was accepted, or why not.
 
         The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
         it acts on the result.
         """
-        answer = self.check(token, mac, csr)
+        answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:
-            row = self._store.tokens[token]
+            row = self._store.tokens[token_id]
             self._store.put_token(replace(row, uses_left=row.uses_left - 1))
-            log.info("token redeemed", token=token, uses_left=row.uses_left - 1)
+            log.info("token redeemed", token=token_id, uses_left=row.uses_left - 1)
         return answer
 
-    def _no(self, token: str, answer: Redemption, why: str) -> Redemption:
-        log.warning("token refused", token=token[:16], why=why)
+    def _log_refusal(self, token_id: str, answer: Redemption, why: str) -> Redemption:
+        log.warning("token refused", token=token_id[:16], why=why)
         return answer
 
-    def _drop_old(self) -> None:
+    def _delete_expired(self) -> None:
         old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + EXPIRED_KEPT_SECONDS]
         for token in old:
-            self._store.drop_token(token)
+            self._store.delete_token(token)
             self._replacing.discard(token)

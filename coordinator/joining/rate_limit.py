@@ -20,12 +20,12 @@ class RateLimit:
         """Number of addresses with a bucket."""
         return len(self._buckets)
 
-    def wait(self, address: str, now: float) -> float:
+    def count_attempt(self, address: str, now: float) -> float:
         """Count an attempt of `address` and return 0.
 
         At the limit, return the seconds until the next attempt instead.
         """
-        network = network_of(address)
+        network = get_network(address)
         left, at = self._buckets.pop(network, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)
         allowed = left >= 1.0
@@ -35,7 +35,7 @@ class RateLimit:
         return 0.0 if allowed else (1.0 - left) / self._rate
 
 
-def network_of(address: str) -> str:
+def get_network(address: str) -> str:
     """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         known = ipaddress.ip_address(address.partition("%")[0])

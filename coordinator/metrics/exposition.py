@@ -22,14 +22,14 @@ class SnapshotCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families as metrics of prometheus-client."""
-        return (_metric(one) for one in self._collected)
+        return (_to_metric(one) for one in self._collected)
 
     def describe(self) -> list[Metric]:
         """Return no families, because they are unknown before a scrape."""
         return []
 
 
-def render(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
+def render_metrics(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
     """Render metrics in the format that an Accept header requests. Return the bytes and their content type."""
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(collected))
@@ -37,33 +37,33 @@ def render(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[byte
     return encode(registry), content_type
 
 
-def _metric(one: CollectedFamily[Any]) -> Metric:
+def _to_metric(one: CollectedFamily[Any]) -> Metric:
     family, labels = one.family, one.family.label_names
     name, meaning = PREFIX + family.name, family.meaning
     if family.kind is MetricKind.HISTOGRAM:
         found = HistogramMetricFamily(name, meaning, labels=labels)
         for values, value in one.rows:
             assert isinstance(value, HistogramValue)  # noqa: S101  its kind says so
-            found.add_metric(_plain(values), *_cumulated(value))
+            found.add_metric(_truncate_labels(values), *_accumulate_buckets(value))
         return found
     kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
     found = kind(name, meaning, labels=labels)
     for values, value in one.rows:
         assert not isinstance(value, HistogramValue)  # noqa: S101  its kind says so
-        found.add_metric(_plain(values), float(value))
+        found.add_metric(_truncate_labels(values), float(value))
     return found
 
 
-def _plain(values: Iterable[str]) -> list[str]:
+def _truncate_labels(values: Iterable[str]) -> list[str]:
     """Limit the length of label values. prometheus-client escapes quotes and line ends."""
     return [value[:MAX_LABEL_CHARS] for value in values]
 
 
-def _cumulated(value: HistogramValue) -> tuple[list[tuple[str, float]], float]:
+def _accumulate_buckets(value: HistogramValue) -> tuple[list[tuple[str, float]], float]:
     counts = list(accumulate(value.tally.counts))
-    bounds = [*(_number(bound) for bound in value.bounds), "+Inf"]
+    bounds = [*(_format_bound(bound) for bound in value.bounds), "+Inf"]
     return list(zip(bounds, map(float, counts), strict=True)), value.tally.total
 
 
-def _number(bound: float) -> str:
+def _format_bound(bound: float) -> str:
     return repr(float(bound))

@@ -76,7 +76,7 @@ class CollectedFamily(NamedTuple, Generic[P]):
     rows: list[Row]
 
 
-def collect(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
+def collect_families(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
     """Read each family from one snapshot. Omit values that are not finite."""
     return [CollectedFamily(one, [row for row in one.read(snapshot) if _is_finite(row[1])]) for one in families]
 
@@ -85,21 +85,21 @@ def _is_finite(value: Value) -> bool:
     return math.isfinite(value.tally.total) if isinstance(value, HistogramValue) else math.isfinite(value)
 
 
-def histogram(buckets: Histogram) -> HistogramValue:
+def to_histogram_value(buckets: Histogram) -> HistogramValue:
     """Return the current value of a histogram as a metric value."""
     return HistogramValue(buckets.bounds, buckets.tally())
 
 
-def one(value: float | HistogramValue | None) -> list[Row]:
+def build_single_row(value: float | HistogramValue | None) -> list[Row]:
     """Return the row of a family without labels; an empty list if the value is unknown."""
     return [] if value is None else [((), value)]
 
 
-def closed(value: str, known: Collection[str]) -> str:
+def limit_to_known(value: str, known: Collection[str]) -> str:
     """Return a label value, or `OTHER` if it is not in the closed set."""
     return value if value in known else OTHER
 
 
-def state(present: str, known: Collection[str]) -> list[Row]:
+def build_state_row(present: str, known: Collection[str]) -> list[Row]:
     """Return the row of a state metric: 1 for the state `present`, or for `OTHER` if it is not in `known`."""
-    return [((closed(present, known),), 1.0)]
+    return [((limit_to_known(present, known),), 1.0)]

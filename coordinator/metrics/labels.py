@@ -13,24 +13,24 @@ from wire.report import Model
 
 MAX_HOST_LABELS = 4
 """Maximum combinations of chip, system and version of a node, which change with updates."""
-About = tuple[str, str, str]
+HostLabels = tuple[str, str, str]
 T = TypeVar("T", bound=Hashable)
 
 
-class _Admitted(Generic[T]):
+class _AdmittedValues(Generic[T]):
     """Bounded sets of values, one per node."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_values: int) -> None:
+        self._max_values = max_values
         self._known: dict[NodeId, set[T]] = {}
 
-    def admits(self, node: NodeId, value: T) -> bool:
+    def admit(self, node: NodeId, value: T) -> bool:
         known = self._known.setdefault(node, set())
-        if len(known) < self._most:
+        if len(known) < self._max_values:
             known.add(value)
         return value in known
 
-    def keep(self, members: set[NodeId]) -> None:
+    def retain_members(self, members: set[NodeId]) -> None:
         for gone in self._known.keys() - members:
             del self._known[gone]
 
@@ -39,22 +39,22 @@ class AdmittedLabels:
     """Texts of nodes that were admitted as label values, until the coordinator restarts."""
 
     def __init__(self) -> None:
-        self._models: _Admitted[str] = _Admitted(MAX_MODELS_PER_NODE)
-        self._about: _Admitted[About] = _Admitted(MAX_HOST_LABELS)
+        self._models: _AdmittedValues[str] = _AdmittedValues(MAX_MODELS_PER_NODE)
+        self._hosts: _AdmittedValues[HostLabels] = _AdmittedValues(MAX_HOST_LABELS)
 
-    def models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
-        """Return those of a node's models that may have series.
+    def admit_models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
+        """Return the models of a node that may have their own series.
 
-        Further models are admitted in the given order, which is by priority, up to `MAX_MODELS_PER_NODE`.
+        Models that are new are admitted in the given order, until the node has `MAX_MODELS_PER_NODE`.
         """
-        return tuple(model for model in models if self._models.admits(node, model.name))
+        return tuple(model for model in models if self._models.admit(node, model.name))
 
-    def about(self, node: NodeId, about: About) -> About:
+    def admit_host(self, node: NodeId, about: HostLabels) -> HostLabels:
         """Return a node's chip, system and version, or `OTHER` for all three above `MAX_HOST_LABELS` combinations."""
-        return about if self._about.admits(node, about) else (OTHER, OTHER, OTHER)
+        return about if self._hosts.admit(node, about) else (OTHER, OTHER, OTHER)
 
-    def keep(self, members: Iterable[NodeId]) -> None:
-        """Delete the texts of all nodes except these."""
+    def retain_members(self, members: Iterable[NodeId]) -> None:
+        """Delete the admitted label values of all nodes that are not in `members`."""
         left = set(members)
-        self._models.keep(left)
-        self._about.keep(left)
+        self._models.retain_members(left)
+        self._hosts.retain_members(left)

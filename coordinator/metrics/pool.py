@@ -9,8 +9,8 @@ from coordinator.metrics.families import (
     MetricFamily,
     MetricKind,
     Row,
-    histogram,
-    one,
+    build_single_row,
+    to_histogram_value,
 )
 from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoSnapshot
 from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
@@ -25,16 +25,16 @@ CERTIFICATES = ("authority", "coordinator", "endpoint")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMetrics:
-    """Metrics of the coordinator's process.
-
-    `started` is in Unix seconds, `cpu` in seconds, and the peak of resident memory `peak` in bytes.
-    """
+    """Metrics of the coordinator's process."""
 
     started: float
-    cpu: float
-    peak: int
+    """Unix time in seconds."""
+    cpu_seconds: float
+    peak_bytes: int
+    """Peak of resident memory."""
     open_files: int
-    most_files: int
+    max_files: int
+    """Limit of open files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class LinkCounts:
 class PoolSnapshot:
     """Metrics of the coordinator at one moment.
 
-    Certificates are (issued, expires) in Unix seconds. `unacknowledged` is bytes by node. `oldest` is the longest wait
-    of a queued request in seconds.
+    Certificates are (issued, expires) in Unix seconds.
     """
 
     version: str
@@ -69,13 +68,20 @@ class PoolSnapshot:
     """Names of valid API keys by id."""
     in_flight: Mapping[NodeId, int]
     unacknowledged: Mapping[NodeId, int]
+    """Bytes by node that are reserved and not in the node's report yet."""
     leaks: int
+    """Number of reservations without a request."""
     barred: frozenset[NodeId]
+    """Nodes whose circuit breaker is open."""
     opened_breakers: int
+    """Number of times that a circuit breaker opened."""
     waiting: int
+    """Number of queued requests."""
     queue_limit: int
-    oldest: float
+    oldest_wait_seconds: float
+    """Waiting time of the oldest queued request."""
     keys_refused: int
+    """Number of requests with an unknown or expired API key."""
     certificates: Mapping[str, tuple[float, float]]
     node_certificates: Mapping[NodeId, tuple[float, float]]
     links: LinkCounts
@@ -88,15 +94,15 @@ _NODE = (("node", "a member's name"),)
 _MODEL = (("model", f"a model that some member has; `{OTHER}` for names that clients make up"),)
 
 
-def _gauge(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
-    return MetricFamily(name, MetricKind.GAUGE, meaning, lambda picture: one(read(picture)))
+def _create_gauge(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
+    return MetricFamily(name, MetricKind.GAUGE, meaning, lambda picture: build_single_row(read(picture)))
 
 
-def _counter(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
-    return MetricFamily(name, MetricKind.COUNTER, meaning, lambda picture: one(read(picture)))
+def _create_counter(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
+    return MetricFamily(name, MetricKind.COUNTER, meaning, lambda picture: build_single_row(read(picture)))
 
 
-def _by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
+def _read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
     def rows(snapshot: PoolSnapshot) -> list[Row]:
         known = values(snapshot)
         return [((node.name,), known[node.id]) for node in snapshot.view.nodes if node.id in known]
@@ -104,17 +110,17 @@ def _by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callab
     return rows
 
 
-def _by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
+def _read_by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
     return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]
 
 
-def _outcomes(snapshot: PoolSnapshot) -> Iterable[Row]:
+def _build_outcome_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
     for name, counts in snapshot.counters.models.items():
         for outcome, count in counts.outcomes.items():
             yield (name, outcome), count
 
 
-def _key_tokens(snapshot: PoolSnapshot) -> Iterable[Row]:
+def _build_key_token_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
     """Sum the tokens of API keys by name and model. Two keys with one name share a series."""
     found: dict[tuple[str, str], int] = {}
     for (key, model), tokens in snapshot.counters.keys.items():
@@ -124,7 +130,7 @@ def _key_tokens(snapshot: PoolSnapshot) -> Iterable[Row]:
     return found.items()
 
 
-def _headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
+def _compute_headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
     return {
         node.id: node.memory.headroom + node.memory.reusable - snapshot.unacknowledged.get(node.id, 0)
         for node in snapshot.view.nodes
@@ -132,16 +138,16 @@ def _headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
     }
 
 
-def _video(read: Callable[[VideoSnapshot], Iterable[Row]]) -> Callable[[PoolSnapshot], Iterable[Row]]:
+def _read_video(read: Callable[[VideoSnapshot], Iterable[Row]]) -> Callable[[PoolSnapshot], Iterable[Row]]:
     """Return a reader that yields no rows for a pool without videos."""
     return lambda picture: read(picture.video) if picture.video.used else ()
 
 
-def _video_times(read: Callable[[VideoCounters], Histogram]) -> Callable[[PoolSnapshot], Iterable[Row]]:
-    return _video(lambda video: one(histogram(read(video.counters))))
+def _read_video_times(read: Callable[[VideoCounters], Histogram]) -> Callable[[PoolSnapshot], Iterable[Row]]:
+    return _read_video(lambda video: build_single_row(to_histogram_value(read(video.counters))))
 
 
-def _lives(at: int) -> Callable[[PoolSnapshot], list[Row]]:
+def _read_validity(at: int) -> Callable[[PoolSnapshot], list[Row]]:
     return lambda picture: [((name,), life[at]) for name, life in picture.certificates.items()]
 
 
@@ -152,7 +158,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "router_requests",
         _C,
         "Ended requests.",
-        _outcomes,
+        _build_outcome_rows,
         (*_MODEL, ("outcome", ", ".join(f"`{outcome}`" for outcome in sorted(OUTCOMES)))),
         "after the first request with this outcome",
     ),
@@ -164,10 +170,10 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         (("code", "an HTTP status"),),
         "after the first response",
     ),
-    _counter("router_attempts", "Requests sent to nodes, retries included.", lambda p: p.counters.attempts),
-    _counter("router_retries", "Attempts after the first of a request.", lambda p: p.counters.retries),
-    _counter("router_requests_resumed", "Answers resumed on another node.", lambda p: p.counters.resumes),
-    _counter(
+    _create_counter("router_attempts", "Requests sent to nodes, retries included.", lambda p: p.counters.attempts),
+    _create_counter("router_retries", "Attempts after the first of a request.", lambda p: p.counters.retries),
+    _create_counter("router_requests_resumed", "Answers resumed on another node.", lambda p: p.counters.resumes),
+    _create_counter(
         "router_requests_migrated",
         "Requests moved to another node because theirs was draining, silent or busy.",
         lambda p: p.counters.moves,
@@ -180,8 +186,10 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         lambda p: [((outcome,), count) for outcome, count in p.counters.swaps.items()],
         (("outcome", "`done` or `dropped`"),),
     ),
-    _counter("router_requests_lost", "Requests on a node at the time it was lost.", lambda p: p.counters.nodes_lost),
-    _counter(
+    _create_counter(
+        "router_requests_lost", "Requests on a node at the time it was lost.", lambda p: p.counters.nodes_lost
+    ),
+    _create_counter(
         "router_slow_clients", "Streams ended because the client did not read them.", lambda p: p.counters.slow_clients
     ),
     MetricFamily(
@@ -191,48 +199,52 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         lambda p: [((code.value,), p.counters.refusals.get(code.value, 0)) for code in RefusalCode],
         (("reason", "a code of [refusals](errors.md#refusals)"),),
     ),
-    MetricFamily("router_placements", _C, "Requests sent to a node.", _by_node(lambda p: p.counters.placements), _NODE),
+    MetricFamily(
+        "router_placements", _C, "Requests sent to a node.", _read_by_node(lambda p: p.counters.placements), _NODE
+    ),
     MetricFamily(
         "router_placement_seconds",
         _H,
         "Time to choose a node for a request.",
-        lambda p: one(histogram(p.counters.placement)),
+        lambda p: build_single_row(to_histogram_value(p.counters.placement)),
     ),
-    MetricFamily("router_in_flight_requests", _G, "Requests on a node.", _by_node(lambda p: p.in_flight), _NODE),
+    MetricFamily("router_in_flight_requests", _G, "Requests on a node.", _read_by_node(lambda p: p.in_flight), _NODE),
     MetricFamily(
         "router_reserved_bytes",
         _G,
         "Reserved on a node and not in its report yet.",
-        _by_node(lambda p: p.unacknowledged),
+        _read_by_node(lambda p: p.unacknowledged),
         _NODE,
     ),
-    _gauge("router_reservation_leaks", "Reservations without a request; a value above 0 is a bug.", lambda p: p.leaks),
+    _create_gauge(
+        "router_reservation_leaks", "Reservations without a request; a value above 0 is a bug.", lambda p: p.leaks
+    ),
     MetricFamily(
         "router_breaker_open",
         _G,
         "1 while the circuit breaker of a node is open after engine faults: it gets no requests.",
-        _by_node(lambda p: {node.id: float(node.id in p.barred) for node in p.view.nodes}),
+        _read_by_node(lambda p: {node.id: float(node.id in p.barred) for node in p.view.nodes}),
         _NODE,
     ),
-    _counter("router_breakers_opened", "Circuit breakers opened.", lambda p: p.opened_breakers),
-    _gauge("router_queue_depth", "Requests in the queue.", lambda p: p.waiting),
-    _gauge("router_queue_limit", "Limit of requests in the queue.", lambda p: p.queue_limit),
-    _gauge(
+    _create_counter("router_breakers_opened", "Circuit breakers opened.", lambda p: p.opened_breakers),
+    _create_gauge("router_queue_depth", "Requests in the queue.", lambda p: p.waiting),
+    _create_gauge("router_queue_limit", "Limit of requests in the queue.", lambda p: p.queue_limit),
+    _create_gauge(
         "router_queue_oldest_seconds",
         "Waiting time of the oldest queued request; 0 if the queue is empty.",
-        lambda p: p.oldest,
+        lambda p: p.oldest_wait_seconds,
     ),
     MetricFamily(
         "request_queue_time_seconds",
         _H,
         "Time in the queue, of queued requests.",
-        lambda p: one(histogram(p.counters.queue_wait)),
+        lambda p: build_single_row(to_histogram_value(p.counters.queue_wait)),
     ),
     MetricFamily(
         "time_to_first_token_seconds",
         _H,
         "From a request's arrival to its first token, queue and retries included.",
-        _by_model(lambda counts: histogram(counts.ttft)),
+        _read_by_model(lambda counts: to_histogram_value(counts.ttft)),
         _MODEL,
         "after the first token",
     ),
@@ -240,7 +252,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "inter_token_latency_seconds",
         _H,
         "Gap between tokens of streams, observed once per decode step of a node.",
-        _by_model(lambda counts: histogram(counts.itl)),
+        _read_by_model(lambda counts: to_histogram_value(counts.itl)),
         _MODEL,
         "after the first gap",
     ),
@@ -248,7 +260,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "e2e_request_latency_seconds",
         _H,
         "From a request's arrival to its end, for every outcome.",
-        _by_model(lambda counts: histogram(counts.e2e)),
+        _read_by_model(lambda counts: to_histogram_value(counts.e2e)),
         _MODEL,
         "after the first request ends",
     ),
@@ -256,7 +268,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "prompt_tokens",
         _C,
         "Prompt tokens of ended requests.",
-        _by_model(lambda counts: counts.prompt_tokens),
+        _read_by_model(lambda counts: counts.prompt_tokens),
         _MODEL,
         "after the first request ends",
     ),
@@ -264,7 +276,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cached_prompt_tokens",
         _C,
         "Prompt tokens of ended requests that came from a prefix cache.",
-        _by_model(lambda counts: counts.cached_tokens),
+        _read_by_model(lambda counts: counts.cached_tokens),
         _MODEL,
         "after the first request ends",
     ),
@@ -272,7 +284,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "generation_tokens",
         _C,
         "Generated tokens of ended requests.",
-        _by_model(lambda counts: counts.completion_tokens),
+        _read_by_model(lambda counts: counts.completion_tokens),
         _MODEL,
         "after the first request ends",
     ),
@@ -280,7 +292,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_prompt_tokens",
         _C,
         "Prompt tokens of requests by the node that generated their first token.",
-        _by_node(lambda p: {node: counts.prompt_tokens for node, counts in p.counters.nodes.items()}),
+        _read_by_node(lambda p: {node: counts.prompt_tokens for node, counts in p.counters.nodes.items()}),
         _NODE,
         "after the first token of the node",
     ),
@@ -288,7 +300,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_generation_tokens",
         _C,
         "Tokens that a node generated, counted as they arrive.",
-        _by_node(lambda p: {node: counts.generated_tokens for node, counts in p.counters.nodes.items()}),
+        _read_by_node(lambda p: {node: counts.generated_tokens for node, counts in p.counters.nodes.items()}),
         _NODE,
         "after the first token of the node",
     ),
@@ -296,7 +308,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "key_tokens",
         _C,
         "Prompt and generated tokens of ended requests by API key: its name, never its id.",
-        _key_tokens,
+        _build_key_token_rows,
         (("key", "the name of a valid key"), *_MODEL),
         "after the first request ends",
     ),
@@ -352,7 +364,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_headroom_bytes",
         _G,
         "Headroom used by placement: headroom and reusable memory of the newest report, minus later reservations.",
-        _by_node(_headrooms),
+        _read_by_node(_compute_headrooms),
         _NODE,
         "while the node is linked, not paused, and its footprint readable",
     ),
@@ -360,7 +372,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_certificate_issued_timestamp_seconds",
         _G,
         "Start of validity of a node's certificate, Unix time.",
-        _by_node(lambda p: {node: life[0] for node, life in p.node_certificates.items()}),
+        _read_by_node(lambda p: {node: life[0] for node, life in p.node_certificates.items()}),
         _NODE,
         "while the node is linked",
     ),
@@ -368,7 +380,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_certificate_expires_timestamp_seconds",
         _G,
         "Expiry of a node's certificate, Unix time.",
-        _by_node(lambda p: {node: life[1] for node, life in p.node_certificates.items()}),
+        _read_by_node(lambda p: {node: life[1] for node, life in p.node_certificates.items()}),
         _NODE,
         "while the node is linked",
     ),
@@ -382,19 +394,21 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         _MODEL,
         "while they differ",
     ),
-    _gauge(
+    _create_gauge(
         "coordinator_self_suspect",
         "1 while half of the members are silent since the same moment.",
         lambda p: p.self_suspect,
     ),
-    _gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
-    _gauge(
+    _create_gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
+    _create_gauge(
         "cluster_unauthenticated_connections",
         "Open connections to the cluster port that are not links yet.",
         lambda p: p.links.unlinked,
     ),
-    _counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
-    _counter("cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied),
+    _create_counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
+    _create_counter(
+        "cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied
+    ),
 )
 _USED = "once a node has a video model, or a job exists or has ended"
 VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
@@ -402,7 +416,7 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "video_jobs",
         _G,
         "Video jobs that have not ended.",
-        _video(lambda v: [((state,), count) for state, count in v.states.items()]),
+        _read_video(lambda v: [((state,), count) for state, count in v.states.items()]),
         (
             (
                 "state",
@@ -415,7 +429,7 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "video_jobs_ended",
         _C,
         "Ended video jobs.",
-        _video(lambda v: [((end,), count) for end, count in v.counters.ends.items()]),
+        _read_video(lambda v: [((end,), count) for end, count in v.counters.ends.items()]),
         (("status", ", ".join(f"`{end}`" for end in ENDS)),),
         _USED,
     ),
@@ -423,7 +437,7 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "video_failures",
         _C,
         "Failed video jobs by reason.",
-        _video(lambda v: [((reason,), count) for reason, count in v.counters.failures.items()]),
+        _read_video(lambda v: [((reason,), count) for reason, count in v.counters.failures.items()]),
         (("reason", ", ".join(f"`{reason}`" for reason in sorted(REASONS))),),
         "after the first failure with this reason",
     ),
@@ -431,14 +445,14 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "video_oldest_queued_seconds",
         _G,
         "Waiting time of the oldest queued job; 0 if the queue is empty.",
-        _video(lambda v: one(v.oldest)),
+        _read_video(lambda v: build_single_row(v.oldest)),
         when=_USED,
     ),
     MetricFamily(
         "video_job_progress_ratio",
         _G,
         "Progress of the job on a node.",
-        _by_node(lambda p: p.video.progress),
+        _read_by_node(lambda p: p.video.progress),
         _NODE,
         "while a job runs on the node",
     ),
@@ -446,35 +460,35 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "video_output_seconds",
         _C,
         "Total length of completed videos.",
-        _video(lambda v: one(v.counters.seconds)),
+        _read_video(lambda v: build_single_row(v.counters.seconds)),
         when=_USED,
     ),
     MetricFamily(
         "video_artifacts_bytes",
         _G,
         "Disk space of video files on the coordinator.",
-        _video(lambda v: one(v.kept)),
+        _read_video(lambda v: build_single_row(v.kept)),
         when=_USED,
     ),
     MetricFamily(
         "video_queue_time_seconds",
         _H,
         "From a job's creation to its lease.",
-        _video_times(lambda counters: counters.waited),
+        _read_video_times(lambda counters: counters.waited),
         when=_USED,
     ),
     MetricFamily(
         "video_job_duration_seconds",
         _H,
         "From a job's lease to its end, for completed jobs.",
-        _video_times(lambda counters: counters.took),
+        _read_video_times(lambda counters: counters.took),
         when=_USED,
     ),
     MetricFamily(
         "video_lease_confirm_seconds",
         _H,
         "From the lease request to the node's confirmation.",
-        _video_times(lambda counters: counters.confirmed),
+        _read_video_times(lambda counters: counters.confirmed),
         when=_USED,
     ),
 )
@@ -490,7 +504,7 @@ SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
         "tls_issued_timestamp_seconds",
         _G,
         "Start of validity of a certificate of the coordinator, Unix time.",
-        _lives(0),
+        _read_validity(0),
         (("certificate", ", ".join(f"`{name}`" for name in CERTIFICATES)),),
         "while the certificate exists",
     ),
@@ -498,11 +512,11 @@ SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
         "tls_expires_timestamp_seconds",
         _G,
         "Expiry of a certificate of the coordinator, Unix time.",
-        _lives(1),
+        _read_validity(1),
         (("certificate", "as above"),),
         "while the certificate exists",
     ),
-    _counter("auth_failures", "Requests with an unknown or expired API key.", lambda p: p.keys_refused),
+    _create_counter("auth_failures", "Requests with an unknown or expired API key.", lambda p: p.keys_refused),
     MetricFamily(
         "condition_active",
         _G,
@@ -510,10 +524,12 @@ SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
         lambda p: [((name,), float(holds)) for name, holds in p.conditions.items()],
         (("condition", "a name of the [runbook](alerts.md)"),),
     ),
-    _gauge("process_start_time_seconds", "Start of the coordinator, Unix time.", lambda p: p.process.started),
-    _counter("process_cpu_seconds", "CPU time of the coordinator.", lambda p: p.process.cpu),
-    _gauge("process_peak_resident_bytes", "Peak resident memory of the coordinator.", lambda p: p.process.peak),
-    _gauge("process_open_fds", "Open files and connections of the coordinator.", lambda p: p.process.open_files),
-    _gauge("process_max_fds", "Limit of open files and connections.", lambda p: p.process.most_files),
+    _create_gauge("process_start_time_seconds", "Start of the coordinator, Unix time.", lambda p: p.process.started),
+    _create_counter("process_cpu_seconds", "CPU time of the coordinator.", lambda p: p.process.cpu_seconds),
+    _create_gauge(
+        "process_peak_resident_bytes", "Peak resident memory of the coordinator.", lambda p: p.process.peak_bytes
+    ),
+    _create_gauge("process_open_fds", "Open files and connections of the coordinator.", lambda p: p.process.open_files),
+    _create_gauge("process_max_fds", "Limit of open files and connections.", lambda p: p.process.max_files),
 )
 POOL = (*ROUTER, *MEMBERS, *VIDEO, *SELF)

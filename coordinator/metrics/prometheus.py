@@ -12,38 +12,40 @@ An unused gate is reported within half a minute: two scrapes, two evaluations, a
 """
 
 
-def configuration(base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", every: int = 0) -> str:
+def render_configuration(
+    base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", interval_seconds: int = 0
+) -> str:
     """Return `prometheus.yml` for a coordinator at `base` (no path).
 
     `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: those of the system.
-    `rules` is the file of alert rules. `every` is the scrape interval in seconds; 0: `SCRAPE_SECONDS`.
+    `rules` is the file of alert rules. `interval_seconds` is the scrape interval; 0: `SCRAPE_SECONDS`.
     """
-    where, seconds = urlsplit(base), every or SCRAPE_SECONDS
-    trust = f"\n    tls_config: {{ca_file: {_text(ca_file)}}}" if ca_file else ""
-    bearer = f"authorization: {{type: Bearer, credentials_file: {_text(token_file)}}}"
+    where, seconds = urlsplit(base), interval_seconds or SCRAPE_SECONDS
+    trust = f"\n    tls_config: {{ca_file: {_quote(ca_file)}}}" if ca_file else ""
+    bearer = f"authorization: {{type: Bearer, credentials_file: {_quote(token_file)}}}"
     return f"""global:
   scrape_interval: {seconds}s
   scrape_timeout: {min(seconds, 4)}s
   evaluation_interval: {seconds}s
 
-rule_files: [{_text(rules)}]
+rule_files: [{_quote(rules)}]
 
 scrape_configs:
   - job_name: macpool
     scheme: {where.scheme}
     {bearer}{trust}
     static_configs:
-      - targets: [{_text(where.netloc)}]
+      - targets: [{_quote(where.netloc)}]
 
   - job_name: macpool-nodes
     {bearer}{trust}
     http_sd_configs:
-      - url: {_text(base + "/prometheus/sd")}
+      - url: {_quote(base + "/prometheus/sd")}
         refresh_interval: 15s
         {bearer}{trust.replace("    ", "        ")}
 """
 
 
-def _text(value: str) -> str:
+def _quote(value: str) -> str:
     """Quote a text for YAML."""
     return "'" + value.replace("'", "''") + "'"

@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from coordinator.cluster.registry import Registry
-from coordinator.metrics.exposition import render
-from coordinator.metrics.families import CollectedFamily, collect
+from coordinator.metrics.exposition import render_metrics
+from coordinator.metrics.families import CollectedFamily, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE, NodeSnapshot, by_priority, sanitize_measures
+from coordinator.metrics.node import NODE, NodeSnapshot, sanitize_measures, sort_by_priority
 from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
@@ -34,7 +34,7 @@ MEASURES_TIMEOUT_SECONDS = 3.0
 MAX_MEASURES_BYTES = 16 * 1024
 VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
-Lives = Mapping[str, tuple[float, float]]
+Validities = Mapping[str, tuple[float, float]]
 
 
 class NodeUnreachable(Exception):
@@ -44,38 +44,43 @@ class NodeUnreachable(Exception):
 class MetricsService:
     """Source of all metrics of the coordinator and of the nodes.
 
-    `lives` reads the validity of certificates by name. `conditions` returns by alert rule whether it is active, and
-    `video` the metrics of video jobs.
+    `read_validities` reads the validity of certificates by name. `get_conditions` returns by alert rule whether it is
+    active, and `get_video_snapshot` the metrics of video jobs.
     """
 
     def __init__(
-        self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
+        self,
+        registry: Registry,
+        dispatcher: Dispatcher,
+        ring: KeyRing,
+        version: str,
+        read_validities: Callable[[], Validities],
     ) -> None:
         self._registry = registry
         self._dispatcher = dispatcher
         self._ring = ring
         self._version = version
-        self._read_lives = lives
-        self._lives: Lives = {}
-        self._lives_at: float | None = None
+        self._read_validities = read_validities
+        self._validities: Validities = {}
+        self._validities_at: float | None = None
         self._started = time.time()
         self._labels = AdmittedLabels()
-        self.conditions: Callable[[], Mapping[str, bool]] = dict
-        self.video: Callable[[], VideoSnapshot] = VideoSnapshot
+        self.get_conditions: Callable[[], Mapping[str, bool]] = dict
+        self.get_video_snapshot: Callable[[], VideoSnapshot] = VideoSnapshot
 
-    async def pool(self, accept: str) -> tuple[bytes, str]:
+    async def render_pool(self, accept: str) -> tuple[bytes, str]:
         """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
-        return await asyncio.to_thread(render, collect(POOL, self.snapshot()), accept)
+        return await asyncio.to_thread(render_metrics, collect_families(POOL, self.take_snapshot()), accept)
 
-    async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics as `pool`. Raise `NodeUnreachable` if the node does not answer or has left."""
-        measures = await self._measures(node)
-        view = self._registry.view().node(node)
+    async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
+        """Return a node's metrics as `render_pool` does. Raise `NodeUnreachable` if the node does not answer."""
+        measures = await self._fetch_measures(node)
+        view = self._registry.build_view().node(node)
         if view is None:
             raise NodeUnreachable("it is no member any more")
-        return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
+        return await asyncio.to_thread(render_metrics, self.collect_node(view, measures), accept)
 
-    def targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
+    def list_targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
         """Return the targets of Prometheus service discovery: one per member, at the coordinator's address.
 
         `host` and `scheme` are those of the request. The scrape of a member that does not answer fails.
@@ -90,50 +95,52 @@ class MetricsService:
                     "instance": node.name,
                 },
             }
-            for node in self._registry.view().nodes
+            for node in self._registry.build_view().nodes
             if node.state != NodeState.LEFT
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
         """Return the metric families of a node with their series, by its newest report and these measurements."""
-        return collect(NODE, self.node_snapshot(view, measures))
+        return collect_families(NODE, self.take_node_snapshot(view, measures))
 
-    def node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
+    def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
         """Return the metrics snapshot of a node by its newest report and these measurements."""
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.now() - view.reported_at)
-        about = self._labels.about(view.id, self._registry.host_description(view.id))
-        return NodeSnapshot(view, reported_at, wall, about, self._labels.models(view.id, by_priority(view)), measures)
+        about = self._labels.admit_host(view.id, self._registry.describe_host(view.id))
+        return NodeSnapshot(
+            view, reported_at, wall, about, self._labels.admit_models(view.id, sort_by_priority(view)), measures
+        )
 
-    def nodes(self) -> list[NodeSnapshot]:
+    def take_node_snapshots(self) -> list[NodeSnapshot]:
         """Return the snapshots of all nodes with a current report, without measurements.
 
         No request is sent to a node.
         """
-        views = self._registry.view().nodes
-        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
+        views = self._registry.build_view().nodes
+        return [self.take_node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
 
-    async def _measures(self, node: NodeId) -> NodeMeasures | None:
+    async def _fetch_measures(self, node: NodeId) -> NodeMeasures | None:
         """Fetch the measurements of a node; None if they are invalid, in which case only its histograms are missing.
 
         Raise `NodeUnreachable` if the node does not answer.
         """
-        view = self._registry.view().node(node)
+        view = self._registry.build_view().node(node)
         if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
-        pieces = self._registry.links.fetch(node, "metrics", MAX_MEASURES_BYTES)
+        pieces = self._registry.links.fetch_source(node, "metrics", MAX_MEASURES_BYTES)
         try:
             async with asyncio.timeout(MEASURES_TIMEOUT_SECONDS):
-                return read_measures(b"".join([piece async for piece in pieces]))
+                return decode_measures(b"".join([piece async for piece in pieces]))
         except (LookupError, TimeoutError) as error:
             raise NodeUnreachable(str(error) or "it did not answer") from None
 
-    def snapshot(self) -> PoolSnapshot:
+    def take_snapshot(self) -> PoolSnapshot:
         """Return the metrics snapshot of the coordinator, without requests to nodes."""
         dispatcher, registry = self._dispatcher, self._registry
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
         members = [node.id for node in view.nodes]
-        self._labels.keep(members)
+        self._labels.retain_members(members)
         keys = self._ring.names()
         dispatcher.counters.forget_keys(keys)
         return PoolSnapshot(
@@ -142,7 +149,7 @@ class MetricsService:
             wall=time.time(),
             now=now,
             view=view,
-            states=registry.states(),
+            states=registry.count_states(),
             self_suspect=registry.pool.self_suspect,
             counters=dispatcher.counters,
             keys=keys,
@@ -153,22 +160,22 @@ class MetricsService:
             opened_breakers=dispatcher.breakers.opened,
             waiting=dispatcher.waiting(),
             queue_limit=dispatcher.queue.limit(len(members)),
-            oldest=dispatcher.queue.oldest(now),
+            oldest_wait_seconds=dispatcher.queue.oldest(now),
             keys_refused=self._ring.refused,
-            certificates=self._our_lives(now),
-            node_certificates=links.certificate_validity(),
-            links=LinkCounts(links.open(), links.unlinked_count(), links.made, links.denied),
-            conditions=self.conditions(),
-            process=self._process(),
-            video=self.video(),
+            certificates=self._get_validities(now),
+            node_certificates=links.get_certificate_validity(),
+            links=LinkCounts(links.count_links(), links.count_unlinked(), links.made, links.denied),
+            conditions=self.get_conditions(),
+            process=self._read_process_metrics(),
+            video=self.get_video_snapshot(),
         )
 
-    def _our_lives(self, now: float) -> Lives:
-        if self._lives_at is None or now - self._lives_at > VALIDITY_CACHE_SECONDS:
-            self._lives, self._lives_at = self._read_lives(), now
-        return self._lives
+    def _get_validities(self, now: float) -> Validities:
+        if self._validities_at is None or now - self._validities_at > VALIDITY_CACHE_SECONDS:
+            self._validities, self._validities_at = self._read_validities(), now
+        return self._validities
 
-    def _process(self) -> ProcessMetrics:
+    def _read_process_metrics(self) -> ProcessMetrics:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return ProcessMetrics(
             self._started,
@@ -179,7 +186,7 @@ class MetricsService:
         )
 
 
-def read_measures(answer: bytes) -> NodeMeasures | None:
+def decode_measures(answer: bytes) -> NodeMeasures | None:
     """Decode a node's measurements (msgpack) and remove impossible numbers. Return None if the bytes are invalid."""
     try:
         return sanitize_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))

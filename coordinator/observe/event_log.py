@@ -25,7 +25,7 @@ Event = tuple[int, bytes]
 
 
 class EventLog:
-    """Ring of the newest events, and its readers. `add` is thread-safe; call all else on the event loop."""
+    """Ring of the newest events, and its readers. `add_event` is thread-safe; call all else on the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -35,14 +35,14 @@ class EventLog:
         self._numbers = itertools.count(1)
         self._numbers_of_readers = itertools.count(1)
 
-    def add(self, event: Mapping[str, Any]) -> None:
+    def add_event(self, event: Mapping[str, Any]) -> None:
         """Add an event of the log, with secrets already hidden. Ignore events of loggers outside `STREAMED_LOGGERS`."""
         if str(event.get("logger", "")).startswith(STREAMED_LOGGERS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
-                self._loop.call_soon_threadsafe(self._add, body)
+                self._loop.call_soon_threadsafe(self._append, body)
 
-    def _add(self, body: bytes) -> None:
+    def _append(self, body: bytes) -> None:
         event = (next(self._numbers), body)
         self._ring.append(event)
         for waiting in self._readers.values():
@@ -60,13 +60,13 @@ class EventLog:
         """Number of current readers."""
         return len(self._readers)
 
-    async def read(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
+    async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield server-sent events: those after number `last`, or the `newest` ones if `last` is None.
 
         With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence.
         """
-        kept = list(self._ring)
-        begin = [event for event in kept if event[0] > last] if last is not None else kept[max(0, len(kept) - newest) :]
+        ring = list(self._ring)
+        begin = [event for event in ring if event[0] > last] if last is not None else ring[max(0, len(ring) - newest) :]
         waiting: deque[Event] = deque(begin, maxlen=max(MAX_QUEUED_EVENTS, len(begin)))
         reader = next(self._numbers_of_readers)
         self._readers[reader] = waiting

@@ -76,7 +76,7 @@ class _Ring:
     def to_row(self, number: int, count: int) -> dict[str, list[float | None]]:
         """Return the `count` values of each series up to the point `number`, oldest first. None is a gap."""
         at = [one % MAX_POINTS for one in range(number - count + 1, number + 1)]
-        return {name: [_known(series[one]) for one in at] for name, series in self._series.items()}
+        return {name: [_to_json_number(series[one]) for one in at] for name, series in self._series.items()}
 
 
 class LoadHistory:
@@ -99,13 +99,14 @@ class LoadHistory:
         if elapsed <= 0:  # the clock was set back
             elapsed = INTERVAL_SECONDS
         for _ in range(min(MAX_POINTS, round(elapsed / INTERVAL_SECONDS) - 1)):
-            self._put({}, {})
+            self._append_point({}, {})
         nodes = {
-            node: _node_point(last.nodes.get(node, NodeLoad()), load, elapsed) for node, load in reading.nodes.items()
+            node: _compute_node_point(last.nodes.get(node, NodeLoad()), load, elapsed)
+            for node, load in reading.nodes.items()
         }
-        self._put(_pool_point(last, reading, elapsed), nodes)
+        self._append_point(_compute_pool_point(last, reading, elapsed), nodes)
 
-    def _put(self, pool: Mapping[str, float], nodes: Mapping[NodeId, Mapping[str, float]]) -> None:
+    def _append_point(self, pool: Mapping[str, float], nodes: Mapping[NodeId, Mapping[str, float]]) -> None:
         self._number += 1
         self._pool.put(self._number, pool)
         for node in nodes:
@@ -129,53 +130,56 @@ class LoadHistory:
         }
 
 
-def _pool_point(last: LoadReading, now: LoadReading, seconds: float) -> dict[str, float]:
+def _compute_pool_point(last: LoadReading, now: LoadReading, seconds: float) -> dict[str, float]:
     before = [last.nodes.get(node, NodeLoad()) for node in now.nodes]
     pairs = list(zip(before, now.nodes.values(), strict=True))
     loads = now.nodes.values()
     return {
-        "prompt_tokens_per_second": sum(_rise(a.prompt_tokens, b.prompt_tokens) for a, b in pairs) / seconds,
-        "generated_tokens_per_second": sum(_rise(a.generated_tokens, b.generated_tokens) for a, b in pairs) / seconds,
+        "prompt_tokens_per_second": sum(_compute_increase(a.prompt_tokens, b.prompt_tokens) for a, b in pairs)
+        / seconds,
+        "generated_tokens_per_second": sum(_compute_increase(a.generated_tokens, b.generated_tokens) for a, b in pairs)
+        / seconds,
         "in_flight": sum(load.in_flight for load in loads),
-        "memory_bytes": _sum([load.memory for load in loads]),
-        "cap_bytes": _sum([load.cap for load in loads if load.memory is not None]),
-        "ttft_seconds": _mean(
-            sum(_rise(a.first_token_seconds, b.first_token_seconds) for a, b in pairs),
-            sum(_rise(a.first_tokens, b.first_tokens) for a, b in pairs),
+        "memory_bytes": _sum_known([load.memory for load in loads]),
+        "cap_bytes": _sum_known([load.cap for load in loads if load.memory is not None]),
+        "ttft_seconds": _compute_mean(
+            sum(_compute_increase(a.first_token_seconds, b.first_token_seconds) for a, b in pairs),
+            sum(_compute_increase(a.first_tokens, b.first_tokens) for a, b in pairs),
         ),
-        "requests_per_second": _rise(last.requests, now.requests) / seconds,
+        "requests_per_second": _compute_increase(last.requests, now.requests) / seconds,
         "queued": now.queued,
     }
 
 
-def _node_point(last: NodeLoad, now: NodeLoad, seconds: float) -> dict[str, float]:
+def _compute_node_point(last: NodeLoad, now: NodeLoad, seconds: float) -> dict[str, float]:
     if now.memory is None:
         return {}
     return {
-        "prompt_tokens_per_second": _rise(last.prompt_tokens, now.prompt_tokens) / seconds,
-        "generated_tokens_per_second": _rise(last.generated_tokens, now.generated_tokens) / seconds,
+        "prompt_tokens_per_second": _compute_increase(last.prompt_tokens, now.prompt_tokens) / seconds,
+        "generated_tokens_per_second": _compute_increase(last.generated_tokens, now.generated_tokens) / seconds,
         "in_flight": now.in_flight,
         "memory_bytes": now.memory,
         "cap_bytes": UNKNOWN if now.cap is None else now.cap,
-        "ttft_seconds": _mean(
-            _rise(last.first_token_seconds, now.first_token_seconds), _rise(last.first_tokens, now.first_tokens)
+        "ttft_seconds": _compute_mean(
+            _compute_increase(last.first_token_seconds, now.first_token_seconds),
+            _compute_increase(last.first_tokens, now.first_tokens),
         ),
     }
 
 
-def _rise(before: float, now: float) -> float:
+def _compute_increase(before: float, now: float) -> float:
     """Return the increase of a total. A total that fell restarted at zero."""
     return now - before if now >= before else now
 
 
-def _mean(total: float, count: float) -> float:
+def _compute_mean(total: float, count: float) -> float:
     return total / count if count else UNKNOWN
 
 
-def _sum(values: list[int | None]) -> float:
+def _sum_known(values: list[int | None]) -> float:
     known = [value for value in values if value is not None]
     return sum(known) if known else UNKNOWN
 
 
-def _known(value: float) -> float | None:
+def _to_json_number(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 3)

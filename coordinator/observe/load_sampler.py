@@ -14,7 +14,7 @@ from router.placement.cluster_view import NodeView
 from wire.node_state import NodeState
 
 log = structlog.get_logger("coordinator.load")
-MEASURED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
+MEASURED_STATES = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
 """States in which the pool uses the memory of a node and the report of the node is current."""
 
 
@@ -22,16 +22,16 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
     """Return the load of the pool and of each member at `at` (Unix seconds), without nodes that have left."""
     counters = dispatcher.counters
     members = {
-        node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
-        for node in sorted(registry.view().nodes, key=lambda node: node.name)
+        node.id: build_node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
+        for node in sorted(registry.build_view().nodes, key=lambda node: node.name)
         if node.state != NodeState.LEFT
     }
     return LoadReading(at, members, counters.durations, dispatcher.waiting())
 
 
-def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
-    """Return the load of one member. `memory` and `cap` are None unless the state of the node is in `MEASURED`."""
-    counts, measured = counts or NodeCounts(), node.state in MEASURED
+def build_node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
+    """Return the load of one member. `memory` and `cap` are None unless its state is in `MEASURED_STATES`."""
+    counts, measured = counts or NodeCounts(), node.state in MEASURED_STATES
     return NodeLoad(
         prompt_tokens=counts.prompt_tokens,
         generated_tokens=counts.generated_tokens,

@@ -9,31 +9,31 @@ MAX_LINE_BYTES = 1024 * 1024
 """Maximum bytes that are searched for the end of a truncated first line."""
 
 
-async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGenerator[bytes]:
-    """Yield the newest `size` bytes of a log file, from the first complete line.
+async def read_log(file: Path, max_bytes: int, *, interval_seconds: float | None = None) -> AsyncGenerator[bytes]:
+    """Yield the newest `max_bytes` bytes of a log file, from the first complete line.
 
-    With `every`, continue with additions to the file, polled every `every` seconds. A file that has become shorter is
-    read from its start. Raise `OSError` if the file cannot be read.
+    With `interval_seconds`, continue with additions to the file, polled at this interval. A file that has become
+    shorter is read from its start. Raise `OSError` if the file cannot be read.
     """
-    offset, end = await asyncio.to_thread(_newest, file, size)
+    offset, end = await asyncio.to_thread(_find_newest_range, file, max_bytes)
     while True:
         while offset < end:
-            piece = await asyncio.to_thread(_piece, file, offset, min(CHUNK_BYTES, end - offset))
+            piece = await asyncio.to_thread(_read_piece, file, offset, min(CHUNK_BYTES, end - offset))
             if not piece:
                 break
             offset += len(piece)
             yield piece
-        if every is None:
+        if interval_seconds is None:
             return
-        await asyncio.sleep(every)
+        await asyncio.sleep(interval_seconds)
         end = (await asyncio.to_thread(file.stat)).st_size
         offset = 0 if end < offset else offset
 
 
-def _newest(file: Path, size: int) -> tuple[int, int]:
-    """Return the start and end of the newest `size` bytes, from the first complete line if there is one."""
+def _find_newest_range(file: Path, max_bytes: int) -> tuple[int, int]:
+    """Return the start and end of the newest `max_bytes` bytes, from the first complete line if there is one."""
     end = file.stat().st_size
-    begin = end - size
+    begin = end - max_bytes
     if begin <= 0:
         return 0, end
     with file.open("rb") as opened:
@@ -43,7 +43,7 @@ def _newest(file: Path, size: int) -> tuple[int, int]:
         return start if line.endswith(b"\n") and start < end else begin, end
 
 
-def _piece(file: Path, offset: int, size: int) -> bytes:
+def _read_piece(file: Path, offset: int, size: int) -> bytes:
     with file.open("rb") as opened:
         opened.seek(offset)
         return opened.read(size)

@@ -27,28 +27,28 @@ class NodeFacts:
     """Protocol number of the node; 0 if unknown."""
     in_flight: int
     """Requests on the node, counted by the coordinator."""
-    heard_seconds: float | None
+    reported_seconds_ago: float | None
     """Seconds since the last report; None without one."""
 
 
-def node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:
+def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:
     """Return a node as a row of the API, with sizes in bytes. None means unknown."""
     return {
-        **_member(member, row, facts, view.sharing),
-        **_memory(view.memory, reported=facts.reported),
-        **_enforced(view),
+        **_build_member_fields(member, row, facts, view.sharing),
+        **_build_memory_fields(view.memory, reported=facts.reported),
+        **_build_enforcement_fields(view),
         "in_flight": facts.in_flight,
         "running": view.engine.running,
         "waiting": view.engine.waiting,
-        "heard_seconds": facts.heard_seconds,
+        "heard_seconds": facts.reported_seconds_ago,
         "joined": row.joined,
-        "engine": _engine(view.engine, reported=facts.reported),
-        "models": [_model(model) for model in view.models.values()],
+        "engine": _build_engine_row(view.engine, reported=facts.reported),
+        "models": [_build_model_row(model) for model in view.models.values()],
         "video": video_row(view.video, allowed=view.video_allowed),
     }
 
 
-def _member(member: Member, row: MemberRow, facts: NodeFacts, sharing: Sharing) -> dict[str, Any]:
+def _build_member_fields(member: Member, row: MemberRow, facts: NodeFacts, sharing: Sharing) -> dict[str, Any]:
     return {
         "id": row.node,
         "name": row.name,
@@ -65,7 +65,7 @@ def _member(member: Member, row: MemberRow, facts: NodeFacts, sharing: Sharing) 
     }
 
 
-def _memory(memory: Memory, *, reported: bool) -> dict[str, Any]:
+def _build_memory_fields(memory: Memory, *, reported: bool) -> dict[str, Any]:
     return {
         "cap": memory.cap,
         "ceiling": memory.ceiling,
@@ -90,31 +90,31 @@ def _memory(memory: Memory, *, reported: bool) -> dict[str, Any]:
     }
 
 
-def _enforced(view: NodeView) -> dict[str, Any]:
+def _build_enforcement_fields(view: NodeView) -> dict[str, Any]:
     return {
         "cap_bound_by": view.enforcement.cap_bound_by,
         "remedy": view.enforcement.remedy,
         "tier": view.enforcement.tier,
         "system_memory": asdict(view.system),
-        "enforcement": enforcement_row(view.enforcement),
+        "enforcement": build_enforcement_row(view.enforcement),
     }
 
 
-def enforcement_row(one: Enforcement) -> dict[str, Any]:
+def build_enforcement_row(enforcement: Enforcement) -> dict[str, Any]:
     """Return the readings and actions of a node's memory enforcer as a row of the API."""
     return {
-        "level": MemoryLevel(one.level).name.lower(),
-        "phys": one.phys,
-        "highest": one.highest,
-        "interval": one.interval,
-        "polls": one.polls,
-        "over_caps": one.over_caps,
-        "kills": one.kills,
-        "warnings": list(one.warnings),
+        "level": MemoryLevel(enforcement.level).name.lower(),
+        "phys": enforcement.phys,
+        "highest": enforcement.highest,
+        "interval": enforcement.interval,
+        "polls": enforcement.polls,
+        "over_caps": enforcement.over_caps,
+        "kills": enforcement.kills,
+        "warnings": list(enforcement.warnings),
     }
 
 
-def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
+def _build_engine_row(engine: EngineState, *, reported: bool) -> dict[str, Any]:
     return {
         "kind": engine.kind,
         "state": engine.state if reported else "",
@@ -129,19 +129,19 @@ def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
     }
 
 
-def _model(model: Model) -> dict[str, Any]:
+def _build_model_row(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "loaded": model.loaded,
-        **model_state(model),
+        **get_model_state(model),
         "weights": model.weights,
         "context": model.context,
-        **speeds(model),
-        "measured": measured(model),
+        **get_speeds(model),
+        "measured": get_measured_memory(model),
     }
 
 
-def model_state(model: Model) -> dict[str, Any]:
+def get_model_state(model: Model) -> dict[str, Any]:
     """Return the state of a model on a node as a row: loaded, loading, known or failed.
 
     A known model loads at its first request. `progress` is 0 to 1; `cause` is set for a failed model.
@@ -153,7 +153,7 @@ def model_state(model: Model) -> dict[str, Any]:
     return {"model": "failed" if model.cause else "known", "cause": model.cause, "progress": 0.0}
 
 
-def speeds(model: Model) -> dict[str, float]:
+def get_speeds(model: Model) -> dict[str, float]:
     """Return the prefill and decode speeds of a model that placement uses, in tokens per second.
 
     The decode speed is for one request alone. Values are recent measurements, or estimates before the first
@@ -162,7 +162,7 @@ def speeds(model: Model) -> dict[str, float]:
     return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
 
 
-def measured(model: Model) -> dict[str, object] | None:
+def get_measured_memory(model: Model) -> dict[str, object] | None:
     """Return the measured memory of a model in bytes, and its limits in tokens and rows; None before a measurement."""
     if not model.profiled:
         return None
@@ -183,7 +183,7 @@ def can_answer(view: NodeView) -> bool:
     return view.state == NodeState.READY and view.engine.state == "ready" and armed and served
 
 
-def warnings_of(view: NodeView) -> list[str]:
+def list_warnings(view: NodeView) -> list[str]:
     """Return texts on conditions of a node that prevent requests: gate, memory or engine."""
     memory, engine, found = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
@@ -198,7 +198,7 @@ def warnings_of(view: NodeView) -> list[str]:
     return found
 
 
-def dangers_of(view: NodeView) -> list[str]:
+def list_dangers(view: NodeView) -> list[str]:
     """Return texts on reduced memory protection of a node: its own warnings, and conditions in its report."""
     memory, found = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in found):

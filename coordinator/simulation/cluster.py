@@ -17,13 +17,13 @@ from coordinator.cluster import membership
 from coordinator.cluster.membership import (
     CloseLink,
     Member,
-    MemberChanged,
     MemberConnected,
     MemberDisconnected,
     MemberEnrolled,
     MemberReported,
     MembershipTick,
-    NodeGone,
+    PublishMember,
+    ResumeRequests,
 )
 from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
 from coordinator.simulation.simulated_node import SimulatedNode
@@ -332,13 +332,13 @@ class SimulatedPool:
         self.members[node] = member
         for action in actions:
             match action:
-                case NodeGone():
+                case ResumeRequests():
                     self.log_line(f"{node} is gone: {action.reason}")
                     if self.contender is not None:
                         self.contender.node_gone(node, action.reason)
                 case CloseLink():
                     self._cut(node)
-                case MemberChanged():
+                case PublishMember():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
                     self.log_line(f"{node} {member.state}")

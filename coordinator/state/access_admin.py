@@ -16,7 +16,7 @@ from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.admission.usage import UsageCounter, UsageTotals
 
-LOCAL = "local"
+LOCAL_KEY_NAME = "local"
 """Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
 
 USAGE_DAYS = 400
@@ -48,10 +48,10 @@ class AccessAdmin:
     pepper: bytes
     clock: Callable[[], float]
 
-    def load(self) -> None:
+    def load_keys(self) -> None:
         """Add the stored keys to the key ring."""
         for row in self.store.keys.values():
-            self.ring.put(_ring_key(row))
+            self.ring.put(_to_api_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
@@ -72,10 +72,10 @@ class AccessAdmin:
         """Revoke a join token by its id. Return False if no token has this id."""
         return self.tokens.revoke(token)
 
-    def check_name(self, name: str, apart_from: str = "") -> None:
-        """Raise `NameTakenError` if a key other than `apart_from` has this name or id. Case is ignored."""
+    def check_key_name(self, name: str, except_key: str = "") -> None:
+        """Raise `NameTakenError` if a key other than `except_key` has this name or id. Case is ignored."""
         for row in self.store.keys.values():
-            if row.id != apart_from and name.casefold() in (row.name.casefold(), row.id.casefold()):
+            if row.id != except_key and name.casefold() in (row.name.casefold(), row.id.casefold()):
                 raise NameTakenError(
                     f"a key named {row.name} exists already ({row.id}): use another name, or revoke that key first"
                 )
@@ -96,7 +96,7 @@ class AccessAdmin:
         self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
         return {"schema": 1, "id": key.id, "key": text}
 
-    def limit_key(self, key: str, limits: KeyLimits) -> bool:
+    def set_key_limits(self, key: str, limits: KeyLimits) -> bool:
         """Replace the limits of a key, effective at once. Return False if no key has the id `key`."""
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
@@ -104,7 +104,7 @@ class AccessAdmin:
         """Rename a key. Return False if no key has the id `key`."""
         return self._change_key(key, name=name)
 
-    def expire_key(self, key: str, ttl: float | None) -> bool:
+    def set_key_expiry(self, key: str, ttl: float | None) -> bool:
         """Set the expiry of a key to `ttl` seconds from now; None: never. Return False if no key has the id `key`."""
         return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
 
@@ -119,7 +119,7 @@ class AccessAdmin:
             return False
         row = replace(row, **changes)
         self.store.put_key(row)
-        self.ring.put(_ring_key(row))
+        self.ring.put(_to_api_key(row))
         return True
 
     def list_keys(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class AccessAdmin:
         self.ring.drop(key)
         return self.store.revoke_key(key, self.clock())
 
-    def acts(self, last: int) -> dict[str, Any]:
+    def list_audit_entries(self, last: int) -> dict[str, Any]:
         """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
 
         An actor that is a key has its name in `actor_name`.
@@ -151,14 +151,14 @@ class AccessAdmin:
         acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
         return {"schema": 1, "acts": acts}
 
-    def count(self, usage: UsageCounter) -> None:
-        """Write the usage since the last call to the database, and delete rows older than `USAGE_DAYS`."""
+    def store_usage(self, usage: UsageCounter) -> None:
+        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days."""
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
-            self.store.count(key, model, today.isoformat(), used)
-        self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
+            self.store.add_usage(key, model, today.isoformat(), used)
+        self.store.delete_usage_before((today - timedelta(days=USAGE_DAYS)).isoformat())
 
-    def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
+    def sum_usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
         """Sum the usage by key and model, and with `daily` also by day (UTC).
 
         `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
@@ -181,5 +181,5 @@ class AccessAdmin:
         return {"schema": 1, "since": since or None, "usage": rows}
 
 
-def _ring_key(row: KeyRow) -> ApiKey:
+def _to_api_key(row: KeyRow) -> ApiKey:
     return ApiKey(row.id, row.name, frozenset(row.scopes), row.digest, row.created, row.expires, row.limits)

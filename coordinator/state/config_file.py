@@ -16,7 +16,7 @@ _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za
 _SYNTAX = re.compile(r"\(at line (\d+), column (\d+)\)")
 HIDDEN = "(set, not shown)"
 """Replacement of a value that is not shown."""
-ADDRESSES = frozenset({"alerts.webhook_url"})
+URL_SETTINGS = frozenset({"alerts.webhook_url"})
 """Settings with a URL, which may contain a secret: only scheme and host are shown."""
 
 
@@ -37,7 +37,7 @@ class ConfigFault:
     meaning: str = ""
     """Description of the setting; empty if unknown."""
 
-    def summary(self) -> str:
+    def render(self) -> str:
         """Render the fault as one line of text."""
         where = f"{self.origin}:{self.line}" if self.line else self.origin
         hint = f"; did you mean {self.near}?" if self.near else ""
@@ -45,7 +45,7 @@ class ConfigFault:
         return f"{where}: {self.key}: {self.text}{hint}{expected}" if self.key else f"{where}: {self.text}"
 
 
-def lines_of(text: str) -> dict[str, int]:
+def find_line_numbers(text: str) -> dict[str, int]:
     """Return the line, from 1, of each table and key in a TOML text, by dotted name."""
     found: dict[str, int] = {}
     table, closing = "", ""
@@ -55,24 +55,24 @@ def lines_of(text: str) -> dict[str, int]:
             continue
         heading = _TABLE.match(line)
         if heading:
-            table = _plain(heading[1])
+            table = _normalize_key(heading[1])
             found.setdefault(table, number)
             continue
         key = _KEY.match(line)
         if key is None:
             continue
-        name = _plain(key[1])
+        name = _normalize_key(key[1])
         found.setdefault(f"{table}.{name}" if table else name, number)
         rest = line[key.end() :]
         closing = next((quote for quote in ('"""', "'''") if rest.count(quote) == 1), "")
     return found
 
 
-def _plain(name: str) -> str:
+def _normalize_key(name: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in name.split("."))
 
 
-def line_of(key: str, lines: Mapping[str, int]) -> int:
+def find_line_number(key: str, lines: Mapping[str, int]) -> int:
     """Return the line of a key, or of the nearest table that contains it; 0 if neither is known."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
@@ -81,27 +81,33 @@ def line_of(key: str, lines: Mapping[str, int]) -> int:
     return 0
 
 
-def syntax(origin: str, message: str) -> ConfigFault:
+def build_syntax_fault(origin: str, message: str) -> ConfigFault:
     """Convert the message of a `TOMLDecodeError` into a `ConfigFault` of `origin`."""
     found = _SYNTAX.search(message)
     return ConfigFault(origin, int(found[1]) if found else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
 
 
-def located(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:
-    """Add lines to the faults of `origin`, and sort them by line. `text` is the TOML; if empty, no line is known."""
-    lines = lines_of(text)
-    found = [ConfigFault(origin, line_of(one.key, lines), one.key, one.text, one.near, one.meaning) for one in faults]
+def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:
+    """Convert the faults of `origin` into `ConfigFault`s with line numbers, sorted by line and key.
+
+    `text` is the TOML of `origin`. If it is empty, every line number is 0.
+    """
+    lines = find_line_numbers(text)
+    found = [
+        ConfigFault(origin, find_line_number(one.key, lines), one.key, one.text, one.near, one.meaning)
+        for one in faults
+    ]
     return sorted(found, key=lambda one: (one.line, one.key))
 
 
-def shown(key: str, value: object) -> object:
+def redact_value(key: str, value: object) -> object:
     """Return the value of the setting `key` for output. Of a URL that may contain a secret, only scheme and host."""
-    if key not in ADDRESSES or not value:
+    if key not in URL_SETTINGS or not value:
         return value
     parts = urlsplit(str(value))
     return f"{parts.scheme}://{parts.hostname}/…" if parts.scheme and parts.hostname else HIDDEN
 
 
-def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Return rows of `host.settings_loader.setting_rows` with `shown` applied to each value."""
-    return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)
+def redact_rows(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
+    """Return rows of `host.settings_loader.setting_rows` with `redact_value` applied to each value."""
+    return tuple({**row, "value": redact_value(str(row["key"]), row["value"])} for row in rows)

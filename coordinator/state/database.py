@@ -206,7 +206,7 @@ class Database:
         try:
             finish_swap(folder)
             connection = open_database(folder / "cluster.db", MIGRATIONS)
-            self._load(connection)
+            self._load_rows(connection)
         except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
             self._lock.release()
             raise StoreError(f"{folder / 'cluster.db'} cannot be used: {error}; restore a backup") from None
@@ -221,16 +221,16 @@ class Database:
         """Function that the writer thread calls if it cannot continue."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
-        self._writer = threading.Thread(target=self._write, name="store", daemon=True)
+        self._writer = threading.Thread(target=self._write_changes, name="store", daemon=True)
         self._writer.start()
 
-    def _load(self, connection: sqlite3.Connection) -> None:
+    def _load_rows(self, connection: sqlite3.Connection) -> None:
         row = connection.execute("SELECT cluster, name, epoch, generation FROM meta").fetchone()
         self._meta = ClusterMeta(*row)
-        self._members = {row.node: row for row in map(_member, connection.execute("SELECT * FROM members"))}
-        self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
+        self._members = {row.node: row for row in map(_parse_member_row, connection.execute("SELECT * FROM members"))}
+        self._tokens = {row.id: row for row in map(_parse_token_row, connection.execute("SELECT * FROM tokens"))}
         live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
-        self._keys = {row.id: row for row in map(_key, live)}
+        self._keys = {row.id: row for row in map(_parse_key_row, live)}
         rows = connection.execute("SELECT * FROM usage")
         self._usage = {
             (key, model, day): UsageRow(key, model, day, UsageTotals(*used)) for key, model, day, *used in rows
@@ -259,21 +259,21 @@ class Database:
         """API keys by id, without revoked ones."""
         return self._keys
 
-    def found(self, cluster: str, name: str) -> None:
+    def create_cluster(self, cluster: str, name: str) -> None:
         """Set id and display name of a new cluster."""
         self._meta = replace(self._meta, cluster=cluster, name=name)
-        self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
+        self._enqueue_write("UPDATE meta SET cluster = ?, name = ?", cluster, name)
 
-    def next_epoch(self) -> int:
+    def increment_epoch(self) -> int:
         """Increment the epoch, once at each start of the coordinator, and return the new value."""
         self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
-        self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
+        self._enqueue_write("UPDATE meta SET epoch = ?", self._meta.epoch)
         return self._meta.epoch
 
     def put_member(self, row: MemberRow) -> None:
         """Add a member, or replace the row of its node id."""
         self._members[row.node] = row
-        self._put(
+        self._enqueue_write(
             "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             row.node,
             row.name,
@@ -290,7 +290,7 @@ class Database:
     def put_token(self, row: TokenRow) -> None:
         """Add a join token, or replace the row of its id."""
         self._tokens[row.id] = row
-        self._put(
+        self._enqueue_write(
             "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
             row.id,
             row.key,
@@ -301,15 +301,15 @@ class Database:
             row.revoked,
         )
 
-    def drop_token(self, token: str) -> None:
+    def delete_token(self, token: str) -> None:
         """Delete the join token of this id. Do nothing if there is none."""
         self._tokens.pop(token, None)
-        self._put("DELETE FROM tokens WHERE id = ?", token)
+        self._enqueue_write("DELETE FROM tokens WHERE id = ?", token)
 
     def put_key(self, row: KeyRow) -> None:
         """Add an API key, or replace the row of its id."""
         self._keys[row.id] = row
-        self._put(
+        self._enqueue_write(
             "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
             row.id,
             row.name,
@@ -323,14 +323,14 @@ class Database:
     def revoke_key(self, key: str, now: float) -> bool:
         """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk."""
         known = self._keys.pop(key, None) is not None
-        self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
+        self._enqueue_write("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
 
-    def count(self, key: str, model: str, day: str, used: UsageTotals) -> None:
+    def add_usage(self, key: str, model: str, day: str, used: UsageTotals) -> None:
         """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`)."""
         row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
         row.used.add(used)
-        self._put(
+        self._enqueue_write(
             "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             key,
             model,
@@ -343,20 +343,20 @@ class Database:
         """Usage of every key, model and day, oldest day first."""
         return sorted(self._usage.values(), key=lambda row: (row.day, row.key, row.model))
 
-    def forget_usage(self, before: str) -> None:
+    def delete_usage_before(self, before: str) -> None:
         """Delete the usage of all days before `before` (`2026-01-31`)."""
         old = [one for one in self._usage if one[2] < before]
         for one in old:
             del self._usage[one]
         if old:
-            self._put("DELETE FROM usage WHERE day < ?", before)
+            self._enqueue_write("DELETE FROM usage WHERE day < ?", before)
 
-    def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
+    def add_audit_entry(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
         """Append an entry with the fields of `AuditRow` to the audit log. Keep at most `MAX_AUDIT_ENTRIES` entries."""
         number = self._audit[-1].number + 1 if self._audit else 1
         self._audit.append(AuditRow(number, at, actor, action, subject, address))
-        self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
-        self._put("DELETE FROM audit WHERE number <= ?", number - MAX_AUDIT_ENTRIES)
+        self._enqueue_write("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
+        self._enqueue_write("DELETE FROM audit WHERE number <= ?", number - MAX_AUDIT_ENTRIES)
 
     @property
     def audit(self) -> Sequence[AuditRow]:
@@ -371,13 +371,13 @@ class Database:
         """Add a certificate (serial in hex) to the deny list permanently. `now` is in Unix seconds."""
         self._deny(f"serial:{serial}", now, reason)
 
-    def denied(self, node: NodeId, serial: str) -> bool:
+    def is_denied(self, node: NodeId, serial: str) -> bool:
         """Return whether a node or its certificate is on the deny list."""
         return f"node:{node}" in self._denied or f"serial:{serial}" in self._denied
 
     def _deny(self, subject: str, now: float, reason: str) -> None:
         self._denied.add(subject)
-        self._put("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
+        self._enqueue_write("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
 
     async def flush(self) -> None:
         """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
@@ -390,7 +390,7 @@ class Database:
 
         self._writes.put(wake)
         await done.wait()
-        self._refuse_when_broken()
+        self._raise_failure()
 
     def close(self) -> None:
         """Write pending changes, close the database and release the lock. Raise `StoreError` if a write failed."""
@@ -398,17 +398,17 @@ class Database:
         self._writer.join()
         self._connection.close()
         self._lock.release()
-        self._refuse_when_broken()
+        self._raise_failure()
 
-    def _refuse_when_broken(self) -> None:
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _put(self, statement: str, *values: object) -> None:
-        self._refuse_when_broken()
+    def _enqueue_write(self, statement: str, *values: object) -> None:
+        self._raise_failure()
         self._writes.put(lambda: self._execute(statement, values))
 
-    def _write(self) -> None:
+    def _write_changes(self) -> None:
         while (write := self._writes.get()) is not None:
             try:
                 write()
@@ -441,7 +441,7 @@ def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise StoreError(f"cannot write {path}: {error}") from None
     try:
-        _prepare(connection, path, migrations)
+        _prepare_schema(connection, path, migrations)
     except sqlite3.Error as error:
         connection.close()
         raise StoreError(f"{path} cannot be used: {error}; restore a backup or move it away") from None
@@ -451,7 +451,7 @@ def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[str]) -> None:
+def _prepare_schema(connection: sqlite3.Connection, path: Path, migrations: Sequence[str]) -> None:
     (state,) = connection.execute("PRAGMA quick_check").fetchone()
     if state != "ok":
         raise StoreError(f"{path} is damaged ({state}): restore a backup or move it away")
@@ -463,29 +463,29 @@ def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[st
             f"{path} was written by a newer macpool (schema {version}, we know {len(migrations)}): update macpool"
         )
     if 0 < version < len(migrations):
-        _keep_before(connection, path, version)
+        _copy_before_migration(connection, path, version)
     for number, script in enumerate(migrations[version:], version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 
 
-def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> None:
+def _copy_before_migration(connection: sqlite3.Connection, path: Path, version: int) -> None:
     """Copy a database before a schema change, because an older macpool cannot read it afterwards.
 
     An existing copy is complete, and older than an interrupted attempt.
     """
-    kept = path.with_name(f"{path.name}.schema-{version}")
-    if kept.exists():
+    target = path.with_name(f"{path.name}.schema-{version}")
+    if target.exists():
         return
-    beside = path.with_name(f"{kept.name}.new")
-    beside.unlink(missing_ok=True)
-    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    with contextlib.closing(sqlite3.connect(beside)) as copy:
+    temporary = path.with_name(f"{target.name}.new")
+    temporary.unlink(missing_ok=True)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    with contextlib.closing(sqlite3.connect(temporary)) as copy:
         connection.backup(copy)
         copy.execute("PRAGMA journal_mode = DELETE")
-    beside.replace(kept)
+    temporary.replace(target)
 
 
-def _member(row: tuple[Any, ...]) -> MemberRow:
+def _parse_member_row(row: tuple[Any, ...]) -> MemberRow:
     node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
     decoded = msgspec.json.decode(hardware, type=Hardware)
     return MemberRow(
@@ -502,12 +502,12 @@ def _member(row: tuple[Any, ...]) -> MemberRow:
     )
 
 
-def _token(row: tuple[Any, ...]) -> TokenRow:
+def _parse_token_row(row: tuple[Any, ...]) -> TokenRow:
     token, key, created, expires, uses_left, name, revoked = row
     return TokenRow(token, key, created, expires, uses_left, name, bool(revoked))
 
 
-def _key(row: tuple[Any, ...]) -> KeyRow:
+def _parse_key_row(row: tuple[Any, ...]) -> KeyRow:
     key, name, scopes, digest, created, expires, _, limits = row
     bounds = None if limits is None else msgspec.json.decode(limits, type=KeyLimits)
     return KeyRow(key, name, tuple(scopes.split()), digest, created, expires, bounds)

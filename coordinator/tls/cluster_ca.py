@@ -68,23 +68,23 @@ class ClusterCa:
         self._own = folder / "coordinator.pem"
         file = folder / "authority.pem"
         if not file.exists():
-            write_pair(file, *_new_ca(clock()))
-        self._key, self._certificate = read_pair(file)
-        self.cluster = _cluster_of(self._certificate, file)
+            write_key_pair(file, *_create_ca(clock()))
+        self._key, self._certificate = read_key_pair(file)
+        self.cluster = _get_cluster_id(self._certificate, file)
         self.ca = self._certificate.public_bytes(Encoding.DER)
         """The CA's certificate, DER."""
-        if not self._own.exists() or not self._own_is_ours():
-            self._make_own()
-        self._context = self._new_context()
+        if not self._own.exists() or not self._has_issued_own_certificate():
+            self._issue_own_certificate()
+        self._context = self._create_context()
         self.renew()
 
-    def sign(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
+    def sign_request(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
         """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
 
-        Raise `CertificateRequestError` if `public_key_of` refuses the request.
+        Raise `CertificateRequestError` if `extract_public_key` refuses the request.
         """
-        certificate = self._leaf(
-            public_key_of(csr),
+        certificate = self._issue_leaf(
+            extract_public_key(csr),
             name or node,
             node_uri(self.cluster, node),
             ExtendedKeyUsageOID.CLIENT_AUTH,
@@ -92,7 +92,7 @@ class ClusterCa:
         )
         return certificate.public_bytes(Encoding.DER)
 
-    def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
+    def identify_signer(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
         """Return the node id and certificate serial (hex) of the member that signed a request to join again.
 
         `certificate` is the member's certificate (DER), `csr` the request (DER), and `proof` the signature by the
@@ -100,9 +100,9 @@ class ClusterCa:
         certificate also proves the key.
         """
         try:
-            shown = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
-            shown.verify_directly_issued_by(self._certificate)
-            key, peer = shown.public_key(), parse_uri(read_certificate(certificate).uri)
+            loaded = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
+            loaded.verify_directly_issued_by(self._certificate)
+            key, peer = loaded.public_key(), parse_uri(read_certificate(certificate).uri)
             if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
                 return None
             key.verify(proof, rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
@@ -110,32 +110,34 @@ class ClusterCa:
             return None
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
-    def seal(self, generation: int) -> bytes:
-        """Return the CA's signature that this cluster has a coordinator of this generation."""
-        return self._key.sign(_generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+    def seal_generation(self, generation: int) -> bytes:
+        """Sign with the CA's key that this cluster has a coordinator of this generation, and return the signature."""
+        return self._key.sign(_build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
-    def sealed(self, generation: int, seal: bytes) -> bool:
-        """Return whether `seal` is the signature of `seal()` for this generation, by a coordinator of this cluster."""
+    def is_sealed(self, generation: int, seal: bytes) -> bool:
+        """Return whether `seal` is a signature of `seal_generation` for this generation, with the key of this CA."""
         try:
-            self._key.public_key().verify(seal, _generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
+            self._key.public_key().verify(
+                seal, _build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256())
+            )
         except InvalidSignature:
             return False
         return True
 
-    def server_context(self) -> ssl.SSLContext:
+    def get_server_context(self) -> ssl.SSLContext:
         """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
-    def validity(self) -> dict[str, tuple[float, float]]:
+    def get_validity(self) -> dict[str, tuple[float, float]]:
         """Return issue and expiry in Unix seconds of the CA (`authority`) and of the coordinator's certificate
         (`coordinator`)."""
-        own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
+        own, ca = read_certificate(self._read_own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
 
     @property
     def renew_from(self) -> float:
         """Unix time from which `renew` issues a new coordinator certificate."""
-        return read_certificate(self._own_certificate()).renew_from
+        return read_certificate(self._read_own_certificate()).renew_from
 
     def renew(self) -> bool:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
@@ -144,39 +146,45 @@ class ClusterCa:
         """
         if self._clock() < self.renew_from:
             return False
-        self._make_own()
+        self._issue_own_certificate()
         self._context.load_cert_chain(self._own)
-        log.info("coordinator certificate renewed", expires=read_certificate(self._own_certificate()).expires)
+        log.info("coordinator certificate renewed", expires=read_certificate(self._read_own_certificate()).expires)
         return True
 
-    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
-        """Return the node that presented a certificate. `shown` is the verified certificate (DER), or its TLS object.
+    def identify_peer(self, presented: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
+        """Return the node that presented a verified certificate (DER), or the certificate of a TLS object.
 
         Return None without a certificate, or if the certificate names no node of this cluster. The signature is not
         checked here.
         """
-        der = shown.getpeercert(binary_form=True) if isinstance(shown, ssl.SSLObject | ssl.SSLSocket) else shown
+        der = (
+            presented.getpeercert(binary_form=True)
+            if isinstance(presented, ssl.SSLObject | ssl.SSLSocket)
+            else presented
+        )
         peer = parse_uri(read_certificate(der).uri) if der else None
         return peer if peer is not None and peer.cluster == self.cluster and peer.node is not None else None
 
-    def _own_certificate(self) -> bytes:
-        return read_pair(self._own)[1].public_bytes(Encoding.DER)
+    def _read_own_certificate(self) -> bytes:
+        return read_key_pair(self._own)[1].public_bytes(Encoding.DER)
 
-    def _own_is_ours(self) -> bool:
+    def _has_issued_own_certificate(self) -> bool:
         """Return whether this CA issued `coordinator.pem`. Every node would refuse a certificate of another CA."""
         try:
-            read_pair(self._own)[1].verify_directly_issued_by(self._certificate)
+            read_key_pair(self._own)[1].verify_directly_issued_by(self._certificate)
         except (AuthorityError, InvalidSignature, ValueError, TypeError) as error:
             log.warning("coordinator certificate replaced", why=str(error) or type(error).__name__)
             return False
         return True
 
-    def _make_own(self) -> None:
+    def _issue_own_certificate(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         uri = coordinator_uri(self.cluster)
-        write_pair(self._own, key, self._leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH))
+        write_key_pair(
+            self._own, key, self._issue_leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH)
+        )
 
-    def _leaf(
+    def _issue_leaf(
         self,
         key: ec.EllipticCurvePublicKey,
         name: str,
@@ -186,16 +194,16 @@ class ClusterCa:
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
-            certificate_builder(name, key, self._certificate.subject, self._clock(), life)
+            create_certificate_builder(name, key, self._certificate.subject, self._clock(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(key_usage(signs_certificates=False), critical=True)
+            .add_extension(build_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
 
-    def _new_context(self) -> ssl.SSLContext:
+    def _create_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0  # links are long: session resumption would save one handshake and skip a verification
@@ -206,12 +214,12 @@ class ClusterCa:
         return context
 
 
-def cluster_in(file: Path) -> str:
-    """Return the id of the cluster whose CA a file of `write_pair` holds. Raise `AuthorityError` if it holds none."""
-    return _cluster_of(read_pair(file)[1], file)
+def read_cluster_id(file: Path) -> str:
+    """Read the id of a cluster from its CA, in a file of `write_key_pair`. Raise `AuthorityError` if it has no CA."""
+    return _get_cluster_id(read_key_pair(file)[1], file)
 
 
-def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
+def extract_public_key(csr: bytes) -> ec.EllipticCurvePublicKey:
     """Return the public key of a certificate request (DER).
 
     Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
@@ -232,23 +240,23 @@ def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-def _generation(cluster: str, generation: int) -> bytes:
+def _build_generation_text(cluster: str, generation: int) -> bytes:
     return f"macpool generation {cluster} {generation}".encode()
 
 
-def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+def _create_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = f"macpool cluster {uuid.uuid4()}"
     certificate = (
-        certificate_builder(name, key.public_key(), named(name), now, CA_VALIDITY_SECONDS)
+        create_certificate_builder(name, key.public_key(), build_common_name(name), now, CA_VALIDITY_SECONDS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(key_usage(signs_certificates=True), critical=True)
+        .add_extension(build_key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA256())
     )
     return key, certificate
 
 
-def certificate_builder(
+def create_certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
     """Return a builder with subject `name`, issuer, key, serial number and validity; the caller adds extensions.
@@ -258,7 +266,7 @@ def certificate_builder(
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
-        .subject_name(named(name))
+        .subject_name(build_common_name(name))
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
@@ -268,12 +276,12 @@ def certificate_builder(
     )
 
 
-def named(name: str) -> x509.Name:
+def build_common_name(name: str) -> x509.Name:
     """Return an X.509 name that consists of the common name `name`."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+def build_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     """Return the key usage extension of a CA, or without `signs_certificates` that of a TLS certificate."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
@@ -288,14 +296,14 @@ def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
+def write_key_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
     """Replace a file by a key and its certificate (PEM), with mode 0600. Raise `OSError` if it cannot be written."""
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_private(path, private + certificate.public_bytes(Encoding.PEM))
 
 
-def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Read key and certificate from a file of `write_pair`. Raise `AuthorityError` if it is missing or damaged."""
+def read_key_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Read key and certificate from a file of `write_key_pair`. Raise `AuthorityError` if it is missing or damaged."""
     try:
         content = path.read_bytes()
         key = load_pem_private_key(content, None)
@@ -307,7 +315,7 @@ def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
     return key, certificate
 
 
-def _cluster_of(certificate: x509.Certificate, path: Path) -> str:
+def _get_cluster_id(certificate: x509.Certificate, path: Path) -> str:
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     match = _SUBJECT.fullmatch(str(names[0].value)) if names else None
     if match is None or not valid_id(match[1]):

@@ -32,11 +32,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from coordinator.tls.cluster_ca import (
     CA_VALIDITY_SECONDS,
     AuthorityError,
-    certificate_builder,
-    key_usage,
-    named,
-    read_pair,
-    write_pair,
+    build_common_name,
+    build_key_usage,
+    create_certificate_builder,
+    read_key_pair,
+    write_key_pair,
 )
 from host.bonjour_announce import addresses
 from host.private_files import private_folder
@@ -44,7 +44,7 @@ from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 log = structlog.get_logger("coordinator.tls.https_ca")
 
-HOME = (
+LOCAL_NETWORKS = (
     "127.0.0.0/8",
     "10.0.0.0/8",
     "172.16.0.0/12",
@@ -56,19 +56,19 @@ HOME = (
     "fe80::/10",
 )
 """Networks whose addresses the certificate may contain: loopback, private, link-local and overlay networks."""
-ISSUED_AGAIN = (
+REISSUED_WARNING = (
     "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "
     "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
 )
-ALWAYS = ("localhost", "127.0.0.1", "::1")
-LOCAL = "local"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_DOMAIN = "local"
 
 
 class HttpsCa:
     """Authority and certificate of the HTTPS endpoint, created in `folder` on first use.
 
-    `hosts` are additional names in the certificate. `clock` returns Unix seconds. `here` returns the current names and
-    addresses of this machine. Raise `AuthorityError` if the authority's file is damaged.
+    `hosts` are additional names in the certificate. `clock` returns Unix seconds. `get_local_names` returns the current
+    names and addresses of this machine. Raise `AuthorityError` if the authority's file is damaged.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class HttpsCa:
         folder: Path,
         hosts: Iterable[str],
         clock: Callable[[], float],
-        here: Callable[[], Iterable[str]] = lambda: (*own_names(), *addresses()),
+        get_local_names: Callable[[], Iterable[str]] = lambda: (*get_own_names(), *addresses()),
     ) -> None:
         private_folder(folder)
         self._clock = clock
-        self._here = here
+        self._get_local_names = get_local_names
         self._hosts = tuple(sorted(set(hosts)))
         self._own = folder / "endpoint.pem"
         file = folder / "endpoint-authority.pem"
-        self._key, self._ca = self._authority(file)
+        self._key, self._ca = self._load_authority(file)
         self._names: tuple[str, ...] = ()
         self._renew_from = 0.0
-        self.context = server_context()
+        self.context = create_server_context()
         self.renew()
 
     @property
@@ -101,9 +101,9 @@ class HttpsCa:
         return hashlib.sha256(self._ca.public_bytes(Encoding.DER)).hexdigest()
 
     @property
-    def life(self) -> tuple[float, float]:
+    def validity(self) -> tuple[float, float]:
         """Issue and expiry of the endpoint's current certificate, in Unix seconds."""
-        return certificate_validity(self._own)
+        return read_certificate_validity(self._own)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ class HttpsCa:
 
         Return whether a certificate was issued.
         """
-        names = tuple(sorted({*ALWAYS, *self._hosts, *filter(allowed, self._here())}))
+        names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
         now = self._clock()
         if names == self._names and now < self._renew_from:
             return False
@@ -123,52 +123,58 @@ class HttpsCa:
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         certificate = (
-            certificate_builder("macpool endpoint", key.public_key(), self._ca.subject, now, LEAF_VALIDITY_SECONDS)
+            create_certificate_builder(
+                "macpool endpoint", key.public_key(), self._ca.subject, now, LEAF_VALIDITY_SECONDS
+            )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(key_usage(signs_certificates=False), critical=True)
+            .add_extension(build_key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-            .add_extension(x509.SubjectAlternativeName([_general(name) for name in names]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([_build_general_name(name) for name in names]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())
         )
-        write_pair(self._own, key, certificate)
+        write_key_pair(self._own, key, certificate)
         with self._own.open("a") as file:
             file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
         self.context.load_cert_chain(self._own)
         log.info("endpoint certificate", names=", ".join(names))
         return True
 
-    def _authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    def _load_authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """Read the authority, or create one. If the permitted names changed, create a new key."""
-        names = [x509.DNSName("localhost"), x509.DNSName(LOCAL)]
-        names += [general for general in map(_general, self._hosts) if isinstance(general, x509.DNSName)]
+        names = [x509.DNSName("localhost"), x509.DNSName(LOCAL_DOMAIN)]
+        names += [general for general in map(_build_general_name, self._hosts) if isinstance(general, x509.DNSName)]
         if file.exists():
-            key, known = read_pair(file)
-            constrained = constrained_to(known)
+            key, known = read_key_pair(file)
+            constrained = get_name_constraints(known)
             if constrained == names:
                 return key, known
             if [general for general in constrained if isinstance(general, x509.DNSName)] == names:
-                log.warning(ISSUED_AGAIN)
-                return self._issue(file, key, _common_name(known), names)
+                log.warning(REISSUED_WARNING)
+                return self._issue_authority(file, key, _get_common_name(known), names)
         host = socket.gethostname().partition(".")[0]
-        return self._issue(file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names)
+        return self._issue_authority(
+            file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names
+        )
 
-    def _issue(
+    def _issue_authority(
         self, file: Path, key: ec.EllipticCurvePrivateKey, name: str, names: list[x509.DNSName]
     ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """Write an authority for this key that is constrained to these names."""
         certificate = (
-            certificate_builder(name, key.public_key(), named(name), self._clock(), CA_VALIDITY_SECONDS)
+            create_certificate_builder(
+                name, key.public_key(), build_common_name(name), self._clock(), CA_VALIDITY_SECONDS
+            )
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .add_extension(key_usage(signs_certificates=True), critical=True)
+            .add_extension(build_key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.NameConstraints(names, None), critical=True)
             .sign(key, hashes.SHA256())
         )
-        write_pair(file, key, certificate)
+        write_key_pair(file, key, certificate)
         return key, certificate
 
 
-def certificate_validity(pem: Path) -> tuple[float, float]:
+def read_certificate_validity(pem: Path) -> tuple[float, float]:
     """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
     none."""
     try:
@@ -178,7 +184,7 @@ def certificate_validity(pem: Path) -> tuple[float, float]:
     return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
 
 
-def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:
+def get_name_constraints(certificate: x509.Certificate) -> list[x509.GeneralName]:
     """Return the permitted names in the name constraints of an authority; an empty list without constraints."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or ())
@@ -186,34 +192,34 @@ def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:
         return []
 
 
-def _common_name(certificate: x509.Certificate) -> str:
+def _get_common_name(certificate: x509.Certificate) -> str:
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
-def allowed(name: str) -> bool:
+def is_local_name(name: str) -> bool:
     """Return whether the endpoint's certificate may contain an address or name of this machine.
 
-    Allowed are addresses in `HOME`, `localhost` and names under `.local`.
+    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names under `.local`.
     """
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return name == "localhost" or name.endswith("." + LOCAL)
-    networks = map(ipaddress.ip_network, HOME)
+        return name == "localhost" or name.endswith("." + LOCAL_DOMAIN)
+    networks = map(ipaddress.ip_network, LOCAL_NETWORKS)
     return any(address in network for network in networks if network.version == address.version)
 
 
-def own_names() -> tuple[str, ...]:
+def get_own_names() -> tuple[str, ...]:
     """Return the names of this machine on the local network: its host name under `.local`."""
-    return (f"{socket.gethostname().partition('.')[0].lower()}.{LOCAL}",)
+    return (f"{socket.gethostname().partition('.')[0].lower()}.{LOCAL_DOMAIN}",)
 
 
-def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
+def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """Return a server's TLS context with a certificate chain and its key (PEM files).
 
     Raise `AuthorityError` if the files cannot be used.
     """
-    context = server_context()
+    context = create_server_context()
     try:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
@@ -224,7 +230,7 @@ def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
     return context
 
 
-def server_context() -> ssl.SSLContext:
+def create_server_context() -> ssl.SSLContext:
     """Return a TLS context of the endpoint without certificate: TLS 1.2 or later, because many clients are old."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -232,7 +238,7 @@ def server_context() -> ssl.SSLContext:
     return context
 
 
-def _general(name: str) -> x509.GeneralName:
+def _build_general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

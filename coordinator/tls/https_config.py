@@ -9,20 +9,20 @@ import structlog
 
 from coordinator.state.settings import HttpSettings
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
-from coordinator.tls.https_ca import HttpsCa, certificate_validity, from_files, is_loopback
+from coordinator.tls.https_ca import HttpsCa, is_loopback, load_server_context, read_certificate_validity
 
 log = structlog.get_logger("coordinator.tls.https_ca")
 
 
-def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
+def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
     """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
     That is the context of the settings' certificate files, or an `HttpsCa`, or None without TLS. Raise `AuthorityError`
     if the settings contradict each other or a file cannot be used.
     """
-    check_http(http, listen)
+    check_http_settings(http, listen)
     if http.tls_cert_file:
-        return from_files(
+        return load_server_context(
             Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
         )
     if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
@@ -36,7 +36,7 @@ def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSL
     return None
 
 
-def check_http(http: HttpSettings, listen: str) -> None:
+def check_http_settings(http: HttpSettings, listen: str) -> None:
     """Check the settings of the endpoint that listens on the host `listen`, and their certificate files.
 
     Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
@@ -47,7 +47,9 @@ def check_http(http: HttpSettings, listen: str) -> None:
     if http.tls_key_file and not http.tls_cert_file:
         raise AuthorityError("http.tls_key_file is given without http.tls_cert_file")
     if http.tls_cert_file:
-        from_files(Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser())
+        load_server_context(
+            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+        )
     if http.anonymous and not is_loopback(listen):
         raise AuthorityError(
             f"http.anonymous is for loopback only, but other machines can reach {listen}: listen on 127.0.0.1, "
@@ -55,17 +57,17 @@ def check_http(http: HttpSettings, listen: str) -> None:
         )
 
 
-def https_validity(
+def read_https_validity(
     authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None, file: str
 ) -> dict[str, tuple[float, float]]:
     """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
 
     `file` is the certificate file of the settings. `endpoint` is missing without TLS, or if that file cannot be read.
     """
-    lives = authority.validity()
+    lives = authority.get_validity()
     if isinstance(tls, HttpsCa):
-        lives["endpoint"] = tls.life
+        lives["endpoint"] = tls.validity
     elif tls is not None:
         with contextlib.suppress(AuthorityError):
-            lives["endpoint"] = certificate_validity(Path(file).expanduser())
+            lives["endpoint"] = read_certificate_validity(Path(file).expanduser())
     return lives

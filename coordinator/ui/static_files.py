@@ -10,7 +10,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Final
 
-from coordinator.http.origin_check import Asgi, Receive, Scope, Send, answer
+from coordinator.http.origin_check import Asgi, Receive, Scope, Send, send_problem
 from router.errors import not_found, wrong_method
 
 POLICY: Final = (
@@ -61,9 +61,9 @@ class PageApp:
             return
         file = self._files.get(path)
         if file is None:
-            await answer(send, not_found(path))
+            await send_problem(send, not_found(path))
         elif scope["method"] not in ("GET", "HEAD"):
-            await answer(send, wrong_method(scope["method"], "GET, HEAD"))
+            await send_problem(send, wrong_method(scope["method"], "GET, HEAD"))
         else:
             await _send(scope, send, file)
 

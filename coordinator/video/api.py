@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from coordinator.state.access_admin import LOCAL
+from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.state.database import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
 from coordinator.video.controller import VideoController
@@ -249,7 +249,7 @@ class VideoApp:
 
 def _owner(key: ApiKey) -> str:
     """Return the owner of jobs of a key. The local key changes at every start, hence it maps to a fixed owner."""
-    return key.name if key.name == LOCAL else key.id
+    return key.name if key.name == LOCAL_KEY_NAME else key.id
 
 
 def _sees(key: ApiKey, job: VideoJob) -> bool:

@@ -49,8 +49,8 @@ class VideoLinks(Protocol):
         """Send a frame. Return False if the node is not linked."""
         ...
 
-    def fetch(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
-        """Yield the newest `limit` bytes of a node's source `what`, such as `artifact:LEASE/NAME`.
+    def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncIterator[bytes]:
+        """Yield the newest `max_bytes` bytes of a node's `source`, such as `artifact:LEASE/NAME`.
 
         Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
         """
@@ -78,7 +78,7 @@ class VideoController:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.artifacts = ArtifactFolder(folder / "videos", links.fetch)
+        self.artifacts = ArtifactFolder(folder / "videos", links.fetch_source)
         self._links = links
         self._wall = wall
         self._loop = asyncio.get_running_loop()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from coordinator.metrics.exposition import render
-from coordinator.metrics.families import collect
+from coordinator.metrics.exposition import render_metrics
+from coordinator.metrics.families import collect_families
 from coordinator.metrics.node import NODE
 from router.dispatch.counters import Counters
 from tests.bench.row import Row, commit
@@ -38,7 +38,9 @@ def _scrape() -> Row:
         pages, seconds = zip(*(_timed(lambda: pool.ask(request)) for _ in range(SCRAPES)), strict=True)
     text = pages[-1][0].partition(b"\r\n\r\n")[2]
     picture = node_picture(view(models=MODELS))
-    node, took = zip(*(_timed(lambda: render(collect(NODE, picture), "")[0]) for _ in range(SCRAPES)), strict=True)
+    node, took = zip(
+        *(_timed(lambda: render_metrics(collect_families(NODE, picture), "")[0]) for _ in range(SCRAPES)), strict=True
+    )
     series = _series(text) + NODES * _series(node[-1])
     whole = statistics.median(seconds) + NODES * statistics.median(took)
     figure = (

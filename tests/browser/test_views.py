@@ -15,7 +15,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from coordinator.cluster.membership import Member
-from coordinator.observe.node_rows import NodeFacts, node_row
+from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.browser.conftest import CHROMIUM
@@ -54,7 +54,7 @@ def node(name: str = "studio", state: NodeState = NodeState.READY, **changes: An
     report = Report(1, memory, engine, models, sharing=Sharing("always"))
     seen = view_of(report, node=NodeId(name), name=name, state=state, reported_at=0.0)
     row = MemberRow(NodeId(name), name, "m", Hardware("M4 Max", 128 * GIB), "ab", 1.0)
-    found = node_row(seen, Member(NodeId(name), state, 0.0), row, NodeFacts(True, "1.2.3", 5, 11, 0.0))
+    found = build_node_row(seen, Member(NodeId(name), state, 0.0), row, NodeFacts(True, "1.2.3", 5, 11, 0.0))
     return found | {"breaker": CLOSED} | changes
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.metrics.prometheus import configuration
+from coordinator.metrics.prometheus import render_configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
 from tests.support.cluster.engine_pool import HELLO, MLX, said
@@ -132,7 +132,7 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         made.cli("pause", "away", "1h")
         until_ray(made, "film")
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
-        text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
+        text = render_configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", interval_seconds=1)
         with prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
             until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 6, 60, "all targets are up")
             clip(made, "completed")  # before the load takes the processors

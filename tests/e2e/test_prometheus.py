@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.metrics.prometheus import configuration
+from coordinator.metrics.prometheus import render_configuration
 from tests.support.processes import Pool, pool, until
 from tests.support.prometheus import needs, prometheus, token_file
 
@@ -25,7 +25,7 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
     for name in ("one", "two"):
         made.join(name, "node.report_idle_seconds=0.5")
     key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
-    text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
+    text = render_configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", interval_seconds=1)
     with prometheus(tmp_path / "prometheus", text.replace("refresh_interval: 15s", "refresh_interval: 1s")) as found:
         until(lambda: found.up() == {"macpool": "1", "one": "1", "two": "1"}, what="every target is up")
         armed = {one["metric"]["node"]: one["value"][1] for one in found.value("macpool_gate_armed")}
@@ -44,7 +44,7 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
 def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
     made.join("one")
     wrong = made.cli("key", "create", "somebody", "--scope", "infer")["key"]
-    text = configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", every=1)
+    text = render_configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", interval_seconds=1)
     with prometheus(tmp_path / "prometheus", text) as found:
         until(lambda: found.up() == {"macpool": "0"}, what="the coordinator refuses")
         assert found.value("macpool_build_info") == []

@@ -177,7 +177,7 @@ async def _run(folder: Path, seed: int, count: int) -> list[str]:
     surprises: list[str] = []
     async with application(folder, RateLimit(6e9, 10**9)) as made:
         made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
-        made.registry.enrolled(made.store.members[NODE])
+        made.registry.add_member(made.store.members[NODE])
         for number, data in enumerate(inputs(seed, count)):
             for reader in (_decoded, _linked, _greeted) if number % CONNECTED == 0 else (_decoded,):
                 try:
@@ -205,7 +205,7 @@ def _linked(data: bytes, made: Application) -> None:
     links = made.registry.links
     connection = Connection(links)
     connection.connection_made(Pipe())
-    connection._conversation = None
+    connection._enrollment = None
     hello = Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE)
     links._unlinked.discard(connection)
     links._links[NODE] = connection
@@ -232,9 +232,9 @@ async def _settled(made: Application, where: str) -> list[str]:
         if NODE not in made.registry.pool.members:  # the node said goodbye
             made.store._denied.clear()
             made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
-            made.registry.enrolled(made.store.members[NODE])
-        json.dumps(made.registry.describe(NODE, 0), allow_nan=False)
-        msgspec.json.encode(made.registry.view().nodes)
+            made.registry.add_member(made.store.members[NODE])
+        json.dumps(made.registry.build_node_row(NODE, 0), allow_nan=False)
+        msgspec.json.encode(made.registry.build_view().nodes)
         await made.store.flush()
     except Exception as error:  # the harness reports every surprise
         return [f"settled, {where}: {type(error).__name__}: {error}"]

@@ -198,11 +198,11 @@ class Recorded(FastPathProtocol):
 
     def _start(self, job: Any) -> None:
         self.seen.append((b"POST", b"/v1/chat/completions", HOT, bytes(job)))
-        if self._late is not None:
-            self._disarm()
+        if self._deadline is not None:
+            self._cancel_deadline()
         self.transport.write(ANSWER)
-        if self._ahead:
-            self.loop.call_soon(self._go_on)
+        if self._pipelined:
+            self.loop.call_soon(self._parse_held_bytes)
 
 
 class Ours:

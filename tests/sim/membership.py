@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from coordinator.cluster.membership import (
     Action,
     CloseLink,
+    DeleteMember,
     Event,
-    ForgetMember,
     Member,
-    MemberChanged,
     MemberConnected,
     MemberCordoned,
     MemberDisconnected,
@@ -30,10 +29,11 @@ from coordinator.cluster.membership import (
     MemberReported,
     Membership,
     MemberUncordoned,
-    NodeGone,
+    PublishMember,
+    ResumeRequests,
     advance,
     next_deadline,
-    restored,
+    restore_membership,
     tick,
 )
 from wire.identity import NodeId
@@ -62,7 +62,7 @@ class _Story:
         time, verb, *words = line.split()
         now = float(time)
         if verb == "restore":
-            before, self.pool = self.pool, restored([NodeId(word) for word in words], now)
+            before, self.pool = self.pool, restore_membership([NodeId(word) for word in words], now)
             yield from self._told((), before)
         elif verb == "tick":
             before = self.pool
@@ -127,11 +127,11 @@ def _action(action: Action) -> str:
     match action:
         case CloseLink():
             return f"close link {action.link} of {action.node}: {action.reason}"
-        case NodeGone():
+        case ResumeRequests():
             return f"gone {action.node}: {action.reason}"
-        case MemberChanged():
+        case PublishMember():
             return f"changed {action.node}"
-        case ForgetMember():
+        case DeleteMember():
             return f"forget {action.node}"
 
 

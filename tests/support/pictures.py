@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
-from coordinator.metrics.node import NodeSnapshot, by_priority
+from coordinator.metrics.node import NodeSnapshot, sort_by_priority
 from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
@@ -163,7 +163,7 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
 def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodeSnapshot:
     """Return the picture of a node."""
     about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
-    return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(by_priority(seen)), measures)
+    return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(sort_by_priority(seen)), measures)
 
 
 def busy_counters(models: int, nodes: int) -> Counters:
@@ -220,7 +220,7 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolSnapsho
         opened_breakers=0,
         waiting=1,
         queue_limit=64,
-        oldest=0.5,
+        oldest_wait_seconds=0.5,
         keys_refused=0,
         certificates=lives,
         node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),

@@ -9,8 +9,8 @@ from coordinator.api.body import PLAIN, Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.qr import qr_matrix
 from coordinator.api.route import Route
-from coordinator.joining.join_approvals import Approvals, Decided, Locked, WrongCode
-from coordinator.joining.join_tokens import join_line
+from coordinator.joining.join_approvals import ApprovalLock, ApprovalQueue, DecidedApproval, WrongCode
+from coordinator.joining.join_tokens import build_join_command
 from coordinator.state.access_admin import AccessAdmin
 from router.errors import Problem
 
@@ -26,7 +26,7 @@ class NewToken(Body):
 class JoinRoutes:
     """Routes of `cluster token` and `cluster approve`. `url` is the coordinator's address for nodes."""
 
-    def __init__(self, admin: AccessAdmin, approvals: Approvals, url: str) -> None:
+    def __init__(self, admin: AccessAdmin, approvals: ApprovalQueue, url: str) -> None:
         self._admin = admin
         self._approvals = approvals
         self._url = url
@@ -50,7 +50,7 @@ class JoinRoutes:
         """Create a join token. Only this response contains its secret."""
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
-        join = join_line(self._url, answer["token"])
+        join = build_join_command(self._url, answer["token"])
         return {**answer, "join": join, "qr": qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class JoinRoutes:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the machines that wait for approval as rows, oldest first."""
-        waiting = self._approvals.list(asyncio.get_running_loop().time())
+        waiting = self._approvals.list_waiting(asyncio.get_running_loop().time())
         return [
             {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
         ]
@@ -80,10 +80,10 @@ class JoinRoutes:
         return _decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
 
 
-def _decided(decided: Decided | WrongCode | Locked) -> dict[str, Any]:
-    if isinstance(decided, Decided):
+def _decided(decided: DecidedApproval | WrongCode | ApprovalLock) -> dict[str, Any]:
+    if isinstance(decided, DecidedApproval):
         return {"schema": 1, "name": decided.waiting.name, "decision": decided.decision.value}
-    if isinstance(decided, Locked):
+    if isinstance(decided, ApprovalLock):
         raise ProblemError(
             Problem(
                 429,

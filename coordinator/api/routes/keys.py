@@ -12,7 +12,7 @@ from coordinator.api.body import PLAIN, Body
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
-from coordinator.state.access_admin import LOCAL, AccessAdmin, NameTakenError
+from coordinator.state.access_admin import LOCAL_KEY_NAME, AccessAdmin, NameTakenError
 from coordinator.ui.browser_sessions import PAGE
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
@@ -88,7 +88,7 @@ class KeyRoutes:
 
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Change the limits of a key at once: models, node labels, rates, running and queued requests, priority."""
-        return await self._changed(key, self._admin.limit_key(key, _limits(body.limits)))
+        return await self._changed(key, self._admin.set_key_limits(key, _limits(body.limits)))
 
     async def rename_key(self, key: str, body: NewName) -> dict[str, Any]:
         """Rename a key. Its secret, limits and usage stay; names of keys are unique."""
@@ -96,16 +96,16 @@ class KeyRoutes:
         return await self._changed(key, self._admin.rename_key(key, body.name))
 
     def _check_name(self, name: str, apart_from: str = "") -> None:
-        if name in (LOCAL, PAGE):
+        if name in (LOCAL_KEY_NAME, PAGE):
             raise ProblemError(invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name"))
         try:
-            self._admin.check_name(name, apart_from)
+            self._admin.check_key_name(name, apart_from)
         except NameTakenError as error:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 
     async def expire_key(self, key: str, body: Expiry) -> dict[str, Any]:
         """Set when a key expires, counted from now."""
-        return await self._changed(key, self._admin.expire_key(key, body.ttl_seconds))
+        return await self._changed(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
         """Replace the secret of a key. Only this response contains the new secret; the old secret stops working."""
@@ -147,8 +147,8 @@ class KeyRoutes:
         }
 
     def _used(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
-        self._admin.count(self._traffic.usage)  # up to now
-        return self._admin.usage(key, since, daily=daily)
+        self._admin.store_usage(self._traffic.usage)  # up to now
+        return self._admin.sum_usage(key, since, daily=daily)
 
 
 def _limits(given: Mapping[str, Any]) -> KeyLimits:

@@ -34,7 +34,9 @@ class LogRoutes:
 
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the end of the coordinator's log as text. With `follow`, stream new lines."""
-        return await log_text(log_reader.read(self._log_file, size, every=FOLLOW_INTERVAL_SECONDS if follow else None))
+        return await log_text(
+            log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
+        )
 
     async def events(
         self, request: Request, last: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 50, follow: bool = False
@@ -48,9 +50,9 @@ class LogRoutes:
             )
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
-        lines = self._events.read(number, last, follow=follow)
+        lines = self._events.stream_events(number, last, follow=follow)
         return StreamingResponse(lines, media_type=EVENTS, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
         """List the newest joins, key changes and administrative actions, oldest first; times in Unix seconds."""
-        return self._admin.acts(last)
+        return self._admin.list_audit_entries(last)

@@ -11,7 +11,7 @@ from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.observe.node_rows import measured, model_state, speeds
+from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
@@ -57,7 +57,7 @@ class ModelRoutes:
         name.
         """
         found: dict[str, dict[str, Any]] = {}
-        view = visible(self._registry.view(), limits)
+        view = visible(self._registry.build_view(), limits)
         served = view.models()
         for node in view.nodes:
             for model in node.models.values():
@@ -73,9 +73,9 @@ class ModelRoutes:
                         "conflict": identity.conflict,
                     },
                 )
-                place = {"id": node.id, "name": node.name, "state": str(node.state), **model_state(model)}
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **get_model_state(model)}
                 place["fingerprint"] = model.fingerprint
-                row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
+                row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
         return [found[name] for name in sorted(found)]
 
     async def models(self) -> dict[str, Any]:
@@ -84,21 +84,21 @@ class ModelRoutes:
 
     async def load(self, body: OneModel) -> dict[str, Any]:
         """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
-        answer = await self._loads.load(_model(body), self._node(body))
+        answer = await self._loads.load_model(_model(body), self._node(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_problem(answer))
-        return {"schema": 1, "model": body.model, "node": answer.row()}
+        return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
     async def unload(self, body: OneModel) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded."""
-        return _command_result(body, *await self._loads.unload(_model(body), self._node(body)))
+        return _command_result(body, *await self._loads.unload_model(_model(body), self._node(body)))
 
     async def profile(self, body: OneModel) -> dict[str, Any]:
         """Measure the memory of a model again: on a node, all nodes that have it loaded, or the best node."""
-        return _command_result(body, *await self._loads.profile(_model(body), self._node(body)))
+        return _command_result(body, *await self._loads.profile_model(_model(body), self._node(body)))
 
     def _node(self, body: OneModel) -> NodeView | None:
-        return None if body.node is None else self._registry.view().node(find_node(self._registry, body.node))
+        return None if body.node is None else self._registry.build_view().node(find_node(self._registry, body.node))
 
 
 def _model(body: OneModel) -> str:
@@ -113,7 +113,7 @@ def _command_result(
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_problem(wrong))
-    return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
+    return {"schema": 1, "model": body.model, "nodes": [one.to_row() for one in done]}
 
 
 def _problem(answer: Refused | RequestFailure) -> Problem:

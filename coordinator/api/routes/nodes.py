@@ -12,7 +12,7 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
 from coordinator.api.route import TEXT, Route
-from coordinator.cluster.membership import FORGET_AFTER_SECONDS
+from coordinator.cluster.membership import DELETE_AFTER_SECONDS
 from coordinator.cluster.registry import Registry
 from coordinator.state.database import Database
 from router.errors import Problem
@@ -44,7 +44,7 @@ class PauseBody(Body):
 
 def find_node(registry: Registry, node: str) -> NodeId:
     """Return the id of the node with this id or name. Raise `ProblemError` (404) if there is none."""
-    found = registry.find(node)
+    found = registry.find_member(node)
     if found is None:
         raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
     return found
@@ -80,7 +80,7 @@ class NodeRoutes:
         return [self._row(node) for node in self._registry.pool.members]
 
     def _row(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.describe(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
+        return self._registry.build_node_row(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
 
     def _breaker(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
@@ -98,7 +98,7 @@ class NodeRoutes:
         """Return the id of a node that has not left. Raise `ProblemError` with 404 or 409."""
         found = self._find(node)
         if self._registry.pool.members[found].state == NodeState.LEFT:
-            minutes = FORGET_AFTER_SECONDS / 60
+            minutes = DELETE_AFTER_SECONDS / 60
             text = f"{self._row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
             raise ProblemError(Problem(409, "node_left", text))
         return found
@@ -115,7 +115,9 @@ class NodeRoutes:
         """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
         links, found = self._registry.links, self._find(node)
         pieces = (
-            links.follow(found, "logs", size, FOLLOW_INTERVAL_SECONDS) if follow else links.fetch(found, "logs", size)
+            links.follow_source(found, "logs", size, FOLLOW_INTERVAL_SECONDS)
+            if follow
+            else links.fetch_source(found, "logs", size)
         )
         return await log_text(pieces)
 
@@ -131,7 +133,7 @@ class NodeRoutes:
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find_member(node)
-        self._registry.cordon(found, on=on)
+        self._registry.set_cordoned(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "cordoned": on}
 
@@ -145,7 +147,7 @@ class NodeRoutes:
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find_member(node)
-        self._registry.allow_video(found, on=on)
+        self._registry.set_video_allowed(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "video_allowed": on}
 
@@ -154,7 +156,7 @@ class NodeRoutes:
 
         The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
         found = self._find_member(node)
-        self._registry.cordon(found, on=True)
+        self._registry.set_cordoned(found, on=True)
         await self._store.flush()
         left = await self._traffic.wait_drained(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
@@ -172,7 +174,7 @@ class NodeRoutes:
     async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
         found = self._find_member(node)
         try:
-            sharing = await self._registry.pause(found, seconds, "an administrator of the pool")
+            sharing = await self._registry.pause_node(found, seconds, "an administrator of the pool")
         except LookupError as error:
             raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
         if sharing is None:
@@ -185,13 +187,13 @@ class NodeRoutes:
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Set the labels of a node. Keys can be limited to labels."""
         found = self._find_member(node)
-        self._registry.label(found, tuple(dict.fromkeys(body.labels)))
+        self._registry.set_labels(found, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
         return {"schema": 1, "node": found, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool."""
         found = self._find_member(node)
-        self._registry.remove(found)
+        self._registry.remove_node(found)
         await self._store.flush()
         return {"schema": 1, "node": found}

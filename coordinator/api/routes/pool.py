@@ -60,13 +60,13 @@ class PoolRoutes:
             "uptime_seconds": round(time.monotonic() - facts.started, 3),
             "base_url": facts.base_url,
             "cluster_url": facts.cluster_url,
-            "nodes": self._registry.states(),
-            "models": sorted(self._registry.view().served()),
+            "nodes": self._registry.count_states(),
+            "models": sorted(self._registry.build_view().served()),
             "in_flight": sum(self._traffic.in_flight(node) for node in self._registry.pool.members),
             "queued": self._traffic.waiting(),
             "self_suspect": self._registry.pool.self_suspect,
-            "warnings": self._registry.warnings(),
-            "dangers": self._registry.dangers(),
+            "warnings": self._registry.list_warnings(),
+            "dangers": self._registry.list_dangers(),
             "conditions": self.active(),
         }
 

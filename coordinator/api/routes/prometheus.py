@@ -29,19 +29,19 @@ class PrometheusRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """Return the coordinator's metrics in Prometheus format."""
-        text, kind = await self._metrics.pool(request.headers.get("accept", ""))
+        text, kind = await self._metrics.render_pool(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": kind})
 
     async def node_metrics(self, node: str, request: Request) -> Response:
         """Return a node's metrics in Prometheus format. Service discovery lists the address."""
         found, accepted = find_node(self._registry, node), request.headers.get("accept", "")
         try:
-            text, kind = await self._metrics.node(found, accepted)
+            text, kind = await self._metrics.render_node(found, accepted)
         except NodeUnreachable as error:
             raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
         return Response(text, headers={"content-type": kind})
 
     async def targets(self, request: Request) -> Response:
         """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics."""
-        found = self._metrics.targets(request.headers["host"], request.url.scheme)
+        found = self._metrics.list_targets(request.headers["host"], request.url.scheme)
         return Response(msgspec.json.encode(found), media_type="application/json")

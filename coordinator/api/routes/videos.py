@@ -30,7 +30,7 @@ class VideoRoutes:
     async def video_models(self) -> dict[str, Any]:
         """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
         controller, limits = self._controller, self._ring.limits(KEY.get()) or NO_LIMITS
-        models = package_rows(visible(self._registry.view(), limits), controller.profiles)
+        models = package_rows(visible(self._registry.build_view(), limits), controller.profiles)
         profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}
         return {
             "schema": 1,
@@ -41,5 +41,5 @@ class VideoRoutes:
 
     async def leases(self) -> dict[str, Any]:
         """List the memory leases for video jobs, oldest first; sizes in bytes."""
-        view, controller = self._registry.view(), self._controller
+        view, controller = self._registry.build_view(), self._controller
         return {"schema": 1, "leases": [lease_row(hold, controller.board, view) for hold in controller.holds()]}

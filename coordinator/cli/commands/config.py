@@ -80,7 +80,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
 
 def _refuse(wrong: Sequence[Any]) -> None:
     if wrong:
-        raise CommandError(2, "\n".join(one.summary() for one in wrong))
+        raise CommandError(2, "\n".join(one.render() for one in wrong))
 
 
 def _value(value: object) -> str:

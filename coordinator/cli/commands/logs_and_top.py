@@ -224,7 +224,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     folder can be moved, or mounted into a container.
     """
     from coordinator.alerts.rules import rules_file
-    from coordinator.metrics.prometheus import configuration
+    from coordinator.metrics.prometheus import render_configuration
     from host.private_files import private_folder, write_private
 
     try:
@@ -236,7 +236,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
         if renew or not token.exists():
             write_private(token, _scrape_token(session, token).encode())
         page = session.call("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
-        text = configuration(_at(page, host), token.name, authority.name if ca else "")
+        text = render_configuration(_at(page, host), token.name, authority.name if ca else "")
         (place / "prometheus.yml").write_text(text)
         (place / "rules.yml").write_text(rules_file(page))
     except OSError as error:

@@ -157,9 +157,9 @@ def _names(certificate: "x509.Certificate") -> list[str]:
     """Return the host names that an authority is constrained to."""
     from cryptography import x509
 
-    from coordinator.tls.https_ca import constrained_to
+    from coordinator.tls.https_ca import get_name_constraints
 
-    return [general.value for general in constrained_to(certificate) if isinstance(general, x509.DNSName)]
+    return [general.value for general in get_name_constraints(certificate) if isinstance(general, x509.DNSName)]
 
 
 def _scope(pem: str) -> str:

@@ -82,7 +82,7 @@ def up(
         raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
     from coordinator.run import RunOptions
-    from coordinator.state.config_file import rows_shown
+    from coordinator.state.config_file import redact_rows
     from host.settings_loader import setting_rows
 
     folder = state or default_state()
@@ -96,7 +96,7 @@ def up(
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
     options = RunOptions(
-        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(setting_rows(resolved))
+        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, redact_rows(setting_rows(resolved))
     )
 
     waiting = ExitStack()
@@ -142,19 +142,19 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
     Raise `CommandError` if a setting or model folder is wrong, or the node belongs to another cluster.
     """
     from coordinator.client.config_inspect import inspect_settings
-    from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
+    from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node_cluster
 
     for model in models:
         if not model.expanduser().is_dir():
             raise CommandError(2, f"--models: {model} is not a folder")
     if not (folder / "cluster.db").exists():
         try:
-            check_node(folder, "")
+            check_node_cluster(folder, "")
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.wrong:
-        raise CommandError(2, "\n".join(one.summary() for one in found.wrong))
+        raise CommandError(2, "\n".join(one.render() for one in found.wrong))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():

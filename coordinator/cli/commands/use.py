@@ -344,15 +344,17 @@ def version(session: ApiSession, all_nodes: bool) -> None:
 
 
 def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from coordinator.cluster.version_skew import MemberVersion, compare
+    from coordinator.cluster.version_skew import MemberVersion, compare_versions
 
-    lines = compare(coordinator, [MemberVersion(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
+    lines = compare_versions(
+        coordinator, [MemberVersion(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes]
+    )
     return [
         {
-            "name": one.running.name,
-            "state": one.running.state,
-            "version": one.running.version,
-            "protocol": one.running.protocol,
+            "name": one.member.name,
+            "state": one.member.state,
+            "version": one.member.version,
+            "protocol": one.member.protocol,
             "ok": one.ok,
             "joinable": one.joinable,
             "advice": one.advice,

@@ -197,7 +197,7 @@ def whole(answer: bytes) -> bytes:
 def test_more_connections_than_there_is_room_for_are_told(monkeypatch: pytest.MonkeyPatch, served: Served):
     """Open files are kept for the links of the nodes, and existing connections stay."""
     with socket.create_connection(served.address, timeout=10) as first:
-        monkeypatch.setattr("coordinator.http.http_protocol.DeadlineProtocol.most", 3)
+        monkeypatch.setattr("coordinator.http.http_protocol.DeadlineProtocol.max_connections", 3)
         others = [socket.create_connection(served.address, timeout=10) for _ in range(10)]
         told = [answers(one) for one in others[5:]]
         assert all([status(answer) for answer in found] == [503] for found in told)

@@ -122,7 +122,7 @@ def _show(served: Served) -> None:
     view = ClusterView(
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
     )
-    served.built.registry.view = lambda: view
+    served.built.registry.build_view = lambda: view
     served.built.conductor.apply_view(view)
 
 

@@ -9,9 +9,9 @@ from coordinator.joining.join_approvals import (
     MAX_NEW_CODES_PER_ADDRESS,
     MAX_WAITING,
     MAX_WAITING_PER_ADDRESS,
+    ApprovalQueue,
     ApprovalRequest,
-    Approvals,
-    Decided,
+    DecidedApproval,
     WaitingNode,
 )
 from node.agent.enrollment import EnrollDenied
@@ -20,13 +20,13 @@ from tests.support.cluster.enrolment import opened
 from wire.report import Hardware
 
 
-def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
+def _ask(line: ApprovalQueue, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
     return line.enqueue(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
     """Before this limit, 32 codes of one stranger blocked every approval for ten minutes."""
-    line = Approvals()
+    line = ApprovalQueue()
     answers = [_ask(line, f"{number:06d}", "10.0.0.66") for number in range(100)]
     for answer in answers:
         if isinstance(answer, ApprovalRequest):
@@ -41,7 +41,7 @@ def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
 
 
 def test_one_address_takes_a_part_of_the_list() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     answers = [_ask(line, f"{number:06d}", f"2001:db8::{number}") for number in range(8)]
     assert sum(isinstance(answer, ApprovalRequest) for answer in answers) == MAX_WAITING_PER_ADDRESS, (
         "one network of IPv6 is one"
@@ -49,7 +49,7 @@ def test_one_address_takes_a_part_of_the_list() -> None:
 
 
 def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
-    line, woken = Approvals(), list[str]()
+    line, woken = ApprovalQueue(), list[str]()
     silent = [
         _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}") for number in range(MAX_WAITING)
     ]
@@ -60,9 +60,9 @@ def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
     assert isinstance(mine, ApprovalRequest)
     assert woken == ["000000"]
     assert isinstance(silent[0], ApprovalRequest)
-    assert silent[0].gave_way
-    assert len(line.list(1.0)) == MAX_WAITING
-    assert isinstance(line.approve("777777", 2.0), Decided)
+    assert silent[0].displaced
+    assert len(line.list_waiting(1.0)) == MAX_WAITING
+    assert isinstance(line.approve("777777", 2.0), DecidedApproval)
     assert isinstance(_ask(line, "999999", "10.0.0.0", 2.0), ApprovalRequest), "there is a free place again"
 
 
@@ -70,7 +70,7 @@ async def test_a_machine_with_a_token_never_waits_for_a_code(tmp_path: Path) -> 
     async with opened(tmp_path / "c") as door:
         for number in range(300):
             _ask(door.approvals, f"{number:06d}", f"10.0.{number % 100}.1")
-        assert len(door.approvals.list(0.0)) == MAX_WAITING
+        assert len(door.approvals.list_waiting(0.0)) == MAX_WAITING
         identity = await join(door, tmp_path / "n", door.tokens.create())
         assert identity.node in door.store.members
 
@@ -82,7 +82,7 @@ async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
         def crowd(code: str) -> None:
             codes.append(code)
             (ticket,) = door.approvals.requests.values()
-            ticket.gave_way = True
+            ticket.displaced = True
             ticket.wake()
 
         with pytest.raises(EnrollDenied, match="use a token") as denied:

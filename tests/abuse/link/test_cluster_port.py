@@ -132,7 +132,7 @@ async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
     assert await (await port.dial()).ended() == []
     line = await port.link(port.member("known"))
     line.send(a_report(1))
-    await port.until(lambda: "known" in [node.name for node in port.application.registry.view().nodes])
+    await port.until(lambda: "known" in [node.name for node in port.application.registry.build_view().nodes])
 
 
 async def test_connections_with_a_certificate_do_not_count_as_strangers(
@@ -183,15 +183,20 @@ async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_p
     marks: list[SupersededMark] = []
     port.application.registry.on_superseded = marks.append
     stranger = ClusterCa(tmp_path / "stranger", time.time)
-    for generation, seal in ((2**60, b""), (7, b"x" * 72), (7, authority.seal(8)), (7, stranger.seal(7))):
+    for generation, seal in (
+        (2**60, b""),
+        (7, b"x" * 72),
+        (7, authority.seal_generation(8)),
+        (7, stranger.seal_generation(7)),
+    ):
         line = await port.dial(who)
         line.send(hello(who, generation=generation, seal=seal))
         welcome = await line.until(Welcome)
-        assert authority.sealed(welcome.generation, welcome.seal)
+        assert authority.is_sealed(welcome.generation, welcome.seal)
         line.close()
     assert marks == [], "a node's message cannot end the coordinator"
     line = await port.dial(who)
-    line.send(hello(who, generation=7, seal=authority.seal(7)))
+    line.send(hello(who, generation=7, seal=authority.seal_generation(7)))
     denied = the_no(await line.ended())
     assert (denied.reason, denied.final) == ("superseded", False)
     assert [(mark.generation, mark.node) for mark in marks] == [(7, "studio")]
@@ -210,7 +215,7 @@ async def test_a_removed_node_is_told_so_at_its_next_hello(port: Port) -> None:
     gone = port.member("gone")
     link = await port.link(gone)
     await port.until(lambda: port.state(gone) == "ready")
-    port.application.registry.remove(gone.node)
+    port.application.registry.remove_node(gone.node)
     assert the_no(await link.ended()).reason == "removed"
     line = await port.dial(gone)
     line.send(hello(gone))
@@ -411,10 +416,10 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
         writer.close()
 
     authority, request = ClusterCa(tmp_path / "authority", time.time), new_request("studio")
-    certificate = authority.sign(request.csr, NodeId("n1"), "studio")
+    certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     folder = tmp_path / "node" / "identity"
     who = create(folder, request, certificate, authority.cluster, authority.ca, machine_id("m1"))
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=authority.server_context())
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=authority.get_server_context())
     async with server:
         remember(who, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         node = await asyncio.create_subprocess_exec(

@@ -86,7 +86,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
 async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:
     """Before this check the writer's thread ended, every later change hung, and a removal was in memory only."""
     store = Database(tmp_path)
-    store.count("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
+    store.add_usage("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
     for _ in range(2):
         async with asyncio.timeout(30):
             with pytest.raises(StoreError, match="could not be written"):
@@ -105,7 +105,7 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
     async with port.client("admin") as client:
         answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
-    assert port.application.store.denied(who.node, "")
+    assert port.application.store.is_denied(who.node, "")
     port.application.store._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
 
 

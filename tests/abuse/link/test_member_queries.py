@@ -55,7 +55,7 @@ async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Po
     assert (await ask(port, who, "/api/v1/status"))["nodes"]["ready"] == 1
     assert port.state(who) == "ready"
     assert not link.reader.at_eof()
-    await port.until(lambda: port.application.registry.links.unlinked_count() == 0)
+    await port.until(lambda: port.application.registry.links.count_unlinked() == 0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_who_is_no_member_reads_nothing(port: Port):
     who, other = port.member("studio"), port.member("mini")
     assert await ask(port, who, "/api/v1/nodes", node=other.node) == "identity"
     assert await ask(port, who, "/api/v1/nodes", machine="another") == "cloned"
-    port.application.registry.remove(who.node)
+    port.application.registry.remove_node(who.node)
     assert await ask(port, who, "/api/v1/nodes") == "removed"
     stranger = await port.dial()
     stranger.send(MemberQuery(PROTOCOL, who.node, who.machine, "/api/v1/nodes"))

@@ -28,7 +28,9 @@ async def _linked(port: Port, name: str) -> Line:
 
 
 async def _all(port: Port, node: str, limit: int) -> bytes:
-    return b"".join([piece async for piece in port.application.registry.links.fetch(NodeId(node), "logs", limit)])
+    return b"".join(
+        [piece async for piece in port.application.registry.links.fetch_source(NodeId(node), "logs", limit)]
+    )
 
 
 async def test_no_node_answers_for_another(port: Port) -> None:

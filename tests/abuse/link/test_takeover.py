@@ -36,7 +36,7 @@ async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
                 await join(door, tmp_path / "thief", token)
             assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, victim) == before
-        assert not door.store.denied(victim.node, before[2])
+        assert not door.store.is_denied(victim.node, before[2])
         assert door.store.tokens[token.id].uses_left == 2, "a refusal uses nothing up"
         assert _noted(door, "refused to replace") == [f"studio {victim.node} from 127.0.0.1"]
 
@@ -60,11 +60,11 @@ async def test_a_certificate_without_its_key_proves_nothing(tmp_path: Path) -> N
         assert isinstance(key, ec.EllipticCurvePrivateKey)
         signed = key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
         for proof in (b"", b"x" * 70, signed):
-            assert door.authority.proves_member(victim.certificate, csr, proof) is None
+            assert door.authority.identify_signer(victim.certificate, csr, proof) is None
         certificate, proof = prove_identity(victim.folder, csr)
-        assert door.authority.proves_member(certificate, new_request("studio").csr, proof) is None
-        assert door.authority.proves_member(b"junk", csr, proof) is None
-        found = door.authority.proves_member(certificate, csr, proof)
+        assert door.authority.identify_signer(certificate, new_request("studio").csr, proof) is None
+        assert door.authority.identify_signer(b"junk", csr, proof) is None
+        found = door.authority.identify_signer(certificate, csr, proof)
         assert found == (victim.node, door.store.members[victim.node].serial)
 
 
@@ -94,7 +94,7 @@ async def test_an_approved_code_replaces_the_member_that_it_was_shown_to_replace
         code: asyncio.Future[str] = loop.create_future()
         joining = asyncio.create_task(join(door, tmp_path / "b", None, on_code=code.set_result))
         shown = await code
-        (waiting,) = door.approvals.list(loop.time())
+        (waiting,) = door.approvals.list_waiting(loop.time())
         assert waiting.replaces == "studio"
         door.approvals.approve(shown, loop.time())
         assert (await joining).node == first.node
@@ -140,7 +140,7 @@ async def test_a_code_is_not_even_shown_for_a_machine_that_is_linked(tmp_path: P
         door.linked[first.node] = "192.0.2.7"
         with pytest.raises(EnrollDenied, match="linked now"):
             await join(door, tmp_path / "b", None, on_code=lambda *_: None)
-        assert door.approvals.list(asyncio.get_running_loop().time()) == []
+        assert door.approvals.list_waiting(asyncio.get_running_loop().time()) == []
 
 
 async def test_a_member_that_linked_before_the_code_was_approved_is_not_expelled(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ class Linked(Node):
 
     def link(self, authority: ClusterCa, address: str) -> Agent:
         request = new_request("studio")
-        certificate = authority.sign(request.csr, NodeId("n1"), "studio")
+        certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
         identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
         agent = self.agent = Agent(remember(identity, address), self.settings, "0", HARDWARE, self.folder / "log")
         agent.supervisor, agent.limiter, agent.poll = self.supervisor, self.limiter, self.poll
@@ -83,7 +83,7 @@ async def linked(folder: Path) -> AsyncGenerator[tuple[Linked, "asyncio.Queue[Li
             line.send(Ping(nonce))
             await asyncio.sleep(1.0)
 
-    context: ssl.SSLContext = authority.server_context()
+    context: ssl.SSLContext = authority.get_server_context()
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     quick = flat(
         node__report_busy_seconds=0.1,

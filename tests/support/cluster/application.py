@@ -15,7 +15,7 @@ from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
-from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.metrics.service import MetricsService
@@ -72,8 +72,8 @@ async def application(
         store = Database(folder)
         stack.callback(store.close)
         authority = ClusterCa(folder / "authority", time.time)
-        store.found(authority.cluster, "home")
-        tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), Approvals(), load_pepper(folder)
+        store.create_cluster(authority.cluster, "home")
+        tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), ApprovalQueue(), load_pepper(folder)
         ring = KeyRing(pepper)
         if over is not None:
             ring, pepper = over.keys, PEPPER
@@ -95,13 +95,13 @@ async def application(
             dispatcher = over.dispatcher
             dispatcher.quotas = RateLimits(ring.limits)
         conductor = VideoController(folder, video or VideoSettings(), registry.links)
-        registry.placing = ListenerFanout(dispatcher, conductor)
+        registry.listener = ListenerFanout(dispatcher, conductor)
         facts = ServerInfo(
             "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
         )
         loads = ModelOperations(dispatcher, time.monotonic)
-        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.validity), Conditions()
-        metrics.conditions = conditions.flags
+        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.get_validity), Conditions()
+        metrics.get_conditions = conditions.flags
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
             registry,

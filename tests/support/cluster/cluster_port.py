@@ -101,10 +101,10 @@ class Port:
         authority, store = self.application.authority, self.application.store
         self.made += 1
         node, request = NodeId(f"node-{self.made}"), new_request(name)
-        certificate = authority.sign(request.csr, node, name)
+        certificate = authority.sign_request(request.csr, node, name)
         row = MemberRow(node, name, f"m{self.made}", HARDWARE, read_certificate(certificate).serial, time.time())
         store.put_member(row)
-        self.application.registry.enrolled(row)
+        self.application.registry.add_member(row)
         return create(self.folder / name, request, certificate, authority.cluster, authority.ca, row.machine)
 
     async def dial(self, who: NodeIdentity | ssl.SSLContext | None = None) -> Line:
@@ -230,7 +230,7 @@ async def opened(
     """Open the cluster port of a coordinator whose state is in `folder`."""
     with capture_logs() as logs:
         async with application(folder / "state", limit, video=video) as made:
-            number = await made.registry.links.start("127.0.0.1", 0, made.authority.server_context())
+            number = await made.registry.links.start("127.0.0.1", 0, made.authority.get_server_context())
             port = Port(made, folder, number, logs)
             try:
                 yield port

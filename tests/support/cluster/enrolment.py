@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentContext, EnrollmentServer
-from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database, MemberRow
@@ -40,7 +40,7 @@ class Door:
     authority: ClusterCa
     store: Database
     tokens: JoinTokens
-    approvals: Approvals
+    approvals: ApprovalQueue
     wall: Wall
     enrolment: EnrollmentServer
     address: str = ""
@@ -66,7 +66,7 @@ async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None
     wall = wall or Wall()
     store = Database(folder)
     authority = ClusterCa(folder, wall)
-    tokens, approvals = JoinTokens(store, authority.ca, wall), Approvals()
+    tokens, approvals = JoinTokens(store, authority.ca, wall), ApprovalQueue()
     joined: list[MemberRow] = []
     linked: dict[NodeId, str] = {}
     cluster = EnrollmentContext(
@@ -75,7 +75,7 @@ async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None
     enrolment = EnrollmentServer(cluster, limit or RateLimit(6000, 1000))
     door = Door(authority, store, tokens, approvals, wall, enrolment, joined=joined, linked=linked)
     server = await asyncio.start_server(
-        lambda reader, writer: _serve(door, reader, writer), "127.0.0.1", 0, ssl=authority.server_context()
+        lambda reader, writer: _serve(door, reader, writer), "127.0.0.1", 0, ssl=authority.get_server_context()
     )
     door.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
@@ -88,7 +88,7 @@ async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None
 
 async def _serve(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        peer = door.authority.peer_of(writer.get_extra_info("ssl_object"))
+        peer = door.authority.identify_peer(writer.get_extra_info("ssl_object"))
         if peer:
             await _note(door, peer)
             writer.write(b"known")

@@ -16,7 +16,7 @@ from typing import ClassVar
 import msgspec
 import uvicorn
 
-from coordinator.http.chat_fast_path import FastPath, protocol
+from coordinator.http.chat_fast_path import FastPath, create_protocol_class
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
@@ -256,7 +256,7 @@ class LoopbackCluster:
         http: type[DeadlineProtocol] = DeadlineProtocol
         if self.front:
             door = FastPath(self.dispatcher, self.keys, self.settings, OriginCheck(self.app))
-            http = protocol(door)
+            http = create_protocol_class(door)
         server = uvicorn.Server(
             uvicorn.Config(
                 self.app,

@@ -92,7 +92,7 @@ class OldCoordinator:
     def node(self, name: str) -> Path:
         """Make the state folder of a joined node, and return it."""
         state, request = self.folder / name, new_request(name)
-        certificate = self.authority.sign(request.csr, NodeId(name), name)
+        certificate = self.authority.sign_request(request.csr, NodeId(name), name)
         identity: NodeIdentity = create(
             state / "node" / "identity",
             request,
@@ -164,7 +164,7 @@ class OldCoordinator:
 async def old_coordinator(folder: Path) -> AsyncGenerator[OldCoordinator]:
     """Listen as a coordinator of the old version."""
     made = OldCoordinator(ClusterCa(folder / "authority", time.time), folder)
-    server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=made.authority.server_context())
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=made.authority.get_server_context())
     made.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield made

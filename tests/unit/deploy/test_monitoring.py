@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.metrics.prometheus import configuration
+from coordinator.metrics.prometheus import render_configuration
 from dashboards.generate import BOARDS
 from tests.support.prometheus import needs
 
@@ -69,5 +69,5 @@ def test_the_folder_that_is_mounted_is_the_one_that_the_readme_has_written():
     assert name == "prometheus.yml"
     readme = (DEPLOY / "README.md").read_text()
     assert "cluster metrics-config --folder secrets/prometheus" in readme
-    text = configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
+    text = render_configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
     assert "/" not in "".join(re.findall(r"(?:credentials_file|ca_file): '([^']*)'", text)), "found beside the file"

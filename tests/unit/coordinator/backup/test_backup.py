@@ -52,8 +52,8 @@ def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
     """Make a cluster with one object of every kind; return its id."""
     store = Database(folder)
     authority = ClusterCa(folder / "authority", time.time)
-    store.found(authority.cluster, name)
-    store.next_epoch()
+    store.create_cluster(authority.cluster, name)
+    store.increment_epoch()
     store.put_member(MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0))
     store.put_token(TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab"))
     store.put_key(KEY)
@@ -134,7 +134,7 @@ def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
     restore(second, tmp_path / "three", NOW - 1e6)
     assert shows(tmp_path / "three")[1] == int(NOW) + 1, "also where the clock is behind"
     store = Database(tmp_path / "three")
-    assert store.next_epoch() > 2000, "the other may have been started again and again since"
+    assert store.increment_epoch() > 2000, "the other may have been started again and again since"
     store.close()
 
 
@@ -347,25 +347,25 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
     authority = ClusterCa(home[0] / "authority", time.time)
     stranger = ClusterCa(tmp_path / "stranger", time.time)
     fence = GenerationFence(authority, 5)
-    assert fence.is_newer(6, authority.seal(6))
+    assert fence.is_newer(6, authority.seal_generation(6))
     lies = [
         (6, b""),
         (6, b"x" * 70),
-        (6, authority.seal(7)),
-        (6, stranger.seal(6)),
-        (5, authority.seal(5)),
-        (4, authority.seal(4)),
-        (2**62, authority.seal(6)),
-        (-1, authority.seal(-1)),
+        (6, authority.seal_generation(7)),
+        (6, stranger.seal_generation(6)),
+        (5, authority.seal_generation(5)),
+        (4, authority.seal_generation(4)),
+        (2**62, authority.seal_generation(6)),
+        (-1, authority.seal_generation(-1)),
     ]
     for generation, seal in lies:
         assert not fence.is_newer(generation, seal)
     fence.check(home[0])
-    record_superseded(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
+    record_superseded(home[0], SupersededMark(6, authority.seal_generation(6), "studio", NOW))
     assert (home[0] / MARK_FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(SupersededError, match=r"is valid now \(reported by node studio\)\. Remove"):
         fence.check(home[0])
-    record_superseded(home[0], SupersededMark(6, authority.seal(6)))
+    record_superseded(home[0], SupersededMark(6, authority.seal_generation(6)))
     with pytest.raises(SupersededError, match=r"is valid now\. Remove"):
         fence.check(home[0])
     GenerationFence(authority, 6).check(home[0])
@@ -421,8 +421,8 @@ def full_cluster(folder: Path) -> str:
     store.revoke_key("k3", 9.0)
     store.deny_node(NodeId("n3"), 8.0, "removed")
     store.deny_serial("ef56", 8.0, "removed")
-    store.count("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))
-    store.note(7.0, "k1", "cordon", "n2", "10.0.0.5")
+    store.add_usage("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))
+    store.add_audit_entry(7.0, "k1", "cordon", "n2", "10.0.0.5")
     store.close()
     videos = VideoStore(folder)
     videos.put_job(VideoJob("video_abc", 1, "k1", 100.0, RequestedClip("m", "p", 64, 48, 16, 8, 4, 12), 36))
@@ -466,8 +466,8 @@ def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     )
     assert set(store.keys) == {"k1", "k2"}, "a revoked key stays revoked"
     assert store.keys["k2"].limits == KeyLimits(concurrency=2)
-    assert store.denied(NodeId("n3"), "")
-    assert store.denied(NodeId("other"), "ef56")
+    assert store.is_denied(NodeId("n3"), "")
+    assert store.is_denied(NodeId("other"), "ef56")
     assert [(row.key, row.used) for row in store.usage] == [("k1", UsageTotals(1, 2, 3, 4, 5))]
     assert [(row.action, row.address) for row in store.audit] == [("cordon", "10.0.0.5")]
     store.close()

@@ -9,7 +9,7 @@ from rich.console import Console
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cli.memory_breakdown import arithmetic, guard_of
 from coordinator.client import api_client
-from coordinator.observe.node_rows import dangers_of, enforcement_row
+from coordinator.observe.node_rows import build_enforcement_row, list_dangers
 from router.placement.cluster_view import NodeView
 from wire.identity import NodeId
 from wire.report import Enforcement, Memory, MemoryLevel
@@ -18,7 +18,7 @@ from wire.units import GIB, MIB
 
 def node(**changes: Any) -> dict[str, Any]:
     """Return an API row of a node: a cap of 96 GiB limited by Metal, a margin of 12, 60 in use, 4 reserved."""
-    enforcement = enforcement_row(
+    enforcement = build_enforcement_row(
         Enforcement(MemoryLevel.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1)
     )
     return {
@@ -102,15 +102,15 @@ def view(memory: Memory, enforcement: Enforcement) -> NodeView:
 def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_has_none():
     off = Memory(cap=8 * GIB, guard=False, margin=0)
     told = ("memory.guard is off: it may panic", "memory.margin is 0: a spike", "the cap is above the Metal limit")
-    assert dangers_of(view(off, Enforcement(warnings=told))) == list(told)
-    silent = dangers_of(view(off, Enforcement()))
+    assert list_dangers(view(off, Enforcement(warnings=told))) == list(told)
+    silent = list_dangers(view(off, Enforcement()))
     assert [text.split(":")[0] for text in silent] == ["memory.guard is off", "memory.margin is 0"]
-    assert dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
-    assert dangers_of(view(Memory(), Enforcement())) == [], "a node has sent no report yet"
+    assert list_dangers(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
+    assert list_dangers(view(Memory(), Enforcement())) == [], "a node has sent no report yet"
 
 
 def test_a_node_over_its_cap_is_a_danger():
-    (text,) = dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(MemoryLevel.OVER_HARD)))
+    (text,) = list_dangers(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(MemoryLevel.OVER_HARD)))
     assert "over its cap of 8.0 GiB" in text
 
 

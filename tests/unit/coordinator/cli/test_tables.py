@@ -14,7 +14,7 @@ from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW
 from coordinator.cluster.membership import Member
-from coordinator.observe.node_rows import NodeFacts, node_row
+from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.support.cluster.cluster_port import a_report
@@ -47,8 +47,10 @@ def a_node(name: str, models: int, state: NodeState = NodeState.READY, **changes
         video_allowed=False,
     )
     row = MemberRow(NodeId(name), name, "m", Hardware("Apple M4 Max", 128 << 30, 16, "macOS 26", "3.13"), "1", 0.0)
-    told = NodeFacts(reported=True, version="0.1.0", protocol=2, in_flight=3, heard_seconds=312.0)
-    return node_row(view, Member(NodeId(name), state, 0.0), row, told) | {"breaker": {"state": "closed"}} | changes
+    told = NodeFacts(reported=True, version="0.1.0", protocol=2, in_flight=3, reported_seconds_ago=312.0)
+    return (
+        build_node_row(view, Member(NodeId(name), state, 0.0), row, told) | {"breaker": {"state": "closed"}} | changes
+    )
 
 
 def a_pool(models: int) -> dict[str, Any]:

@@ -3,13 +3,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cluster.membership import (
-    FORGET_AFTER_SECONDS,
+    DELETE_AFTER_SECONDS,
     TABLE,
     CloseLink,
+    DeleteMember,
     Event,
-    ForgetMember,
     Member,
-    MemberChanged,
     MemberConnected,
     MemberCordoned,
     MemberDisconnected,
@@ -20,10 +19,11 @@ from coordinator.cluster.membership import (
     Membership,
     MembershipTick,
     MemberUncordoned,
-    NodeGone,
+    PublishMember,
+    ResumeRequests,
     advance,
     next_deadline,
-    restored,
+    restore_membership,
     step,
     tick,
 )
@@ -47,7 +47,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), EVENTS, st.floats(0, 20)), max_size=60))
 def test_no_order_of_events_breaks_an_invariant(story: list[tuple[NodeId, Event, float]]) -> None:
-    pool, now = restored([A], 0.0), 0.0
+    pool, now = restore_membership([A], 0.0), 0.0
     for node, event, pause in story:
         now += pause
         try:
@@ -125,7 +125,7 @@ def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
 
 def test_time_alone_does_nothing_to_a_quiet_pool() -> None:
     assert next_deadline(Membership(), 0.0) is None
-    assert next_deadline(restored([A, B], 0.0), 0.0) is None
+    assert next_deadline(restore_membership([A, B], 0.0), 0.0) is None
 
 
 def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Membership:
@@ -149,7 +149,7 @@ def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
     assert (pool.members[A].state, pool.members[A].reason, actions) == (
         NodeState.SUSPECT,
         "silent",
-        (MemberChanged(A),),
+        (PublishMember(A),),
     )
     assert next_deadline(pool, 3.0) == 10.0
     pool, actions = tick(pool, 10.0)
@@ -157,7 +157,7 @@ def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
     reason = "silent for 10 s"
     assert (pool.members[A].reason, actions) == (
         reason,
-        (CloseLink(A, 1, reason), NodeGone(A, reason), MemberChanged(A)),
+        (CloseLink(A, 1, reason), ResumeRequests(A, reason), PublishMember(A)),
     )
 
 
@@ -182,14 +182,14 @@ def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
 
 def test_what_an_older_link_says_changes_nothing() -> None:
     pool, actions = advance(ready(), A, MemberConnected(2, "j"), 1.0)
-    assert actions == (CloseLink(A, 1, "replaced by a newer link"), NodeGone(A, "replaced"), MemberChanged(A))
+    assert actions == (CloseLink(A, 1, "replaced by a newer link"), ResumeRequests(A, "replaced"), PublishMember(A))
     for event in (MemberReported(1), MemberDisconnected(1), MemberGoodbye(1, "leave")):
         after, actions = advance(pool, A, event, 2.0)
         assert (after.members, actions) == (pool.members, ())
     pool, actions = advance(pool, A, MemberConnected(3, "j", takeover=True), 3.0)
-    assert (pool.members[A].link, actions) == (3, (MemberChanged(A),)), "a second link of one process loses nothing"
+    assert (pool.members[A].link, actions) == (3, (PublishMember(A),)), "a second link of one process loses nothing"
     pool, actions = advance(pool, A, MemberConnected(4, "another", takeover=True), 3.0)
-    assert NodeGone(A, "replaced") in actions, "another process cannot take over"
+    assert ResumeRequests(A, "replaced") in actions, "another process cannot take over"
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_goodbye_says_what_a_node_does(reason: str, state: NodeState, enrolled
     pool, actions = advance(ready(), A, MemberGoodbye(1, reason), 1.0)
     member = pool.members[A]
     assert (member.state, member.enrolled, member.link, member.silent_at) == (state, enrolled, 0, None)
-    assert [type(action) for action in actions] == [CloseLink, NodeGone, MemberChanged]
+    assert [type(action) for action in actions] == [CloseLink, ResumeRequests, PublishMember]
 
 
 def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
@@ -218,18 +218,18 @@ def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
         assert not pool.members[A].placeable
     pool, _ = advance(pool, A, MemberUncordoned(), 3.0)
     assert pool.members[A].placeable
-    assert restored([A, B], 5.0, [B]).members[B].cordoned
-    assert not restored([A, B], 5.0, [B]).members[A].cordoned
+    assert restore_membership([A, B], 5.0, [B]).members[B].cordoned
+    assert not restore_membership([A, B], 5.0, [B]).members[A].cordoned
 
 
 def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
     pool, _ = advance(both(), A, MemberGoodbye(1, "leave"), 10.0)
     pool, _ = advance(pool, B, MemberGoodbye(1, "stopping"), 10.0)
-    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER_SECONDS
-    pool, actions = tick(pool, 9.0 + FORGET_AFTER_SECONDS)
+    assert next_deadline(pool, 10.0) == 10.0 + DELETE_AFTER_SECONDS
+    pool, actions = tick(pool, 9.0 + DELETE_AFTER_SECONDS)
     assert actions == ()
-    pool, actions = tick(pool, 10.0 + FORGET_AFTER_SECONDS)
-    assert actions == (ForgetMember(A),)
+    pool, actions = tick(pool, 10.0 + DELETE_AFTER_SECONDS)
+    assert actions == (DeleteMember(A),)
     assert set(pool.members) == {B}
     assert next_deadline(pool, 10.0**6) is None
 
@@ -243,7 +243,7 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
     for at in (4.5, 5.0):
         back, _ = advance(back, B, MemberReported(1), at)
     assert not back.self_suspect
-    pool, _ = tick(pool, 3.0 + FORGET_AFTER_SECONDS)
+    pool, _ = tick(pool, 3.0 + DELETE_AFTER_SECONDS)
     assert not pool.self_suspect, "after 10 minutes the nodes are the cause"
     alone, _ = tick(ready(), 3.0)
     assert not alone.self_suspect, "one node is no half"
@@ -296,10 +296,10 @@ def test_a_new_node_has_10_s_to_connect_and_to_report_and_so_has_one_that_is_enr
     lost, _ = advance(ready(), A, MemberGoodbye(1, "leave"), 1.0)
     for begin, pool in ((0.0, Membership()), (100.0, lost)):
         pool, actions = advance(pool, A, MemberEnrolled(), begin)
-        assert (actions, next_deadline(pool, begin)) == ((MemberChanged(A),), begin + 10.0)
+        assert (actions, next_deadline(pool, begin)) == ((PublishMember(A),), begin + 10.0)
         gone, actions = tick(pool, begin + 10.0)
         assert (gone.members[A].state, gone.members[A].reason) == (NodeState.LOST, "never connected")
-        assert actions == (MemberChanged(A),)
+        assert actions == (PublishMember(A),)
         pool, _ = advance(pool, A, MemberConnected(2, "i"), begin + 4.0)
         assert next_deadline(pool, begin + 4.0) == begin + 14.0
 
@@ -317,14 +317,14 @@ def test_while_the_coordinator_suspects_itself_no_node_is_forgotten() -> None:
     assert next_deadline(pool, 601.0) == 608.0
     pool, actions = tick(pool, 1200.9)
     assert pool.self_suspect
-    assert ForgetMember(stranger.node) not in actions
+    assert DeleteMember(stranger.node) not in actions
     pool, actions = tick(pool, 1201.0)
-    assert actions == (ForgetMember(stranger.node),)
+    assert actions == (DeleteMember(stranger.node),)
 
 
 def test_a_report_alone_ends_the_doubt_after_10_minutes() -> None:
     pool, _ = tick(both(), 3.0)
-    pool, _ = advance(pool, A, MemberReported(1), 2.0 + FORGET_AFTER_SECONDS)
+    pool, _ = advance(pool, A, MemberReported(1), 2.0 + DELETE_AFTER_SECONDS)
     assert pool.self_suspect
-    pool, _ = advance(pool, A, MemberCordoned(), 3.0 + FORGET_AFTER_SECONDS)
+    pool, _ = advance(pool, A, MemberCordoned(), 3.0 + DELETE_AFTER_SECONDS)
     assert not pool.self_suspect

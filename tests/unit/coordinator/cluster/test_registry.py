@@ -14,7 +14,7 @@ from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster import membership
 from coordinator.cluster.registry import Registry
 from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
-from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
@@ -62,10 +62,10 @@ class Coordinator:
         self.store = Database(folder)
         self.closed = False
         self.authority = ClusterCa(folder / "authority", time.time)
-        self.store.found(self.authority.cluster, "home")
-        tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), Approvals()
+        self.store.create_cluster(self.authority.cluster, "home")
+        tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), ApprovalQueue()
         cluster = EnrollmentContext("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
-        self.epoch = self.store.next_epoch()
+        self.epoch = self.store.increment_epoch()
         self.registry = Registry(
             self.store,
             self.authority,
@@ -76,7 +76,7 @@ class Coordinator:
             wall=lambda: WALL,
         )
         self.placed = Placed()
-        self.registry.placing = self.placed
+        self.registry.listener = self.placed
 
     async def stop(self) -> None:
         """End this run, with all state on the disk."""
@@ -92,10 +92,10 @@ class Coordinator:
     def join(self, name: str, **fields: Any) -> NodeId:
         """Make a member with a certificate."""
         node, request = NodeId(f"id-{name}"), new_request(name)
-        serial = read_certificate(self.authority.sign(request.csr, node, name)).serial
+        serial = read_certificate(self.authority.sign_request(request.csr, node, name)).serial
         row = MemberRow(node, name, f"machine of {name}", HARDWARE, serial, WALL, **fields)
         self.store.put_member(row)
-        self.registry.enrolled(row)
+        self.registry.add_member(row)
         return node
 
     def hello(self, node: NodeId, **changes: Any) -> Hello:
@@ -149,23 +149,23 @@ async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(st
     first = start()
     studio, mini = first.join("studio"), first.join("mini")
     first.link(studio)
-    first.registry.cordon(studio, on=True)
-    first.registry.label(studio, ("lab", "big"))
-    first.registry.allow_video(studio, on=True)
+    first.registry.set_cordoned(studio, on=True)
+    first.registry.set_labels(studio, ("lab", "big"))
+    first.registry.set_video_allowed(studio, on=True)
     await first.stop()
     second = start()
     assert second.epoch == first.epoch + 1
     assert [second.registry.pool.members[node].cordoned for node in (studio, mini)] == [True, False]
     assert second.registry.pool.members[studio].reason == "not seen since the coordinator started"
     for report in (False, True):
-        view = next(one for one in second.registry.view().nodes if one.id == studio)
+        view = next(one for one in second.registry.build_view().nodes if one.id == studio)
         assert (view.cordoned, view.labels, view.video_allowed) == (True, frozenset({"lab", "big"}), True)
         assert view.state == ("ready" if report else "lost")
         second.link(studio)
     assert second.seen(studio).cordoned, "a node that links again stays cordoned"
-    second.registry.cordon(studio, on=False)
-    second.registry.label(studio, ())
-    second.registry.allow_video(studio, on=False)
+    second.registry.set_cordoned(studio, on=False)
+    second.registry.set_labels(studio, ())
+    second.registry.set_video_allowed(studio, on=False)
     assert (second.seen(studio).cordoned, second.seen(studio).labels, second.seen(studio).video_allowed) == (
         False,
         frozenset(),
@@ -182,18 +182,18 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     first = start()
     studio = first.join("studio")
     number = first.link(studio)
-    first.registry.remove(studio)
+    first.registry.remove_node(studio)
     assert first.placed.gone == [(studio, "removed")]
     assert first.state(studio) == "left"
     assert first.store.members[studio].removed == WALL
     serial = first.store.members[studio].serial
-    assert first.store.denied(studio, serial)
+    assert first.store.is_denied(studio, serial)
     first.registry.on_link_down(studio, number, "connection ended")
     assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
     await first.stop()
     second = start()
     assert second.registry.pool.members == {}
-    assert second.store.denied(studio, serial), "the list of denied nodes has the certificate, too"
+    assert second.store.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
     denied = second.greet(studio)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("removed", True)
@@ -208,7 +208,9 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
     assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
     assert isinstance(one.greet(studio), Denied)
     assert isinstance(one.greet(mini), Welcome)
-    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in NodeState}
+    assert one.registry.count_states() == {
+        state.value: state.value in ("left", "asleep", "lost") for state in NodeState
+    }
 
 
 # greetings
@@ -227,7 +229,7 @@ async def test_a_welcome_says_who_the_coordinator_is(start: Callable[[], Coordin
         "1.2.3",
     )
     assert (welcome.addresses, welcome.generation) == (("10.0.0.1:8081",), 0)
-    assert one.authority.sealed(0, welcome.seal)
+    assert one.authority.is_sealed(0, welcome.seal)
 
 
 @pytest.mark.parametrize(
@@ -257,9 +259,9 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
     marks: list[SupersededMark] = []
     one.registry.on_superseded = marks.append
     assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof is ignored"
-    assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal(0)), Welcome)
+    assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal_generation(0)), Welcome)
     assert marks == []
-    seal = one.authority.seal(3)
+    seal = one.authority.seal_generation(3)
     denied = one.greet(studio, generation=3, seal=seal)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("superseded", False)
@@ -273,7 +275,7 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
     peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
 
     def ask(path: str, machine: str = row.machine) -> bytes | Denied:
-        return one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
+        return one.registry.answer_query(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
 
     assert ask("/api/v1/status") == b'{"name": "home"}'
     for denied, code in ((ask("/api/v1/keys"), "not_readable"), (ask("/api/v1/status", "another"), "cloned")):
@@ -288,7 +290,7 @@ async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[]
     assert isinstance(stranger, Denied)
     assert (stranger.reason, stranger.final) == ("removed", True)
     assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
-    assert one.registry.host_description(studio)[2] == "", "a version is believed with the node's own certificate"
+    assert one.registry.describe_host(studio)[2] == "", "a version is believed with the node's own certificate"
     one.store.deny_node(studio, WALL, "its certificate was lost")
     denied = one.greet(studio)
     assert isinstance(denied, Denied)
@@ -299,7 +301,7 @@ async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], 
     one = start()
     studio = one.join("studio")
     peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
-    denied = one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
+    denied = one.registry.answer_query(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
     assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
 
 
@@ -321,7 +323,7 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     assert seen is not before.node(studio)
     assert (seen.epoch, seen.name) == (number, "studio")
     assert began <= seen.reported_at <= asyncio.get_running_loop().time()
-    assert one.registry.view().node(studio) is seen
+    assert one.registry.build_view().node(studio) is seen
 
 
 async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
@@ -336,7 +338,7 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
     assert len(one.placed.views) == count + 1, "two are no large cluster"
     monkeypatch.setattr("coordinator.cluster.registry.MAX_IMMEDIATE_MEMBERS", 1)
     for _ in range(2):
-        waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: "nobody yet"))
+        waiting = asyncio.create_task(one.registry.wait_until_node_answers(lambda: "nobody yet"))
         await asyncio.sleep(0)
         count = len(one.placed.views)
         for sequence in (3, 4):
@@ -372,31 +374,31 @@ async def test_a_node_that_reports_no_more_is_suspect_and_lost(
 async def test_a_node_that_left_is_forgotten_after_a_while(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "FORGET_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "DELETE_AFTER_SECONDS", 0.05)
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     one.link(mini)
     one.greet(studio)
     one.link(studio)
-    one.registry.remove(studio)
+    one.registry.remove_node(studio)
     await until(lambda: one.placed.forgotten)
     assert one.placed.forgotten == [studio]
     assert [node.id for node in one.placed.views[-1].nodes] == [mini]
-    assert one.registry.find("studio") is None
+    assert one.registry.find_member("studio") is None
     one.registry.on_link_down(studio, 1, "connection ended")
-    assert one.registry.dangers() == []
+    assert one.registry.list_dangers() == []
 
 
 async def test_without_placement_members_are_kept_all_the_same(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "FORGET_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(membership, "DELETE_AFTER_SECONDS", 0.05)
     one = start()
-    one.registry.placing = None
+    one.registry.listener = None
     studio = one.join("studio")
     number = one.link(studio)
     one.registry.handle_frame(studio, number, Finished(7, ("stop",), 1, 1))
-    one.registry.remove(studio)
+    one.registry.remove_node(studio)
     await until(lambda: studio not in one.registry.pool.members)
     assert one.placed.views == one.placed.frames == one.placed.gone == []
 
@@ -458,15 +460,15 @@ async def test_what_a_node_runs_and_its_hardware_are_of_its_newest_hello(start: 
     one = start()
     studio = one.join("studio")
     one.greet(studio, version="1.1.0", protocol=OLDEST_PROTOCOL)
-    assert one.registry.host_description(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
-    described = one.registry.describe(studio, 0)
+    assert one.registry.describe_host(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
+    described = one.registry.build_node_row(studio, 0)
     assert (described["version"], described["protocol"], described["heard_seconds"]) == ("1.1.0", OLDEST_PROTOCOL, None)
     newer = Hardware("M5", 256 * GIB, 16, "macOS 26.2", "3.12")
     number = one.link(studio, hardware=newer)
     assert one.store.members[studio].hardware == newer
-    assert one.registry.host_description(studio) == ("M5", "macOS 26.2", "1.1.0")
+    assert one.registry.describe_host(studio) == ("M5", "macOS 26.2", "1.1.0")
     one.registry.handle_frame(studio, number, a_report())
-    described = one.registry.describe(studio, 3)
+    described = one.registry.build_node_row(studio, 3)
     assert (described["in_flight"], described["joined"], described["memory"]) == (3, WALL, 256 * GIB)
     assert 0 <= described["heard_seconds"] < 5
 
@@ -490,14 +492,14 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
 async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(start: Callable[[], Coordinator]):
     one = start()
     gone = one.join("studio")
-    one.registry.remove(gone)
+    one.registry.remove_node(gone)
     here = NodeId("id-2")
     row = MemberRow(here, "studio", "m2", HARDWARE, "ab", WALL)
     one.store.put_member(row)
-    one.registry.enrolled(row)
-    assert one.registry.find("studio") == here
-    assert one.registry.find(gone) == gone
-    assert one.registry.find("mini") is None
+    one.registry.add_member(row)
+    assert one.registry.find_member("studio") == here
+    assert one.registry.find_member(gone) == gone
+    assert one.registry.find_member("mini") is None
 
 
 async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coordinator]):
@@ -505,28 +507,28 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     studio, mini = one.join("studio"), one.join("mini")
     number = one.link(studio)
     one.link(mini)
-    assert one.registry.warnings() == []
+    assert one.registry.list_warnings() == []
     failed = a_report(engine=EngineState("mlx", "failed", "it has no weights"))
     one.registry.handle_frame(studio, number, failed)
-    assert one.registry.warnings() == ["studio: its engine is failed: it has no weights"]
-    assert one.registry.dangers() == []
+    assert one.registry.list_warnings() == ["studio: its engine is failed: it has no weights"]
+    assert one.registry.list_dangers() == []
     bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(MemoryLevel.OVER_HARD))
     one.registry.handle_frame(studio, number, bare)
-    dangers = one.registry.dangers()
+    dangers = one.registry.list_dangers()
     assert dangers == [
         "studio: memory.margin is 0: no memory is kept for short-lived buffers",
         f"studio: it is over its cap of {a_memory().cap // GIB}.0 GiB minus leases",
     ]
-    assert one.registry.warnings()[:2] == dangers, "dangers are listed first"
+    assert one.registry.list_warnings()[:2] == dangers, "dangers are listed first"
     one.registry.on_link_down(studio, number, "cable")
-    assert not [text for text in one.registry.warnings() if text.startswith("studio")]
-    assert one.registry.dangers() == []
+    assert not [text for text in one.registry.list_warnings() if text.startswith("studio")]
+    assert one.registry.list_dangers() == []
 
 
 async def test_an_answer_is_waited_for_until_the_node_can_give_one(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: studio))
+    waiting = asyncio.create_task(one.registry.wait_until_node_answers(lambda: studio))
     number = one.link(studio, report=False)
     one.registry.handle_frame(studio, number, a_report(engine=EngineState("mlx", "starting")))
     await asyncio.sleep(0)

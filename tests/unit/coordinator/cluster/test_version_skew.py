@@ -1,6 +1,6 @@
 import pytest
 
-from coordinator.cluster.version_skew import MemberVersion, compare, read_version
+from coordinator.cluster.version_skew import MemberVersion, compare_versions, parse_version
 from wire.identity import PROTOCOL
 
 
@@ -16,7 +16,7 @@ from wire.identity import PROTOCOL
     ],
 )
 def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
-    assert read_version(text) == numbers
+    assert parse_version(text) == numbers
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
     ],
 )
 def test_every_member_has_its_advice(version: str, protocol: int, ok: bool, words: str) -> None:
-    (line,) = compare("0.3.0", [MemberVersion("studio", version, protocol, "ready")])
+    (line,) = compare_versions("0.3.0", [MemberVersion("studio", version, protocol, "ready")])
     assert line.ok is ok
     assert words in line.advice
     assert bool(line.advice) is not ok

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.http.chat_fast_path import START, FastPath
+from coordinator.http.chat_fast_path import REQUEST_START, FastPath
 from coordinator.http.origin_check import OriginCheck
-from coordinator.http.request_heads import CODED, ENCODED, EXPECTS, MALFORMED, judge, twice, without_upgrade
+from coordinator.http.request_heads import (
+    ENCODED_BODY,
+    MALFORMED,
+    UNKNOWN_TRANSFER_CODING,
+    UNMET_EXPECTATION,
+    build_repeated_header_problem,
+    find_problem,
+    serialize_without_upgrade,
+)
 from router.admission.api_keys import credential
 from router.errors import Header, Problem
 from router.http.app import not_found_app
@@ -90,10 +98,10 @@ class Read:
 @example(["\tfolded: yes"], GOOD)
 @example(["origin: http://evil.example"], GOOD)
 def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lines: list[str], good: list[str]):
-    raw = START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
+    raw = REQUEST_START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
     cluster = LoopbackCluster(LoopbackNode("a"))
     guard = OriginCheck(not_found_app)
-    head: Any = FastPath(cluster.dispatcher, cluster.keys, RouterSettings(), guard).head(raw[:-4])
+    head: Any = FastPath(cluster.dispatcher, cluster.keys, RouterSettings(), guard).parse_head(raw[:-4])
     if head.length is None:
         return
     read = Read()
@@ -104,7 +112,7 @@ def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lin
     assert int(found[b"content-length"]) == head.length
     assert b"transfer-encoding" not in found
     assert credential(read.headers) == head.key
-    assert guard.judge("POST", read.headers) is None
+    assert guard.find_problem("POST", read.headers) is None
 
 
 @pytest.mark.parametrize(
@@ -115,23 +123,27 @@ def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lin
         ("1.0", [(b"host", b"a")], None),
         ("1.1", [], MALFORMED),
         ("1.1", [(b"host", b"a"), (b"accept", b"x"), (b"accept", b"y")], None),
-        ("1.1", [(b"host", b"a"), (b"host", b"a")], twice(b"host")),
-        ("1.1", [(b"host", b"a"), (b"x-api-key", b"a"), (b"accept", b"x"), (b"x-api-key", b"b")], twice(b"x-api-key")),
+        ("1.1", [(b"host", b"a"), (b"host", b"a")], build_repeated_header_problem(b"host")),
+        (
+            "1.1",
+            [(b"host", b"a"), (b"x-api-key", b"a"), (b"accept", b"x"), (b"x-api-key", b"b")],
+            build_repeated_header_problem(b"x-api-key"),
+        ),
         ("1.1", [(b"host", b"a"), (b"content-length", b"5")], None),
         ("1.1", [(b"host", b"a"), (b"content-length", b"9" * 16)], MALFORMED),
         ("1.1", [(b"host", b"a"), (b"content-length", b"+5")], MALFORMED),
         ("1.1", [(b"host", b"a"), (b"transfer-encoding", b"Chunked")], None),
-        ("1.1", [(b"host", b"a"), (b"transfer-encoding", b"gzip")], CODED),
+        ("1.1", [(b"host", b"a"), (b"transfer-encoding", b"gzip")], UNKNOWN_TRANSFER_CODING),
         ("1.0", [(b"host", b"a"), (b"transfer-encoding", b"chunked")], MALFORMED),
         ("1.1", [(b"host", b"a"), (b"expect", b"100-Continue")], None),
-        ("1.1", [(b"host", b"a"), (b"expect", b"200-ok")], EXPECTS),
+        ("1.1", [(b"host", b"a"), (b"expect", b"200-ok")], UNMET_EXPECTATION),
         ("1.1", [(b"host", b"a"), (b"content-encoding", b"Identity")], None),
         ("1.1", [(b"host", b"a"), (b"content-encoding", b"")], None),
-        ("1.1", [(b"host", b"a"), (b"content-encoding", b"gzip")], ENCODED),
+        ("1.1", [(b"host", b"a"), (b"content-encoding", b"gzip")], ENCODED_BODY),
     ],
 )
 def test_a_head_is_taken_or_refused_with_its_reason(version: str, headers: list[Header], found: Problem | None):
-    assert judge(version, headers) == found
+    assert find_problem(version, headers) == found
     if found is not None and found.code == "header_twice":
         assert found.status == 400
 
@@ -156,4 +168,4 @@ def test_a_head_is_taken_or_refused_with_its_reason(version: str, headers: list[
     ],
 )
 def test_a_head_without_its_upgrade_is_otherwise_as_it_was(headers: list[Header], kept: bytes):
-    assert without_upgrade(b"GET", b"/x?y", "1.1", headers) == b"GET /x?y HTTP/1.1\r\n" + kept + b"\r\n"
+    assert serialize_without_upgrade(b"GET", b"/x?y", "1.1", headers) == b"GET /x?y HTTP/1.1\r\n" + kept + b"\r\n"

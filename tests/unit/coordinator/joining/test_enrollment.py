@@ -12,13 +12,13 @@ from coordinator.joining.enrollment import (
     EnrollmentConnection,
     EnrollmentContext,
     EnrollmentServer,
-    unique_name,
+    make_unique_name,
 )
 from coordinator.joining.join_approvals import (
     APPROVAL_TIMEOUT_SECONDS,
     MAX_WAITING,
     MAX_WAITING_PER_ADDRESS,
-    Approvals,
+    ApprovalQueue,
     WaitingNode,
 )
 from coordinator.joining.join_tokens import JoinTokens
@@ -43,7 +43,7 @@ def cluster(tmp_path: Path) -> Iterator[EnrollmentContext]:
     authority = ClusterCa(tmp_path, wall)
     joined: list[MemberRow] = []
     yield EnrollmentContext(
-        "lab", authority, JoinTokens(store, authority.ca, wall), store, Approvals(), wall, joined.append
+        "lab", authority, JoinTokens(store, authority.ca, wall), store, ApprovalQueue(), wall, joined.append
     )
     store.close()
 
@@ -68,9 +68,9 @@ def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", mac
 def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentConnection, str]:
     """Advance a conversation to the decision of an administrator."""
     conversation, csr = talk(cluster, now), new_request("air").csr
-    (authority,) = conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
+    (authority,) = conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
-    assert conversation.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
+    assert conversation.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
         EnrollPending(APPROVAL_TIMEOUT_SECONDS)
     ]
     return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
@@ -91,7 +91,7 @@ def test_the_whole_conversation_with_a_token(cluster: EnrollmentContext) -> None
 @pytest.mark.parametrize(("protocol", "who"), [(0, "node"), (PROTOCOL + 1, "coordinator")])
 def test_another_protocol_is_told_who_must_update(cluster: EnrollmentContext, protocol: int, who: str) -> None:
     conversation = talk(cluster)
-    (answer,) = conversation.receive(EnrollStart(protocol), 0.0)
+    (answer,) = conversation.process_frame(EnrollStart(protocol), 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.final) == ("protocol", True)
     assert answer.message.endswith(f"update macpool on the {who}")
@@ -103,27 +103,27 @@ def test_another_protocol_is_told_who_must_update(cluster: EnrollmentContext, pr
 )
 def test_bad_words_use_no_token_up(cluster: EnrollmentContext, name: str, machine: str, reason: str) -> None:
     conversation = talk(cluster)
-    conversation.receive(START, 0.0)
-    assert denied(conversation.receive(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
+    conversation.process_frame(START, 0.0)
+    assert denied(conversation.process_frame(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
     assert [token.uses_left for token in cluster.tokens.list()] == [1]
 
 
 def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: EnrollmentContext) -> None:
     conversation = talk(cluster)
-    conversation.receive(START, 0.0)
-    assert denied(conversation.receive(with_token(cluster, b"junk"), 0.0)) == "bad_request"
+    conversation.process_frame(START, 0.0)
+    assert denied(conversation.process_frame(with_token(cluster, b"junk"), 0.0)) == "bad_request"
     assert [token.uses_left for token in cluster.tokens.list()] == [1]
 
 
 def test_only_the_order_of_the_conversation_is_possible(cluster: EnrollmentContext) -> None:
     enrol = with_token(cluster, new_request("a").csr)
-    assert denied(talk(cluster).receive(enrol, 0.0)) == "unexpected"
+    assert denied(talk(cluster).process_frame(enrol, 0.0)) == "unexpected"
     twice = talk(cluster)
-    twice.receive(START, 0.0)
-    assert denied(twice.receive(START, 0.0)) == "unexpected"
+    twice.process_frame(START, 0.0)
+    assert denied(twice.process_frame(START, 0.0)) == "unexpected"
     waiting, _ = pending(cluster)
-    assert denied(waiting.receive(enrol, 1.0)) == "unexpected"
-    assert not cluster.approvals.list(1.0)
+    assert denied(waiting.process_frame(enrol, 1.0)) == "unexpected"
+    assert not cluster.approvals.list_waiting(1.0)
 
 
 def test_patience_ends(cluster: EnrollmentContext) -> None:
@@ -132,7 +132,7 @@ def test_patience_ends(cluster: EnrollmentContext) -> None:
     assert conversation.poll(104.9) == []
     assert denied(conversation.poll(conversation.deadline)) == "too_slow"
     late = talk(cluster, 100.0)
-    assert denied(late.receive(START, 105.0)) == "too_slow"
+    assert denied(late.process_frame(START, 105.0)) == "too_slow"
 
 
 def test_slow_bytes_do_not_buy_time(cluster: EnrollmentContext) -> None:
@@ -166,7 +166,7 @@ def test_a_code_is_rejected_or_forgotten(cluster: EnrollmentContext) -> None:
 def test_who_goes_away_waits_no_more(cluster: EnrollmentContext) -> None:
     conversation, _ = pending(cluster)
     conversation.withdraw()
-    assert not cluster.approvals.list(0.0)
+    assert not cluster.approvals.list_waiting(0.0)
     assert conversation.poll(1.0) == []
 
 
@@ -174,12 +174,12 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
     csr, other = new_request("air").csr, new_request("air").csr
     for asked, opening in ((other, NONCE), (csr, b"m" * 16), (csr, b"")):
         conversation = talk(cluster)
-        conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+        conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
         frame = Enroll(asked, "air", "m1", HARDWARE, opening=opening)
-        assert denied(conversation.receive(frame, 0.0)) == "commitment_broken"
+        assert denied(conversation.process_frame(frame, 0.0)) == "commitment_broken"
     bare = talk(cluster)
-    bare.receive(START, 0.0)
-    assert denied(bare.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
+    bare.process_frame(START, 0.0)
+    assert denied(bare.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
 
 
 def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
@@ -194,10 +194,10 @@ def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> Non
 
 def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("a").csr
-    conversation.receive(START, 0.0)
+    conversation.process_frame(START, 0.0)
     good = with_token(cluster, csr)
     told = Hardware("\x1b[31m<script>" + "x" * 200, -5, -1, "macOS", "3.13")
-    conversation.receive(Enroll(csr, "a", "m1", told, good.token, good.mac), 0.0)
+    conversation.process_frame(Enroll(csr, "a", "m1", told, good.token, good.mac), 0.0)
     (row,) = cluster.store.members.values()
     assert row.hardware.chip.startswith("??31m?script?x")
     assert len(row.hardware.chip) == 64
@@ -208,8 +208,8 @@ def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> Non
     nodes: list[str] = []
     for _ in range(2):
         conversation = talk(cluster)
-        conversation.receive(START, 0.0)
-        (enrolled,) = conversation.receive(with_token(cluster, new_request("a").csr), 0.0)
+        conversation.process_frame(START, 0.0)
+        (enrolled,) = conversation.process_frame(with_token(cluster, new_request("a").csr), 0.0)
         assert isinstance(enrolled, Enrolled)
         nodes.append(enrolled.node)
         row = cluster.store.members[list(cluster.store.members)[-1]]
@@ -221,25 +221,25 @@ def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> Non
 
 
 def test_names_are_made_unique() -> None:
-    assert unique_name("mac", []) == "mac"
-    assert unique_name("mac", ["MAC"]) == "mac-2"
-    assert unique_name("mac", ["mac", "mac-2", "mac-3"]) == "mac-4"
-    assert unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
+    assert make_unique_name("mac", []) == "mac"
+    assert make_unique_name("mac", ["MAC"]) == "mac-2"
+    assert make_unique_name("mac", ["mac", "mac-2", "mac-3"]) == "mac-4"
+    assert make_unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
 
 
 def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: EnrollmentContext) -> None:
     """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
     how."""
     first = talk(cluster)
-    first.receive(START, 0.0)
-    (enrolled,) = first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    first.process_frame(START, 0.0)
+    (enrolled,) = first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
     cluster.store.put_member(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
     again, csr = talk(cluster), new_request("studio").csr
-    again.receive(START, 0.0)
+    again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
-    (other,) = again.receive(
+    (other,) = again.process_frame(
         Enroll(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
     )
     assert isinstance(other, Enrolled)
@@ -247,16 +247,16 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
     assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
     assert after.serial == read_certificate(other.certificate).serial != row.serial
-    assert cluster.store.denied(row.node, row.serial)
-    assert not cluster.store.denied(row.node, after.serial)
+    assert cluster.store.is_denied(row.node, row.serial)
+    assert not cluster.store.is_denied(row.node, after.serial)
     assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
 
 
 def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("studio").csr
-    conversation.receive(START, 0.0)
-    (enrolled,) = conversation.receive(with_token(cluster, csr), 0.0)
+    conversation.process_frame(START, 0.0)
+    (enrolled,) = conversation.process_frame(with_token(cluster, csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
     told = read_certificate(enrolled.certificate)
@@ -271,45 +271,45 @@ def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cl
 
 def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: EnrollmentContext) -> None:
     first = talk(cluster)
-    first.receive(START, 0.0)
-    first.receive(with_token(cluster, new_request("studio").csr), 0.0)
+    first.process_frame(START, 0.0)
+    first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)
     (row,) = cluster.store.members.values()
 
     def linked_from(node: NodeId) -> str:
         return "10.0.0.2" if node == row.node else ""
 
-    linked = replace(cluster, linked_from=linked_from)
+    linked = replace(cluster, get_link_address=linked_from)
     csr, token = new_request("studio").csr, cluster.tokens.create(replaces=True)
     with_it = talk(linked)
-    with_it.receive(START, 0.0)
+    with_it.process_frame(START, 0.0)
     asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
-    (answer,) = with_it.receive(asked, 0.0)
+    (answer,) = with_it.process_frame(asked, 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.final) == ("machine_taken", True)
     assert "is that of studio, which is linked now from 10.0.0.2" in answer.message
     by_code = talk(linked)
-    by_code.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
-    assert denied(by_code.receive(Enroll(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
+    by_code.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+    assert denied(by_code.process_frame(Enroll(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
     assert cluster.store.members == {row.node: row}
-    assert not cluster.approvals.list(0.0)
+    assert not cluster.approvals.list_waiting(0.0)
 
 
 def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_denied(
     cluster: EnrollmentContext, tmp_path: Path
 ) -> None:
     first, request = talk(cluster), new_request("studio")
-    first.receive(START, 0.0)
-    (enrolled,) = first.receive(with_token(cluster, request.csr), 0.0)
+    first.process_frame(START, 0.0)
+    (enrolled,) = first.process_frame(with_token(cluster, request.csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
     create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m1")
 
     def again() -> list[Frame]:
         conversation, csr = talk(cluster), new_request("studio").csr
-        conversation.receive(START, 0.0)
+        conversation.process_frame(START, 0.0)
         certificate, proof = prove_identity(tmp_path / "node", csr)
         asked = with_token(cluster, csr)
-        return conversation.receive(msgspec.structs.replace(asked, certificate=certificate, proof=proof), 0.0)
+        return conversation.process_frame(msgspec.structs.replace(asked, certificate=certificate, proof=proof), 0.0)
 
     (rejoined,) = again()
     assert isinstance(rejoined, Enrolled)
@@ -328,8 +328,8 @@ def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
 def joined(cluster: EnrollmentContext, machine: str = "m1", name: str = "studio") -> MemberRow:
     """Join a machine with a token; return its member."""
     conversation = talk(cluster)
-    conversation.receive(START, 0.0)
-    (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)
+    conversation.process_frame(START, 0.0)
+    (enrolled,) = conversation.process_frame(with_token(cluster, new_request(name).csr, name, machine), 0.0)
     assert isinstance(enrolled, Enrolled)
     return cluster.store.members[NodeId(enrolled.node)]
 
@@ -339,8 +339,8 @@ def asking(
 ) -> tuple[EnrollmentConnection, list[Frame]]:
     """Send a join request with a code; return the conversation and its answer."""
     conversation, csr = talk(cluster), csr or new_request("air").csr
-    conversation.receive(EnrollStart(PROTOCOL, commitment(opening, csr)), 0.0)
-    return conversation, conversation.receive(Enroll(csr, "air", machine, HARDWARE, opening=opening), 0.0)
+    conversation.process_frame(EnrollStart(PROTOCOL, commitment(opening, csr)), 0.0)
+    return conversation, conversation.process_frame(Enroll(csr, "air", machine, HARDWARE, opening=opening), 0.0)
 
 
 def test_refusals_that_no_patience_mends_are_final(cluster: EnrollmentContext) -> None:
@@ -355,8 +355,8 @@ def test_refusals_that_no_patience_mends_are_final(cluster: EnrollmentContext) -
     }
     for reason, frame in wrong.items():
         conversation = talk(cluster)
-        conversation.receive(START, 0.0)
-        assert refusal(conversation.receive(frame, 0.0)) == (reason, True, 0.0)
+        conversation.process_frame(START, 0.0)
+        assert refusal(conversation.process_frame(frame, 0.0)) == (reason, True, 0.0)
     assert refusal(asking(cluster, csr=b"junk")[1]) == ("bad_request", True, 0.0)
     assert refusal(asking(cluster, opening=b"short")[1]) == ("commitment_broken", True, 0.0)
     rejected, code = pending(cluster)
@@ -374,7 +374,7 @@ def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster
     assert conversation.feed(frame[: MAX_CONNECTION_BYTES - len(start)], 0.0) == []
     assert refusal(conversation.feed(b"x", 0.0)) == ("too_long", False, 0.0)
     assert conversation.feed(b"\xff" * 100, 0.0) == []
-    assert conversation.receive(START, 0.0) == []
+    assert conversation.process_frame(START, 0.0) == []
 
 
 def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: EnrollmentContext) -> None:
@@ -399,7 +399,7 @@ def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext
 def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: EnrollmentContext) -> None:
     row = joined(cluster)
     conversation, code = pending(cluster)
-    assert [one.replaces for one in cluster.approvals.list(0.0)] == ["studio"]
+    assert [one.replaces for one in cluster.approvals.list_waiting(0.0)] == ["studio"]
     cluster.approvals.approve(code, 1.0)
     (enrolled,) = conversation.poll(1.0)
     assert isinstance(enrolled, Enrolled)
@@ -409,7 +409,7 @@ def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(clust
 
 def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: EnrollmentContext) -> None:
     conversation, code = pending(cluster)
-    assert [one.replaces for one in cluster.approvals.list(0.0)] == [""]
+    assert [one.replaces for one in cluster.approvals.list_waiting(0.0)] == [""]
     row = joined(cluster)
     cluster.approvals.approve(code, 1.0)
     (answer,) = conversation.poll(1.0)
@@ -421,7 +421,7 @@ def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster
 
 def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: EnrollmentContext) -> None:
     row, linked = joined(cluster), dict[NodeId, str]()
-    conversation, code = pending(replace(cluster, linked_from=lambda node: linked.get(node, "")))
+    conversation, code = pending(replace(cluster, get_link_address=lambda node: linked.get(node, "")))
     linked[row.node] = "10.0.0.2"
     cluster.approvals.approve(code, 1.0)
     assert refusal(conversation.poll(1.0)) == ("machine_taken", True, 0.0)
@@ -432,8 +432,8 @@ def test_a_refused_replacement_is_audited_once_in_a_row(cluster: EnrollmentConte
 
     def audited() -> list[tuple[str, str]]:
         conversation = talk(cluster)
-        conversation.receive(START, 0.0)
-        assert denied(conversation.receive(with_token(cluster, new_request("a").csr), 0.0)) == "machine_taken"
+        conversation.process_frame(START, 0.0)
+        assert denied(conversation.process_frame(with_token(cluster, new_request("a").csr), 0.0)) == "machine_taken"
         return [(act.action, act.subject) for act in cluster.store.audit]
 
     refused = ("refused to replace", f"studio {row.node} from 10.0.0.7")
@@ -462,15 +462,15 @@ def test_who_gave_way_to_another_address_is_told_so(cluster: EnrollmentContext) 
 
 def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster: EnrollmentContext) -> None:
     heard: list[MemberRow] = []
-    told = replace(cluster, enrolled=heard.append)
+    told = replace(cluster, on_enrolled=heard.append)
     rows = [joined(told, machine) for machine in ("m1", "m2")]
     assert [row.name for row in rows] == ["studio", "studio-2"]
     assert heard == rows
     again, csr = talk(told), new_request("studio").csr
-    again.receive(START, 0.0)
+    again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
     asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
-    (enrolled,) = again.receive(asked, 0.0)
+    (enrolled,) = again.process_frame(asked, 0.0)
     assert isinstance(enrolled, Enrolled)
     assert (enrolled.node, cluster.store.members[rows[0].node].name) == (rows[0].node, "studio")
     assert cluster.store.audit[-2].subject == f"studio {rows[0].node} from 10.0.0.7 by a token"
@@ -479,12 +479,12 @@ def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster:
 def test_the_key_of_another_member_proves_nothing(cluster: EnrollmentContext, tmp_path: Path) -> None:
     joined(cluster)
     request, conversation = new_request("air"), talk(cluster)
-    conversation.receive(START, 0.0)
-    (enrolled,) = conversation.receive(with_token(cluster, request.csr, "air", "m2"), 0.0)
+    conversation.process_frame(START, 0.0)
+    (enrolled,) = conversation.process_frame(with_token(cluster, request.csr, "air", "m2"), 0.0)
     assert isinstance(enrolled, Enrolled)
     create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m2")
     csr, posing = new_request("studio").csr, talk(cluster)
     certificate, proof = prove_identity(tmp_path / "node", csr)
-    posing.receive(START, 0.0)
+    posing.process_frame(START, 0.0)
     asked = msgspec.structs.replace(with_token(cluster, csr), certificate=certificate, proof=proof)
-    assert denied(posing.receive(asked, 0.0)) == "machine_taken"
+    assert denied(posing.process_frame(asked, 0.0)) == "machine_taken"

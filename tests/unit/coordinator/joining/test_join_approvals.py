@@ -6,10 +6,10 @@ from coordinator.joining.join_approvals import (
     MAX_WAITING,
     MAX_WAITING_PER_ADDRESS,
     ApprovalDecision,
+    ApprovalLock,
+    ApprovalQueue,
     ApprovalRequest,
-    Approvals,
-    Decided,
-    Locked,
+    DecidedApproval,
     WaitingNode,
     WrongCode,
 )
@@ -20,68 +20,68 @@ def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> WaitingNo
     return WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS)
 
 
-def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
+def asked(line: ApprovalQueue, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
     ticket = line.enqueue(waiting(code, now, address), now)
     assert isinstance(ticket, ApprovalRequest)
     return ticket
 
 
 def test_a_code_is_decided_once_and_wakes_who_waits() -> None:
-    line, woken = Approvals(), [0]
+    line, woken = ApprovalQueue(), [0]
     first, second = asked(line, "111111"), asked(line, "222222")
     first.wake = lambda: woken.append(1)
-    assert line.approve(" 111111 ", 1.0) == Decided(first.waiting, ApprovalDecision.APPROVED)
+    assert line.approve(" 111111 ", 1.0) == DecidedApproval(first.waiting, ApprovalDecision.APPROVED)
     assert first.decision is ApprovalDecision.APPROVED
     assert woken == [0, 1]
-    assert line.list(1.0) == [second.waiting]
+    assert line.list_waiting(1.0) == [second.waiting]
     assert line.approve("111111", 1.0) == WrongCode(2)
     line.reject("222222", 1.0)
     assert second.decision is ApprovalDecision.REJECTED
 
 
 def test_three_wrong_codes_lock_for_a_minute() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     ticket = asked(line, "111111")
     assert [line.approve("0", 0.0), line.reject("0", 0.0), line.approve("0", 0.0)] == [
         WrongCode(2),
         WrongCode(1),
-        Locked(LOCK_SECONDS),
+        ApprovalLock(LOCK_SECONDS),
     ]
-    assert line.approve("111111", 1.0) == Locked(LOCK_SECONDS - 1)
+    assert line.approve("111111", 1.0) == ApprovalLock(LOCK_SECONDS - 1)
     assert ticket.decision is None
-    assert isinstance(line.approve("111111", LOCK_SECONDS), Decided)
+    assert isinstance(line.approve("111111", LOCK_SECONDS), DecidedApproval)
 
 
 def test_the_line_is_bounded_and_expires() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     for number in range(MAX_WAITING):
         asked(line, str(number), address=f"10.0.1.{number}")
     assert line.enqueue(waiting("new"), 0.0) == APPROVAL_TIMEOUT_SECONDS
     assert isinstance(line.approve("3", APPROVAL_TIMEOUT_SECONDS), WrongCode)
-    assert not line.list(APPROVAL_TIMEOUT_SECONDS)
+    assert not line.list_waiting(APPROVAL_TIMEOUT_SECONDS)
     asked(line, "new", APPROVAL_TIMEOUT_SECONDS)
 
 
 def test_codes_cannot_be_drawn_until_one_fits() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), address=f"10.0.{number // 200}.{number % 200}"))
     assert isinstance(line.enqueue(waiting("wanted", address="10.1.0.1"), 1.0), float)
 
 
 def test_two_that_wait_never_share_a_code() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     first = asked(line, "111111")
     assert line.enqueue(waiting("111111"), 0.0) == 1.0
     line.withdraw(ApprovalRequest(waiting("111111")))
-    assert line.list(0.0) == [first.waiting]
+    assert line.list_waiting(0.0) == [first.waiting]
 
 
 def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     tickets = [asked(line, f"a{number}") for number in range(MAX_WAITING_PER_ADDRESS)]
     assert line.enqueue(waiting("one more"), 0.0) == APPROVAL_TIMEOUT_SECONDS
-    assert len(line.list(0.0)) == MAX_WAITING_PER_ADDRESS
+    assert len(line.list_waiting(0.0)) == MAX_WAITING_PER_ADDRESS
     asked(line, "other", address="10.0.0.8")
     for ticket in tickets:
         line.withdraw(ticket)
@@ -93,21 +93,21 @@ def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
 
 
 def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcomer() -> None:
-    line, woken = Approvals(), list[str]()
+    line, woken = ApprovalQueue(), list[str]()
     crowd = [asked(line, f"c{number}", address="10.0.0.1") for number in range(MAX_WAITING_PER_ADDRESS)]
     for number in range(MAX_WAITING - MAX_WAITING_PER_ADDRESS):
         asked(line, f"d{number}", address=f"10.0.1.{number // 3}")
     crowd[0].wake = lambda: woken.append("gave way")
     newcomer = asked(line, "new", address="10.9.9.9")
-    assert (crowd[0].gave_way, crowd[1].gave_way, woken) == (True, False, ["gave way"])
-    assert newcomer.waiting in line.list(0.0)
-    assert crowd[0].waiting not in line.list(0.0)
-    assert len(line.list(0.0)) == MAX_WAITING
+    assert (crowd[0].displaced, crowd[1].displaced, woken) == (True, False, ["gave way"])
+    assert newcomer.waiting in line.list_waiting(0.0)
+    assert crowd[0].waiting not in line.list_waiting(0.0)
+    assert len(line.list_waiting(0.0)) == MAX_WAITING
     assert isinstance(line.approve("c0", 1.0), WrongCode)
 
 
 def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     line.withdraw(asked(line, "other", 3.0, "10.0.0.8"))
     for number in range(MAX_NEW_CODES_PER_ADDRESS):
         line.withdraw(asked(line, f"a{number}", 5.0 + number))
@@ -117,14 +117,14 @@ def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
 
 
 def test_a_refusal_for_all_addresses_says_when_the_oldest_code_of_all_is_over() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), float(number), f"10.0.{number // 200}.{number % 200}"))
     assert line.enqueue(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == APPROVAL_TIMEOUT_SECONDS - 300.0
 
 
 def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     for number in range(MAX_WAITING_PER_ADDRESS):
         asked(line, f"a{number}", 10.0 * number)
     assert line.enqueue(waiting("more", 40.0), 40.0) == APPROVAL_TIMEOUT_SECONDS - 40.0
@@ -132,7 +132,7 @@ def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
 
 
 def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     asked(line, "mine", address="10.0.0.1")
     for number in range(MAX_WAITING - 2):
         asked(line, str(number), address=f"10.0.1.{number // 2}")
@@ -141,23 +141,23 @@ def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() ->
     line.withdraw(last)
     third = asked(line, "third", address="10.0.1.0")
     asked(line, "second", address="10.0.0.1")
-    left = [one.code for one in line.list(0.0)]
+    left = [one.code for one in line.list_waiting(0.0)]
     assert "0" not in left, "the oldest of the address that has three"
-    assert (left[0], third.gave_way, len(left)) == ("mine", False, MAX_WAITING)
+    assert (left[0], third.displaced, len(left)) == ("mine", False, MAX_WAITING)
 
 
 def test_a_list_shows_no_request_whose_time_is_over() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     asked(line, "111111")
-    assert line.list(APPROVAL_TIMEOUT_SECONDS) == []
+    assert line.list_waiting(APPROVAL_TIMEOUT_SECONDS) == []
 
 
 def test_wrong_codes_count_in_a_row_only() -> None:
-    line = Approvals()
+    line = ApprovalQueue()
     asked(line, "111111")
     line.approve("0", 0.0)
     line.approve("0", 0.0)
     line.approve("111111", 0.0)
-    assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), Locked(LOCK_SECONDS)]
-    assert line.approve("0", 49.0 + LOCK_SECONDS) == Locked(1.0)
+    assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), ApprovalLock(LOCK_SECONDS)]
+    assert line.approve("0", 49.0 + LOCK_SECONDS) == ApprovalLock(1.0)
     assert line.approve("0", 50.0 + LOCK_SECONDS) == WrongCode(2)

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, join_line
+from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, build_join_command
 from coordinator.state.database import Database
 from tests.support.cluster.enrolment import Wall
 from wire.identity import JoinToken, parse_token, request_mac, token_key
@@ -152,4 +152,4 @@ def test_every_refusal_of_a_token_says_what_to_do(answer: Redemption) -> None:
 
 
 def test_the_join_line_keeps_the_token_out_of_the_process_list() -> None:
-    assert join_line("host:8081", "mpj_x") == "echo mpj_x | cluster join host:8081 --token-file -"
+    assert build_join_command("host:8081", "mpj_x") == "echo mpj_x | cluster join host:8081 --token-file -"

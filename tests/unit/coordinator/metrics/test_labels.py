@@ -16,26 +16,26 @@ def about(number: int) -> tuple[str, str, str]:
 def test_a_node_has_a_bounded_number_of_descriptions_and_keeps_those_that_it_gave_first():
     labels = AdmittedLabels()
     for number in range(MAX_HOST_LABELS):
-        assert labels.about(A, about(number)) == about(number)
-    assert labels.about(A, about(MAX_HOST_LABELS)) == MORE
-    assert labels.about(A, about(0)) == about(0)
-    assert labels.about(B, about(MAX_HOST_LABELS)) == about(MAX_HOST_LABELS)
+        assert labels.admit_host(A, about(number)) == about(number)
+    assert labels.admit_host(A, about(MAX_HOST_LABELS)) == MORE
+    assert labels.admit_host(A, about(0)) == about(0)
+    assert labels.admit_host(B, about(MAX_HOST_LABELS)) == about(MAX_HOST_LABELS)
 
 
 def test_a_node_has_a_bounded_number_of_models_in_their_order():
     labels = AdmittedLabels()
     models = [Model(f"m{number}") for number in range(MAX_MODELS_PER_NODE + 1)]
-    assert labels.models(A, models) == tuple(models[:-1])
-    assert labels.models(A, [models[-1], models[3], models[1]]) == (models[3], models[1])
-    assert labels.models(B, models[-1:]) == (models[-1],)
+    assert labels.admit_models(A, models) == tuple(models[:-1])
+    assert labels.admit_models(A, [models[-1], models[3], models[1]]) == (models[3], models[1])
+    assert labels.admit_models(B, models[-1:]) == (models[-1],)
 
 
 def test_only_who_is_no_member_any_more_is_forgotten():
     labels = AdmittedLabels()
     for node in (A, B):
         for number in range(MAX_HOST_LABELS):
-            labels.about(node, about(number))
-        labels.models(node, [Model(f"m{number}") for number in range(MAX_MODELS_PER_NODE)])
-    labels.keep([A])
-    found = {node: (labels.about(node, about(9)), labels.models(node, [Model("new")])) for node in (A, B)}
+            labels.admit_host(node, about(number))
+        labels.admit_models(node, [Model(f"m{number}") for number in range(MAX_MODELS_PER_NODE)])
+    labels.retain_members([A])
+    found = {node: (labels.admit_host(node, about(9)), labels.admit_models(node, [Model("new")])) for node in (A, B)}
     assert found == {A: (MORE, ()), B: (about(9), (Model("new"),))}

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from coordinator.metrics.exposition import render
-from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect
+from coordinator.metrics.exposition import render_metrics
+from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE, NodeSnapshot, by_priority, sanitize_measures
+from coordinator.metrics.node import NODE, NodeSnapshot, sanitize_measures, sort_by_priority
 from coordinator.metrics.pool import POOL, PoolSnapshot
-from coordinator.metrics.service import read_measures
+from coordinator.metrics.service import decode_measures
 from router.dispatch.counters import MAX_KEY_MODELS, Counters
 from router.dispatch.counters import MAX_MODELS as MOST_MODELS_OF_A_POOL
 from router.placement.cluster_view import ClusterView
@@ -34,7 +34,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def scrape(picture: NodeSnapshot | PoolSnapshot, accept: str = "") -> str:
     families: Any = NODE if isinstance(picture, NodeSnapshot) else POOL
-    return render(collect(families, picture), accept)[0].decode()
+    return render_metrics(collect_families(families, picture), accept)[0].decode()
 
 
 def samples(text: str) -> Samples:
@@ -50,9 +50,11 @@ PICTURES = [pytest.param(pool_picture(), id="pool"), pytest.param(node_picture(v
 
 @pytest.mark.parametrize("picture", PICTURES)
 def test_both_forms_say_the_same(picture: Any):
-    text, kind = render(collect(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), "")
+    text, kind = render_metrics(collect_families(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), "")
     assert kind.startswith("text/plain")
-    newer, kind = render(collect(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), OPENMETRICS)
+    newer, kind = render_metrics(
+        collect_families(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), OPENMETRICS
+    )
     assert kind.startswith("application/openmetrics-text")
     assert samples(text.decode()) == samples(newer.decode())
     assert b"_created" not in newer
@@ -67,7 +69,7 @@ def test_every_family_has_series_where_everything_has_happened(picture: Any):
         "macpool_router_model_swaps_total",
         "macpool_cluster_model_fingerprints",
     }
-    assert {one.family.full_name for one in collect(families, picture) if not one.rows} <= rare
+    assert {one.family.full_name for one in collect_families(families, picture) if not one.rows} <= rare
 
 
 def test_names_are_whole_words_with_their_units_and_no_name_is_used_twice():
@@ -127,14 +129,14 @@ def test_a_hostile_name_is_escaped_and_makes_one_series():
 
 @given(st.recursive(ANY, lambda inner: st.lists(inner, max_size=5), max_leaves=30))
 def test_any_answer_of_a_node_gives_a_scrape(answer: Any):
-    measures = read_measures(msgspec.msgpack.encode(answer))
+    measures = decode_measures(msgspec.msgpack.encode(answer))
     found = samples(scrape(node_picture(view(), measures)))
     assert all(math.isfinite(value) for value in found.values())
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_of_a_node_give_a_scrape(answer: bytes):
-    assert samples(scrape(node_picture(view(), read_measures(answer))))
+    assert samples(scrape(node_picture(view(), decode_measures(answer))))
 
 
 @given(st.lists(st.integers(-HUGE, 2**64 - 1), max_size=15), st.floats())
@@ -209,11 +211,11 @@ def test_models_in_memory_stand_before_others_and_then_by_name():
         a_model("a", loaded=False),
         a_model("c", loaded=True),
     )
-    assert [model.name for model in by_priority(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
+    assert [model.name for model in sort_by_priority(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
 
 
 def test_a_number_that_is_not_finite_costs_its_own_series_alone():
-    picture = replace(pool_picture(), oldest=math.inf, keys_refused=7)
+    picture = replace(pool_picture(), oldest_wait_seconds=math.inf, keys_refused=7)
     found = samples(scrape(picture))
     assert ("macpool_router_queue_oldest_seconds", ()) not in found
     assert found["macpool_auth_failures_total", ()] == 7
@@ -255,14 +257,14 @@ def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
     for number in range(200):
         models = tuple(a_model(f"m{number}-{one}") for one in range(40))
         one = view("a", report=lying(models))
-        about = labels.about(one.id, (f"chip {number}", f"system {number}", f"{number}"))
-        picture = NodeSnapshot(one, 0, 0, about, labels.models(one.id, by_priority(one)), MEASURES)
+        about = labels.admit_host(one.id, (f"chip {number}", f"system {number}", f"{number}"))
+        picture = NodeSnapshot(one, 0, 0, about, labels.admit_models(one.id, sort_by_priority(one)), MEASURES)
         seen |= samples(scrape(picture)).keys()
     named = {dict(series)["model"] for _, series in seen if "model" in dict(series)}
     assert len(named) == MAX_MODELS_PER_NODE
     assert len(seen) < 300
-    labels.keep([])
-    assert labels.models(NodeId("a"), [a_model("later")])
+    labels.retain_members([])
+    assert labels.admit_models(NodeId("a"), [a_model("later")])
 
 
 def test_models_and_codes_that_are_made_up_make_no_more_series():

@@ -1,6 +1,6 @@
 """The complete Prometheus configuration as written."""
 
-from coordinator.metrics.prometheus import configuration
+from coordinator.metrics.prometheus import render_configuration
 
 PLAIN = """global:
   scrape_interval: 5s
@@ -50,5 +50,5 @@ scrape_configs:
 
 
 def test_the_configuration_scrapes_the_coordinator_and_the_nodes_behind_it():
-    assert configuration("http://10.0.0.1:8080", "token") == PLAIN
-    assert configuration("https://studio.local:8080", "token", "ca.pem", "it's.yml", 3) == TRUSTING
+    assert render_configuration("http://10.0.0.1:8080", "token") == PLAIN
+    assert render_configuration("https://studio.local:8080", "token", "ca.pem", "it's.yml", 3) == TRUSTING

@@ -196,13 +196,13 @@ async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
     member = port.member("a")
     await port.link(member)
     (stranger, denied) = (await port.dial(), await port.dial(member))
-    await port.until(lambda: port.application.registry.links.unlinked_count() == 2)
+    await port.until(lambda: port.application.registry.links.count_unlinked() == 2)
     found = await scrape(port)
     assert (found["cluster_links"], found["cluster_unauthenticated_connections"]) == (1, 2)
     denied.send(hello(member, protocol=0))
     await denied.until(Denied)
     stranger.close()
-    await port.until(lambda: port.application.registry.links.unlinked_count() == 0)
+    await port.until(lambda: port.application.registry.links.count_unlinked() == 0)
     found = await scrape(port)
     counts = [
         found[f"cluster_{name}"]
@@ -215,7 +215,7 @@ async def test_certificates_are_shown_with_begin_and_end(port: Port):
     member = port.member("a")
     await port.link(member)
     found = await scrape(port)
-    theirs, ours = read_certificate(member.certificate), port.application.authority.validity()
+    theirs, ours = read_certificate(member.certificate), port.application.authority.get_validity()
     for name, (issued, expires) in {
         'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
         'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
@@ -294,7 +294,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     await port.until(lambda: port.state(lost) == "ready")
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
-    registry.remove(left.node)
+    registry.remove_node(left.node)
     monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
@@ -304,9 +304,9 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
         (silent, "it did not answer"),
     ):
         with pytest.raises(NodeUnreachable, match=f"^{why}$"):
-            await metrics.node(node, "")
-    assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
-    targets = [target["labels"]["node"] for target in metrics.targets("127.0.0.1", "http")]
+            await metrics.render_node(node, "")
+    assert [picture.view.name for picture in metrics.take_node_snapshots()] == ["silent"]
+    targets = [target["labels"]["node"] for target in metrics.list_targets("127.0.0.1", "http")]
     assert targets == ["silent", "joining", "lost"], "a node that left is no target"
 
 
@@ -343,7 +343,7 @@ async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
     assert (await scrape(port))["coordinator_self_suspect"] == 0
     for line in lines[:2]:
         line.close()
-    await port.until(lambda: port.application.registry.states()["lost"] == 2)
+    await port.until(lambda: port.application.registry.count_states()["lost"] == 2)
     found = await scrape(port)
     assert (found["coordinator_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
 
@@ -362,18 +362,18 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
         lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1), clock=lambda: now[0]
     )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
-    metrics.video = lambda: VideoSnapshot(used=True, kept=7)
-    picture = metrics.node_snapshot(view(port.member("a").node, reported_at=70.0), None)
+    metrics.get_video_snapshot = lambda: VideoSnapshot(used=True, kept=7)
+    picture = metrics.take_node_snapshot(view(port.member("a").node, reported_at=70.0), None)
     assert (round(picture.wall - picture.reported_at, 6), time.time() - picture.wall < 60) == (30.0, True)
-    picture = metrics.node_snapshot(view(port.member("b").node, reported_at=130.0), None)
+    picture = metrics.take_node_snapshot(view(port.member("b").node, reported_at=130.0), None)
     assert picture.reported_at == picture.wall, "no report comes from the future"
-    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
-    assert metrics.snapshot().video.kept == 7
+    assert metrics.take_snapshot().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.take_snapshot().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)
     now[0] += 60.0
-    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.take_snapshot().certificates == {"endpoint": (1.0, 2.0)}
     now[0] += 2.0
-    assert metrics.snapshot().certificates == {"endpoint": (3.0, 4.0)}
+    assert metrics.take_snapshot().certificates == {"endpoint": (3.0, 4.0)}
 
 
 async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
@@ -387,9 +387,9 @@ async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         for platform, unit in (("linux", 1024), ("darwin", 1)):
             monkeypatch.setattr("sys.platform", platform)
-            before, process, files = peak(), metrics.snapshot().process, len(os.listdir("/dev/fd"))
-            assert before * unit <= process.peak <= peak() * unit
-            assert (process.open_files, process.most_files) == (files - 1, soft - 1)
+            before, process, files = peak(), metrics.take_snapshot().process, len(os.listdir("/dev/fd"))
+            assert before * unit <= process.peak_bytes <= peak() * unit
+            assert (process.open_files, process.max_files) == (files - 1, soft - 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -399,4 +399,4 @@ async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
     counters.model("tiny")
     counters.used_by("gone", "tiny", 5)
     assert counters.keys
-    assert metrics_of(port).snapshot().counters.keys == {}
+    assert metrics_of(port).take_snapshot().counters.keys == {}

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from coordinator.alerts.rules import RULES
-from coordinator.metrics.exposition import render
-from coordinator.metrics.families import CollectedFamily, collect
+from coordinator.metrics.exposition import render_metrics
+from coordinator.metrics.families import CollectedFamily, collect_families
 from coordinator.metrics.node import NODE, NodeSnapshot
 from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
@@ -40,13 +40,13 @@ def buckets(text: bytes, name: str) -> list[tuple[str, float]]:
 
 
 def node_scrape(picture: NodeSnapshot) -> bytes:
-    found: list[CollectedFamily[NodeSnapshot]] = collect(NODE, picture)
-    return render(found, "")[0]
+    found: list[CollectedFamily[NodeSnapshot]] = collect_families(NODE, picture)
+    return render_metrics(found, "")[0]
 
 
 def pool_scrape(picture: PoolSnapshot) -> bytes:
-    found: list[CollectedFamily[PoolSnapshot]] = collect(POOL, picture)
-    return render(found, "")[0]
+    found: list[CollectedFamily[PoolSnapshot]] = collect_families(POOL, picture)
+    return render_metrics(found, "")[0]
 
 
 def report(memory: Memory, sharing: Sharing | None = None) -> Report:
@@ -256,7 +256,7 @@ def pool() -> PoolSnapshot:
         opened_breakers=306,
         waiting=307,
         queue_limit=308,
-        oldest=309.5,
+        oldest_wait_seconds=309.5,
         keys_refused=310,
         certificates={"authority": (311, 312), "coordinator": (313, 314), "endpoint": (315, 316)},
         node_certificates={A: (317, 318), B: (319, 320)},

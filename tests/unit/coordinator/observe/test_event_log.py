@@ -12,7 +12,7 @@ from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, EventLo
 
 def tell(hub: EventLog, *numbers: int) -> None:
     for number in numbers:
-        hub.add({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
+        hub.add_event({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
 
 
 async def settled() -> None:
@@ -31,23 +31,27 @@ async def test_the_newest_are_told_in_order():
     hub = EventLog()
     tell(hub, *range(MAX_EVENTS + 50))
     await settled()
-    assert told(await all_of(hub.read(None, 3, follow=False))) == [MAX_EVENTS + 47, MAX_EVENTS + 48, MAX_EVENTS + 49]
-    assert len(await all_of(hub.read(None, MAX_EVENTS, follow=False))) == MAX_EVENTS
-    assert await all_of(hub.read(None, 0, follow=False)) == []
+    assert told(await all_of(hub.stream_events(None, 3, follow=False))) == [
+        MAX_EVENTS + 47,
+        MAX_EVENTS + 48,
+        MAX_EVENTS + 49,
+    ]
+    assert len(await all_of(hub.stream_events(None, MAX_EVENTS, follow=False))) == MAX_EVENTS
+    assert await all_of(hub.stream_events(None, 0, follow=False)) == []
 
 
 async def test_what_was_missed_is_told_by_its_number():
     hub = EventLog()
     tell(hub, 1, 2, 3)
     await settled()
-    pieces = await all_of(hub.read(1, 0, follow=False))
+    pieces = await all_of(hub.stream_events(1, 0, follow=False))
     assert told(pieces) == [2, 3]
     assert pieces[0].startswith(b"id: 2\n")
 
 
 async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
     hub = EventLog()
-    first, second = (hub.read(None, 0, follow=True) for _ in range(2))
+    first, second = (hub.stream_events(None, 0, follow=True) for _ in range(2))
     waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
     await settled()
     tell(hub, 7)
@@ -59,7 +63,7 @@ async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
 
 async def test_who_reads_too_slowly_is_told_how_much_was_lost():
     hub = EventLog()
-    reading = hub.read(None, 1, follow=True)
+    reading = hub.stream_events(None, 1, follow=True)
     tell(hub, 0)
     await settled()
     assert told([await anext(reading)]) == [0]
@@ -72,24 +76,24 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost():
 
 async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(event_log, "KEEPALIVE_SECONDS", 0.01)
-    reading = EventLog().read(None, 5, follow=True)
+    reading = EventLog().stream_events(None, 5, follow=True)
     assert await anext(reading) == b": still here\n\n"
     await reading.aclose()
 
 
 async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
     hub = EventLog()
-    hub.add({"logger": "uvicorn.error", "event": "x"})
-    hub.add({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
+    hub.add_event({"logger": "uvicorn.error", "event": "x"})
+    hub.add_event({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     await settled()
-    assert told(await all_of(hub.read(None, 50, follow=False))) == [1]
+    assert told(await all_of(hub.stream_events(None, 50, follow=False))) == [1]
 
 
 async def test_a_line_cannot_be_broken_by_what_it_says():
     hub = EventLog()
-    hub.add({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
+    hub.add_event({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
     await settled()
-    (piece,) = await all_of(hub.read(None, 50, follow=False))
+    (piece,) = await all_of(hub.stream_events(None, 50, follow=False))
     assert piece.count(b"\n") == 3
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.observe.load_history import INTERVAL_SECONDS, MAX_NODES, MAX_POINTS, LoadHistory, LoadReading, NodeLoad
-from coordinator.observe.load_sampler import node_load
+from coordinator.observe.load_sampler import build_node_load
 from router.dispatch.counters import NodeCounts
 from router.placement.cluster_view import NodeView
 from wire.identity import NodeId
@@ -98,8 +98,8 @@ def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
 def test_only_a_mac_whose_report_is_of_now_has_memory(state: NodeState):
     counts = NodeCounts()
     counts.generated_tokens = 7
-    assert node_load(NodeView(A, "a", state), None, 3).in_flight == 3
-    found = node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
+    assert build_node_load(NodeView(A, "a", state), None, 3).in_flight == 3
+    found = build_node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
     assert (found.generated_tokens, found.in_flight) == (7, 2)
     measured = state in (NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
     assert (found.memory, found.cap) == ((GIB, 4 * GIB) if measured else (None, None))

@@ -14,7 +14,7 @@ async def test_the_newest_bytes_are_read(tmp_path: Path):
     file = tmp_path / "x.log"
     file.write_bytes(b"0123456789" * 20_000)
     for size in (1, 7, 200_000, 10**9):
-        found = b"".join([piece async for piece in log_reader.read(file, size)])
+        found = b"".join([piece async for piece in log_reader.read_log(file, size)])
         assert found == file.read_bytes()[-size:]
 
 
@@ -23,7 +23,7 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
     file.write_bytes(b"".join(b'{"number": %d}\n' % number for number in range(100)))
     whole = file.read_bytes()
     for size in (20, 100, 500, len(whole) - 1, len(whole), 10**6):
-        found = b"".join([piece async for piece in log_reader.read(file, size)])
+        found = b"".join([piece async for piece in log_reader.read_log(file, size)])
         assert found
         assert whole.endswith(found)
         assert found.startswith(b"{")
@@ -34,13 +34,13 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
 
 async def test_a_file_that_is_not_there_is_said(tmp_path: Path):
     with pytest.raises(OSError, match="none"):
-        await anext(log_reader.read(tmp_path / "none", 10))
+        await anext(log_reader.read_log(tmp_path / "none", 10))
 
 
 async def test_what_is_added_is_read_and_a_new_file_from_its_beginning(tmp_path: Path):
     file = tmp_path / "x.log"
     file.write_bytes(b"old line\n")
-    reading = log_reader.read(file, 100, every=0.01)
+    reading = log_reader.read_log(file, 100, interval_seconds=0.01)
     async with asyncio.timeout(30):
         assert await anext(reading) == b"old line\n"
         with file.open("ab") as opened:

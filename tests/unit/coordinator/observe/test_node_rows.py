@@ -7,7 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster.membership import Member
-from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, measured, node_row, warnings_of
+from coordinator.observe.node_rows import (
+    NodeFacts,
+    build_node_row,
+    can_answer,
+    get_measured_memory,
+    list_dangers,
+    list_warnings,
+)
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import NodeView, view_of
 from tests.support.cluster.cluster_port import a_report
@@ -52,12 +59,12 @@ def test_a_node_answers_only_when_everything_of_it_is_ready():
 
 @pytest.mark.parametrize(("engine", "warns"), [("starting", False), ("ready", True), ("hung", True)])
 def test_an_engine_that_starts_is_no_warning(engine: str, *, warns: bool):
-    found = warnings_of(a_view(engine=engine, armed=False))
+    found = list_warnings(a_view(engine=engine, armed=False))
     assert any("its gate is not armed" in text for text in found) is warns
 
 
 def warned(**changes: Any) -> list[str]:
-    return warnings_of(dataclasses.replace(a_view(), **changes))
+    return list_warnings(dataclasses.replace(a_view(), **changes))
 
 
 def test_a_node_that_is_well_has_no_warnings():
@@ -82,25 +89,25 @@ def test_an_engine_in_trouble_is_a_warning_with_its_cause(state: str):
 
 @pytest.mark.parametrize("state", [NodeState.SUSPECT, NodeState.LOST, NodeState.PAUSED, NodeState.DRAINING])
 def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: NodeState):
-    assert warnings_of(a_view(state, armed=False)) == []
+    assert list_warnings(a_view(state, armed=False)) == []
 
 
 def test_dangers_are_the_nodes_words_first_and_every_fact_once():
     off = dataclasses.replace(
         a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(MemoryLevel.OVER_HARD)
     )
-    assert dangers_of(off) == [
+    assert list_dangers(off) == [
         "memory.guard is off: its memory can exceed the cap",
         "memory.margin is 0: no memory is kept for short-lived buffers",
         "it is over its cap of 24.0 GiB minus leases",
     ]
     said = Enforcement(MemoryLevel.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
-    assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
+    assert list_dangers(dataclasses.replace(off, enforcement=said)) == [
         "memory.margin is 0: a spike may panic",
         "memory.guard is off: its memory can exceed the cap",
     ]
     unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
-    assert dangers_of(unknown) == [], "a node without limits yet"
+    assert list_dangers(unknown) == [], "a node without limits yet"
 
 
 def test_a_row_of_a_node_has_every_value_in_its_place():
@@ -112,7 +119,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     member = Member(NodeId("n1"), NodeState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))
-    found = node_row(seen, member, row, NodeFacts(True, "1.2.3", 5, 7003, 7004.5))
+    found = build_node_row(seen, member, row, NodeFacts(True, "1.2.3", 5, 7003, 7004.5))
     models, video = found.pop("models"), found.pop("video")
     assert found == {
         "id": "n1",
@@ -226,20 +233,22 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
 def test_a_gate_is_armed_only_with_its_guard_on(*, armed: bool, guard: bool):
     view = dataclasses.replace(a_view(), memory=replace(a_memory(), armed=armed, guard=guard))
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(view, Member(NodeId("n1"), NodeState.READY, 0.0), row, NodeFacts(True, "", 0, 0, None))
+    found = build_node_row(view, Member(NodeId("n1"), NodeState.READY, 0.0), row, NodeFacts(True, "", 0, 0, None))
     assert (found["gate_armed"], found["guard"]) == (armed and guard, guard)
 
 
 def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(a_view(), Member(NodeId("n1"), NodeState.JOINING, 0.0), row, NodeFacts(False, "", 0, 0, None))
+    found = build_node_row(
+        a_view(), Member(NodeId("n1"), NodeState.JOINING, 0.0), row, NodeFacts(False, "", 0, 0, None)
+    )
     empty = (found["phys"], found["current"], found["headroom"], found["heard_seconds"], found["engine"]["state"])
     assert empty == (None, None, None, None, "")
 
 
 def test_what_was_measured_of_a_model_is_shown_field_by_field():
     model = a_model(profiled=True, max_context=1, max_batch=2, kv_per_token=3, observed=4, residual=5, covered=6)
-    assert measured(model) == {
+    assert get_measured_memory(model) == {
         "max_context": 1,
         "max_batch": 2,
         "kv_per_token": 3,
@@ -247,4 +256,4 @@ def test_what_was_measured_of_a_model_is_shown_field_by_field():
         "residual": 5,
         "covered": 6,
     }
-    assert measured(replace(model, profiled=False)) is None
+    assert get_measured_memory(replace(model, profiled=False)) is None

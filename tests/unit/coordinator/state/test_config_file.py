@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cli import cluster
-from coordinator.state.config_file import line_of, lines_of, shown, syntax
+from coordinator.state.config_file import build_syntax_fault, find_line_number, find_line_numbers, redact_value
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from host.settings_loader import changed_settings, describe, faults, from_tree, resolve, setting_rows
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, check
@@ -47,35 +47,37 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> 
 
 
 def test_lines_are_those_of_the_file():
-    lines = lines_of(FILE)
-    assert [line_of(key, lines) for key in ("cluster.nme", "memory.cap", "memory.margin", "node.log_level")] == [
+    lines = find_line_numbers(FILE)
+    assert [
+        find_line_number(key, lines) for key in ("cluster.nme", "memory.cap", "memory.margin", "node.log_level")
+    ] == [
         3,
         6,
         7,
         10,
     ]
-    assert line_of("memory.tier", lines) == 5, "the table that would hold it: the text in quotes is no table"
-    assert line_of("engine.mlx.max_batch_size", lines) == 16
-    assert line_of("video.x", lines) == 0
+    assert find_line_number("memory.tier", lines) == 5, "the table that would hold it: the text in quotes is no table"
+    assert find_line_number("engine.mlx.max_batch_size", lines) == 16
+    assert find_line_number("video.x", lines) == 0
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]{1,8}", fullmatch=True), st.integers(), min_size=1, max_size=5))
 def test_every_key_of_a_table_has_its_line(table: dict[str, int]):
     text = "\n".join(["[one.two]", *(f"{key} = {value}" for key, value in table.items())])
-    assert from_tree(tomllib.loads(text)).keys() <= lines_of(text).keys()
+    assert from_tree(tomllib.loads(text)).keys() <= find_line_numbers(text).keys()
     for number, key in enumerate(table, 2):
-        assert lines_of(text)[f"one.two.{key}"] == number
+        assert find_line_numbers(text)[f"one.two.{key}"] == number
 
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_the_reading_of_lines(text: str):
-    assert all(number >= 1 for number in lines_of(text).values())
+    assert all(number >= 1 for number in find_line_numbers(text).values())
 
 
 def test_a_parsers_complaint_gives_its_line():
     with pytest.raises(tomllib.TOMLDecodeError) as caught:
         tomllib.loads("[a]\nb = \n")
-    wrong = syntax("f.toml", str(caught.value))
+    wrong = build_syntax_fault("f.toml", str(caught.value))
     assert wrong.line == 2
     assert "line" not in wrong.text
 
@@ -193,8 +195,13 @@ def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
 
 
 def test_an_address_is_shown_without_what_could_be_secret():
-    assert shown("alerts.webhook_url", "opensesame") == "(set, not shown)"
-    assert [shown("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x")] == ["(set, not shown)"] * 2
-    assert shown("alerts.webhook_url", "") == ""
-    assert shown("http.tls_key_file", "/etc/key.pem") == "/etc/key.pem"
-    assert shown("alerts.webhook_url", shown("alerts.webhook_url", "https://h.example/secret")) == "https://h.example/…"
+    assert redact_value("alerts.webhook_url", "opensesame") == "(set, not shown)"
+    assert [redact_value("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x")] == [
+        "(set, not shown)"
+    ] * 2
+    assert redact_value("alerts.webhook_url", "") == ""
+    assert redact_value("http.tls_key_file", "/etc/key.pem") == "/etc/key.pem"
+    assert (
+        redact_value("alerts.webhook_url", redact_value("alerts.webhook_url", "https://h.example/secret"))
+        == "https://h.example/…"
+    )

@@ -35,8 +35,8 @@ KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None, KeyLimi
 
 async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     store = Database(tmp_path)
-    store.found("c1", "lab")
-    assert store.next_epoch() == 1
+    store.create_cluster("c1", "lab")
+    assert store.increment_epoch() == 1
     store.put_member(MEMBER)
     store.put_token(TOKEN)
     store.put_key(KEY)
@@ -45,11 +45,11 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert not store.revoke_key("k3", 2.0)
     store.deny_node(NodeId("n2"), 3.0, "removed")
     store.deny_serial("ff", 3.0, "joined again")
-    assert (store.denied(NodeId("n2"), "1"), store.denied(NodeId("n1"), "ff")) == (True, True), "at once"
+    assert (store.is_denied(NodeId("n2"), "1"), store.is_denied(NodeId("n1"), "ff")) == (True, True), "at once"
     for day in ("2026-01-01", "2026-01-02", "2026-01-02"):
-        store.count("k1", "tiny", day, UsageTotals(1, 0, 100, 50, 10))
-    store.note(7.0, "k1", "cordon", "n1")
-    store.note(8.0, "local", "remove", "n2")
+        store.add_usage("k1", "tiny", day, UsageTotals(1, 0, 100, 50, 10))
+    store.add_audit_entry(7.0, "k1", "cordon", "n1")
+    store.add_audit_entry(8.0, "local", "remove", "n2")
     await store.flush()
     store.close()
     again = Database(tmp_path)
@@ -61,17 +61,17 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
         AuditRow(1, 7.0, "k1", "cordon", "n1"),
         AuditRow(2, 8.0, "local", "remove", "n2"),
     ]
-    again.note(9.0, "k1", "uncordon", "n1")
+    again.add_audit_entry(9.0, "k1", "uncordon", "n1")
     assert again.audit[-1].number == 3
-    again.forget_usage("2026-01-02")
-    assert (again.meta.cluster, again.meta.name, again.next_epoch()) == ("c1", "lab", 2)
+    again.delete_usage_before("2026-01-02")
+    assert (again.meta.cluster, again.meta.name, again.increment_epoch()) == ("c1", "lab", 2)
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}
     assert again.keys == {"k1": KEY}
-    assert again.denied(NodeId("n2"), "1")
-    assert again.denied(NodeId("n1"), "ff")
-    assert not again.denied(NodeId("n1"), "ab12")
-    again.drop_token(TOKEN.id)
+    assert again.is_denied(NodeId("n2"), "1")
+    assert again.is_denied(NodeId("n1"), "ff")
+    assert not again.is_denied(NodeId("n1"), "ab12")
+    again.delete_token(TOKEN.id)
     again.close()
     third = Database(tmp_path)
     assert not third.tokens
@@ -112,7 +112,7 @@ def test_files_and_folder_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir(mode=0o755)
     store = Database(folder)
-    store.next_epoch()
+    store.increment_epoch()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = list(folder.iterdir())
     assert {file.name for file in files} >= {"lock", "cluster.db", "cluster.db-wal"}
@@ -132,7 +132,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
     store = Database(tmp_path)
     for number in range(MAX_AUDIT_ENTRIES + 5):
-        store.note(float(number), "k", "act", "x")
+        store.add_audit_entry(float(number), "k", "act", "x")
     assert [store.audit[0].number, store.audit[-1].number] == [6, MAX_AUDIT_ENTRIES + 5]
     store.close()
     again = Database(tmp_path)
@@ -203,7 +203,7 @@ def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
     store.put_member(removed)
     store.put_token(revoked)
     store.put_key(expires)
-    store.note(1.0, "k1", "cordon", "n1", "10.0.0.5")
+    store.add_audit_entry(1.0, "k1", "cordon", "n1", "10.0.0.5")
     store.close()
     again = Database(tmp_path)
     assert (again.members, again.tokens, again.keys) == ({"n9": removed}, {"revoked": revoked}, {"k9": expires})

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, public_key_of
+from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, extract_public_key
 from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request, proves_coordinator
 from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
@@ -24,7 +24,9 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "anything")])
 
 def identity(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> NodeIdentity:
     request = new_request("studio")
-    return create(folder, request, authority.sign(request.csr, node, "studio"), authority.cluster, authority.ca, "m1")
+    return create(
+        folder, request, authority.sign_request(request.csr, node, "studio"), authority.cluster, authority.ca, "m1"
+    )
 
 
 async def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, ssl.SSLObject, ssl.SSLObject | None]:
@@ -60,31 +62,31 @@ async def refused(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
 async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path / "c", time.time)
     ours = client_context(identity(authority, tmp_path / "n"))
-    assert ours.verify_flags & authority.server_context().verify_flags & ssl.VERIFY_X509_STRICT
+    assert ours.verify_flags & authority.get_server_context().verify_flags & ssl.VERIFY_X509_STRICT
     assert not ours.check_hostname
-    greeting, at_node, at_coordinator = await shake(authority.server_context(), ours)
+    greeting, at_node, at_coordinator = await shake(authority.get_server_context(), ours)
     assert greeting == b"hello"
     assert at_node.version() == "TLSv1.3"
     assert proves_coordinator(at_node, authority.cluster)
     assert not proves_coordinator(at_node, "another")
-    assert authority.peer_of(at_coordinator) == PeerIdentity(authority.cluster, NODE)
+    assert authority.identify_peer(at_coordinator) == PeerIdentity(authority.cluster, NODE)
 
 
 async def test_a_peer_without_certificate_connects_but_is_no_member(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
-    greeting, _, at_coordinator = await shake(authority.server_context(), authority_context(authority.ca))
+    greeting, _, at_coordinator = await shake(authority.get_server_context(), authority_context(authority.ca))
     assert greeting == b"hello"
-    assert authority.peer_of(at_coordinator) is None
-    assert authority.peer_of(None) is None
+    assert authority.identify_peer(at_coordinator) is None
+    assert authority.identify_peer(None) is None
 
 
 async def test_a_certificate_of_a_foreign_authority_is_refused(tmp_path: Path) -> None:
     authority, foreign = ClusterCa(tmp_path / "c", time.time), ClusterCa(tmp_path / "f", time.time)
     client = authority_context(authority.ca)
     client.load_cert_chain(client_file(identity(foreign, tmp_path / "n")))
-    assert await refused(authority.server_context(), client)
+    assert await refused(authority.get_server_context(), client)
     with pytest.raises(ssl.SSLCertVerificationError):
-        await shake(foreign.server_context(), authority_context(authority.ca))
+        await shake(foreign.get_server_context(), authority_context(authority.ca))
 
 
 async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp_path: Path) -> None:
@@ -95,14 +97,14 @@ async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp
         await shake(posing, authority_context(authority.ca))
     client = authority_context(authority.ca)
     client.load_cert_chain(tmp_path / "c" / "coordinator.pem")
-    assert await refused(authority.server_context(), client)
+    assert await refused(authority.get_server_context(), client)
 
 
 async def test_an_older_tls_is_refused(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
     client = authority_context(authority.ca)
     client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_2
-    assert await refused(authority.server_context(), client)
+    assert await refused(authority.get_server_context(), client)
 
 
 def client_file(identity: NodeIdentity) -> Path:
@@ -121,7 +123,7 @@ def test_of_a_request_only_the_key_is_used(tmp_path: Path) -> None:
         .sign(key, hashes.SHA256())
         .public_bytes(Encoding.DER)
     )
-    made = x509.load_der_x509_certificate(authority.sign(csr, NODE))
+    made = x509.load_der_x509_certificate(authority.sign_request(csr, NODE))
     assert made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
     assert list(made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value) == [
         x509.UniformResourceIdentifier(node_uri(authority.cluster, NODE))
@@ -143,23 +145,23 @@ def test_requests_for_other_keys_are_refused() -> None:
         ed25519.Ed25519PrivateKey.generate(),
     ):
         with pytest.raises(CertificateRequestError, match="P-256"):
-            public_key_of(request_for(key))
+            extract_public_key(request_for(key))
 
 
 def test_a_request_that_was_changed_is_refused() -> None:
     good = request_for(ec.generate_private_key(ec.SECP256R1()))
     forged = good.replace(b"anything", b"Anything")
     with pytest.raises(CertificateRequestError, match="not signed by its own key"):
-        public_key_of(forged)
+        extract_public_key(forged)
     for bad in (b"", b"junk", good[:-1], good + b"x", good * 100):
         with pytest.raises(CertificateRequestError):
-            public_key_of(bad)
+            extract_public_key(bad)
 
 
 def test_lives_begin_early_and_end_in_time(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
     authority = ClusterCa(tmp_path, wall)
-    told = read_certificate(authority.sign(new_request("a").csr, NODE, "a"))
+    told = read_certificate(authority.sign_request(new_request("a").csr, NODE, "a"))
     assert (told.issued, told.expires, told.name) == (wall.now, wall.now + LEAF_VALIDITY_SECONDS, "a")
     assert told.renew_from == wall.now + 60 * 86400
     ca = x509.load_der_x509_certificate(authority.ca)
@@ -207,10 +209,10 @@ def test_keys_are_private(tmp_path: Path) -> None:
 def test_a_certificate_of_another_cluster_names_no_member(tmp_path: Path) -> None:
     ours, other = ClusterCa(tmp_path / "a", time.time), ClusterCa(tmp_path / "b", time.time)
     csr = new_request("a").csr
-    assert ours.peer_of(ours.sign(csr, NODE)) == PeerIdentity(ours.cluster, NODE)
-    assert ours.peer_of(other.sign(csr, NODE)) is None
+    assert ours.identify_peer(ours.sign_request(csr, NODE)) == PeerIdentity(ours.cluster, NODE)
+    assert ours.identify_peer(other.sign_request(csr, NODE)) is None
     own = x509.load_pem_x509_certificate((tmp_path / "a" / "coordinator.pem").read_bytes())
-    assert ours.peer_of(own.public_bytes(Encoding.DER)) is None
+    assert ours.identify_peer(own.public_bytes(Encoding.DER)) is None
 
 
 def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_p
     assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(True, 0)
     usage = ca.extensions.get_extension_for_class(x509.KeyUsage).value
     assert (usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (True, True, False)
-    node = x509.load_der_x509_certificate(authority.sign(new_request("x").csr, NODE, "studio"))
+    node = x509.load_der_x509_certificate(authority.sign_request(new_request("x").csr, NODE, "studio"))
     own = x509.load_pem_x509_certificate((tmp_path / "coordinator.pem").read_bytes())
     for leaf, purpose, uri in (
         (node, ExtendedKeyUsageOID.CLIENT_AUTH, node_uri(authority.cluster, NODE)),
@@ -237,5 +239,5 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_p
         begin, end = (moment.timestamp() for moment in (leaf.not_valid_before_utc, leaf.not_valid_after_utc))
         assert (wall.now - begin, end - wall.now) == (24 * 3600.0, 90 * 24 * 3600.0)
     assert (ca.not_valid_after_utc.timestamp() - wall.now) == 3650 * 24 * 3600.0
-    short = ClusterCa(tmp_path, wall, node_life=3600.0).sign(new_request("x").csr, NODE)
+    short = ClusterCa(tmp_path, wall, node_life=3600.0).sign_request(new_request("x").csr, NODE)
     assert read_certificate(short).expires == wall.now + 3600.0

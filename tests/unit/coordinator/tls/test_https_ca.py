@@ -17,8 +17,15 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from coordinator.cli import cluster
 from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, write_bundle
 from coordinator.client.errors import PIN, CommandError
-from coordinator.tls.cluster_ca import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
-from coordinator.tls.https_ca import HttpsCa, allowed, constrained_to, from_files, is_loopback
+from coordinator.tls.cluster_ca import (
+    AuthorityError,
+    build_common_name,
+    build_key_usage,
+    create_certificate_builder,
+    read_key_pair,
+    write_key_pair,
+)
+from coordinator.tls.https_ca import HttpsCa, get_name_constraints, is_local_name, is_loopback, load_server_context
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 NOW = time.time()
@@ -68,17 +75,17 @@ def test_it_vouches_for_this_machine(tmp_path: Path, name: str):
 def test_public_addresses_and_names_are_left_out(tmp_path: Path):
     made = endpoint(tmp_path, here=("studio.local", "8.8.8.8", "studio.example.com", "fe80::1", "100.100.0.7"))
     assert made.names == ("100.100.0.7", "127.0.0.1", "::1", "fe80::1", "localhost", "studio.local")
-    assert not allowed("1.1.1.1")
+    assert not is_local_name("1.1.1.1")
 
 
 def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
     made = endpoint(tmp_path)
-    authority, ca = read_pair(tmp_path / "endpoint-authority.pem")
+    authority, ca = read_key_pair(tmp_path / "endpoint-authority.pem")
     key = ec.generate_private_key(ec.SECP256R1())
     forged = (
-        certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
+        create_certificate_builder("forged", key.public_key(), ca.subject, NOW, 1e6)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(key_usage(signs_certificates=False), critical=True)
+        .add_extension(build_key_usage(signs_certificates=False), critical=True)
         .add_extension(x509.SubjectAlternativeName([x509.DNSName("bank.example")]), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(
@@ -88,14 +95,14 @@ def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
         )
         .sign(authority, hashes.SHA256())
     )
-    write_pair(tmp_path / "endpoint.pem", key, forged)
+    write_key_pair(tmp_path / "endpoint.pem", key, forged)
     assert "permitted subtree violation" in verifies(tmp_path, "bank.example", made.ca_pem)
 
 
 def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path):
     """`make clients` shows the same with Bun itself, which fails with any other kind of constraint."""
     endpoint(tmp_path, "pool.example", "10.1.2.3")
-    held = constrained_to(read_pair(tmp_path / "endpoint-authority.pem")[1])
+    held = get_name_constraints(read_key_pair(tmp_path / "endpoint-authority.pem")[1])
     assert [general.value for general in held if isinstance(general, x509.DNSName)] == [
         "localhost",
         "local",
@@ -115,18 +122,20 @@ def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_tr
         x509.IPAddress(ipaddress.ip_network("::1/128")),
     ]
     earlier = (
-        certificate_builder("macpool endpoint old", key.public_key(), named("macpool endpoint old"), NOW, 1e8)
+        create_certificate_builder(
+            "macpool endpoint old", key.public_key(), build_common_name("macpool endpoint old"), NOW, 1e8
+        )
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(key_usage(signs_certificates=True), critical=True)
+        .add_extension(build_key_usage(signs_certificates=True), critical=True)
         .add_extension(x509.NameConstraints(permitted, None), critical=True)
         .sign(key, hashes.SHA256())
     )
-    write_pair(tmp_path / "endpoint-authority.pem", key, earlier)
+    write_key_pair(tmp_path / "endpoint-authority.pem", key, earlier)
     made = endpoint(tmp_path)
     for authority in (earlier.public_bytes(Encoding.PEM).decode(), made.ca_pem):
         for name in ("localhost", "studio.local", "192.168.1.7"):
             assert verifies(tmp_path, name, authority) == ""
-    again = read_pair(tmp_path / "endpoint-authority.pem")
+    again = read_key_pair(tmp_path / "endpoint-authority.pem")
     assert again[0].private_numbers() == key.private_numbers()
     assert again[1] != earlier
     assert endpoint(tmp_path).fingerprint == made.fingerprint, "once"
@@ -175,12 +184,12 @@ async def test_a_client_that_trusts_it_is_let_through_and_another_is_not(tmp_pat
 
 def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
     endpoint(tmp_path)
-    assert from_files(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
+    assert load_server_context(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
     (tmp_path / "junk.pem").write_text("junk")
     with pytest.raises(AuthorityError, match=r"with http\.tls_key_file .*junk\.pem cannot be used"):
-        from_files(tmp_path / "endpoint.pem", tmp_path / "junk.pem")
+        load_server_context(tmp_path / "endpoint.pem", tmp_path / "junk.pem")
     with pytest.raises(AuthorityError, match="No such file"):
-        from_files(tmp_path / "none.pem", tmp_path / "none.pem")
+        load_server_context(tmp_path / "none.pem", tmp_path / "none.pem")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +218,7 @@ def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
     key = ec.generate_private_key(ec.SECP256R1())
     addresses = x509.NameConstraints([x509.IPAddress(ipaddress.ip_network("10.0.0.0/8"))], None)
     for constraints in (None, addresses, x509.NameConstraints([x509.DNSName("")], None)):
-        builder = certificate_builder("any", key.public_key(), named("any"), NOW, 1e6)
+        builder = create_certificate_builder("any", key.public_key(), build_common_name("any"), NOW, 1e6)
         if constraints is not None:
             builder = builder.add_extension(constraints, critical=True)
         free = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()

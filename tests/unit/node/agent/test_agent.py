@@ -59,7 +59,7 @@ LEAST_PAUSE = 0.25
 def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
     """Make the agent of a node that last found its coordinator at `address`."""
     request = new_request("studio")
-    certificate = authority.sign(request.csr, NodeId("n1"), "studio")
+    certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
     return Agent(remember(identity, address), NodeSettings(), "0", HARDWARE, folder / "log")
 
@@ -68,7 +68,7 @@ def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
 async def running(folder: Path, serve: Serve, *, tls: bool) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
     """Run an agent whose coordinator's address is served by `serve`."""
     authority = ClusterCa(folder / "authority", time.time)
-    context: ssl.SSLContext | None = authority.server_context() if tls else None
+    context: ssl.SSLContext | None = authority.get_server_context() if tls else None
     writers = list[asyncio.StreamWriter]()
 
     async def kept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -150,9 +150,9 @@ async def test_a_machine_that_sleeps_sends_goodbye_dials_no_address_and_is_back_
         agent.fall_asleep(said.set)
         await asyncio.wait_for(said.wait(), 30)
         await port.until(lambda: state(port) == "asleep")
-        assert (links.open(), links.made) == (0, 1)
+        assert (links.count_links(), links.made) == (0, 1)
         agent.wake_up(3600.0)
-        await port.until(lambda: links.open() == 1)
+        await port.until(lambda: links.count_links() == 1)
         assert links.made == 2
         assert state(port) != "asleep"
 
@@ -162,7 +162,7 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
         links = port.application.registry.links
         agent.wake_up(120.0)
         await port.until(lambda: links.made == 2)
-        await port.until(lambda: links.open() == 1)
+        await port.until(lambda: links.count_links() == 1)
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
     async with linked(tmp_path) as (port, _, node):
         links = port.application.registry.links
         before = time.process_time()
-        told = b"".join([piece async for piece in links.fetch(NodeId(node), "metrics", 16384)])
+        told = b"".join([piece async for piece in links.fetch_source(NodeId(node), "metrics", 16384)])
         measures = msgspec.msgpack.decode(told, type=NodeMeasures)
         assert before <= measures.agent_cpu <= time.process_time()
         own = footprint_of((os.getpid(),))
@@ -190,7 +190,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
         with pytest.raises(LookupError, match="cannot provide 'weather'"):
-            await anext(links.fetch(NodeId(node), "weather", 100))
+            await anext(links.fetch_source(NodeId(node), "weather", 100))
 
 
 # Linked to a scripted coordinator, with a real engine process
@@ -220,10 +220,10 @@ class Mac:
 
     async def start(self) -> Line:
         """Start engine and agent; return the link after its Welcome."""
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.authority.server_context())
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.authority.get_server_context())
         self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         request = new_request("studio")
-        certificate = self.authority.sign(request.csr, NodeId("n1"), "studio")
+        certificate = self.authority.sign_request(request.csr, NodeId("n1"), "studio")
         identity = create(
             self.folder / "identity", request, certificate, self.authority.cluster, self.authority.ca, "m1"
         )
@@ -260,7 +260,7 @@ class Mac:
                 "1.2.3",
                 (self.address,),
                 generation,
-                self.authority.seal(generation),
+                self.authority.seal_generation(generation),
             )
         )
         return line

@@ -82,8 +82,8 @@ async def test_a_machine_that_joins_again_is_the_same_node_and_its_old_certifica
         serial = door.store.members[first.node].serial
         second = await join(door, tmp_path / "a", token)
         assert (second.node, second.name) == (first.node, first.name)
-        assert door.store.denied(first.node, serial)
-        assert not door.store.denied(second.node, door.store.members[second.node].serial)
+        assert door.store.is_denied(first.node, serial)
+        assert not door.store.is_denied(second.node, door.store.members[second.node].serial)
 
 
 async def test_a_cloned_identity_is_refused_until_the_clone_joins_by_itself(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
         assert not needs_renewal(identity, wall.now + 59 * 86400)
         assert needs_renewal(identity, wall.now + 61 * 86400)
         key = (tmp_path / "n" / "node.pem").read_bytes()
-        renewed = install(identity, door.authority.sign(new_csr(identity), identity.node, identity.name))
+        renewed = install(identity, door.authority.sign_request(new_csr(identity), identity.node, identity.name))
         assert (tmp_path / "n" / "node.pem").read_bytes() != key
         assert load_identity(tmp_path / "n", "m1") == renewed
         assert await proves_itself(renewed, door.address)
@@ -166,7 +166,7 @@ async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Pa
         with pytest.raises(IdentityError, match="not requested"):
             install(identity, identity.certificate)
         csr = new_csr(identity)
-        for wrong in (other.certificate, identity.certificate, b"", door.authority.sign(csr, other.node)):
+        for wrong in (other.certificate, identity.certificate, b"", door.authority.sign_request(csr, other.node)):
             with pytest.raises(IdentityError):
                 install(identity, wrong)
         assert load_identity(tmp_path / "a", "m1") == identity
@@ -215,7 +215,7 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
             )
         )
         code = await codes.get()
-        (waiting,) = door.approvals.list(asyncio.get_running_loop().time())
+        (waiting,) = door.approvals.list_waiting(asyncio.get_running_loop().time())
         assert (waiting.code, waiting.name, waiting.hardware) == (code, "air", HARDWARE)
         door.approvals.approve(code, asyncio.get_running_loop().time())
         identity = await joining

@@ -18,7 +18,7 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
         folder = state / "node" / "identity"
         known = load_identity(folder, machine_id("studio"))
         assert known is not None
-        seal = before.authority.seal(5)
+        seal = before.authority.seal_generation(5)
         identity = remember(adopt_generation(known, 5, seal), before.address)
         again = load_identity(folder, machine_id("studio"))
         assert again is not None

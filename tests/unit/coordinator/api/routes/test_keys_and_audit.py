@@ -138,7 +138,7 @@ async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, a
 async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.AsyncClient):
     made = await make(admin)
     for day, tokens in (("2026-01-31", 3), ("2026-02-01", 4), ("2026-02-01", 5)):
-        built.store.count(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
+        built.store.add_usage(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
     path = "/api/v1/keys/usage?since=2026-01-01"
     assert [row["completion_tokens"] for row in (await admin.get(path)).json()["usage"]] == [12]
     daily = (await admin.get(f"{path}&daily=true")).json()["usage"]
@@ -230,10 +230,10 @@ async def test_names_that_clients_make_up_make_no_rows(built: Application, admin
 
 
 async def test_old_usage_is_dropped(built: Application):
-    built.store.count("k", "tiny", "2020-01-01", UsageTotals(1))
+    built.store.add_usage("k", "tiny", "2020-01-01", UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests = 1
-    built.admin.count(built.dispatcher.usage)
+    built.admin.store_usage(built.dispatcher.usage)
     assert [row.used.requests for row in built.store.usage] == [1]
     assert [row.day for row in built.store.usage] > ["2020-01-01"]
 
@@ -385,7 +385,7 @@ async def test_stored_keys_open_with_their_scopes_expiry_and_limits_after_a_rest
     async with application(tmp_path) as second:
         ring = second.admin.ring
         assert ring.check(bounded["key"]) is None, "nothing opens before the keys are loaded"
-        second.admin.load()
+        second.admin.load_keys()
         key = ring.check(bounded["key"])
         assert key is not None
         assert (key.name, key.scopes, key.limits) == ("app", {"infer"}, limits)
@@ -403,11 +403,11 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     today = datetime.now(UTC).date()
     kept, old = (today - timedelta(days=days) for days in (400, 401))
     for day in (kept, old):
-        built.store.count("k", "tiny", day.isoformat(), UsageTotals(1))
+        built.store.add_usage("k", "tiny", day.isoformat(), UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
     for _ in range(2):
-        built.admin.count(built.dispatcher.usage)
+        built.admin.store_usage(built.dispatcher.usage)
     assert [(row.key, row.model, row.day, row.used) for row in built.store.usage] == [
         ("k", "tiny", kept.isoformat(), UsageTotals(1)),
         ("k", "tiny", today.isoformat(), UsageTotals(2, 1, 30, 4, 5)),
@@ -417,9 +417,9 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
 async def test_what_is_changed_of_a_key_is_in_the_ring_and_on_the_disk_at_once(built: Application):
     admin, ring = built.admin, built.admin.ring
     made = admin.create_key("app", ["infer"], None)
-    assert admin.limit_key(made["id"], KeyLimits(concurrency=3))
+    assert admin.set_key_limits(made["id"], KeyLimits(concurrency=3))
     assert admin.rename_key(made["id"], "laptop")
-    assert admin.expire_key(made["id"], 60.0)
+    assert admin.set_key_expiry(made["id"], 60.0)
     key, row = ring.check(made["key"]), built.store.keys[made["id"]]
     assert key is not None
     assert (key.name, key.limits, key.expires) == (row.name, row.limits, row.expires)

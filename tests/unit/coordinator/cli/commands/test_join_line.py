@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 import coordinator.cli.commands.join as verbs
 from coordinator.cli import cluster
-from coordinator.joining.join_tokens import join_line
+from coordinator.joining.join_tokens import build_join_command
 
 TOKEN = "mpj1.pin.id.secret"
 
@@ -46,7 +46,7 @@ def test_a_token_comes_from_a_file_or_a_pipe(how: str, tmp_path: Path, started: 
 
 
 def test_the_printed_line_gives_the_token_to_a_pipe() -> None:
-    line = join_line("macpool://10.0.0.1:8081", TOKEN)
+    line = build_join_command("macpool://10.0.0.1:8081", TOKEN)
     echo, _, command = line.partition(" | ")
     assert echo == f"echo {TOKEN}"
     assert command == "cluster join macpool://10.0.0.1:8081 --token-file -"
