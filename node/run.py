@@ -30,7 +30,6 @@ from host.settings_loader import ResolvedSettings, SettingsError, from_environme
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
 from node.agent import discovery, enrollment
-from node.agent.agent import Agent, Expelled
 from node.agent.enrollment import (
     CoordinatorUnreachable,
     EnrollDenied,
@@ -40,17 +39,15 @@ from node.agent.enrollment import (
     PinMismatch,
 )
 from node.agent.identity import forget
+from node.agent.link_keeper import ExpelledError
 from node.agent.machine_id import machine_id
 from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, known
-from node.engine_process.supervisor import Supervisor
+from node.assembly import Node, assemble
 from node.inspect.running_settings import published
 from node.memory.limits import Limiter
-from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, node_name, resolve
-from node.sharing.controller import SharingController
 from node.sharing.keep_awake import SleepPolicy
-from node.video.wiring import VideoSubsystem
 from wire.bonjour_record import BonjourRecord
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
@@ -172,36 +169,21 @@ async def _life(
         raise NodeStartError(_code(error), str(error)) from None
     except OtherClusterError as error:
         raise NodeStartError(6, str(error)) from None
-    agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
-    supervisor = Supervisor(
+    node = assemble(
+        identity,
         settings,
-        on_frame=agent.from_engine,
-        on_change=agent.schedule_report,
-        log_file=state / "logs" / "engine.log",
-        scratch=state / "node" / "scratch",
-        wired=limiter.wired,
+        state,
+        machine,
+        limiter,
+        hardware,
+        version=installed("macpool"),
+        on_ready=Announce(options.output, identity),
     )
-    poll = MemoryPoll(limiter, machine, supervisor)
-    agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
-    studio = VideoSubsystem(settings, state, limiter, poll, supervisor)
-    agent.lease_manager, agent.ray = studio.lease_manager, studio.ray
-    studio.connect(agent.send_frame, agent.video_changed)
-    sharing_controller = SharingController(settings.sharing, state / "node")
-    agent.sharing_controller, agent.on_sharing, sharing_controller.holder = sharing_controller, studio.pause, agent
-    agent.on_ready = Announce(options.output, identity)
-    return await _serve(options, agent, supervisor, poll, studio, sharing_controller, new_identity=token is not None)
+    return await _serve(options, node, settings.node.stay_awake, new_identity=token is not None)
 
 
-async def _serve(
-    options: argparse.Namespace,
-    agent: Agent,
-    supervisor: Supervisor,
-    poll: MemoryPoll,
-    studio: VideoSubsystem,
-    sharing_controller: SharingController,
-    *,
-    new_identity: bool,
-) -> int | None:
+async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, new_identity: bool) -> int | None:
+    agent = node.agent
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -217,11 +199,11 @@ async def _serve(
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
-        await sharing_controller.start()
-        poll.start()
-        await supervisor.start()
-        await studio.start()
-    sleep_policy = SleepPolicy(agent.settings.node.stay_awake, agent.busy, loop.time, SleepInhibitor())
+        await node.sharing.start()
+        node.poll.start()
+        await node.supervisor.start()
+        await node.video.start()
+    sleep_policy = SleepPolicy(stay_awake, node.reporter.is_busy, loop.time, SleepInhibitor())
     watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=sleep_policy.update)
     watch.start()
     run = asyncio.create_task(agent.run())
@@ -235,26 +217,26 @@ async def _serve(
             _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
-            await studio.lease_manager.stop()
+            await node.video.lease_manager.stop()
             await agent.stop(drain, reason)
         await run
         if reason == "leave":
             _forget(options.state / "node")
-    except Expelled as error:
+    except ExpelledError as error:
         log.warning("removed from the cluster", reason=str(error))
         code = _after(error, options, welcomed=agent.welcomed.is_set(), new_identity=new_identity)
     finally:
-        await sharing_controller.stop()
+        await node.sharing.stop()
         watch.stop()
         sleep_policy.stop()
-        await studio.stop()
-        poll.stop()
+        await node.video.stop()
+        node.poll.stop()
         waiting.cancel()
-        await supervisor.stop()
+        await node.supervisor.stop()
     return code
 
 
-def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, new_identity: bool) -> int | None:
+def _after(error: ExpelledError, options: argparse.Namespace, *, welcomed: bool, new_identity: bool) -> int | None:
     """Return the exit code after a coordinator's final denial; None if the token shall create a new identity."""
     if error.reason in DENIED and (options.leave or (new_identity and not welcomed)):
         forget(options.state / "node" / "identity")

@@ -20,11 +20,12 @@ class CoordinatorLink(LinkEndpoint):
     """Connection of this node to the coordinator, created by `dial`.
 
     `take(link, tag, body)` is called for each frame, `gone(link, reason)` once at the end, both on the loop. `cluster`
-    is the id of the cluster.
+    is the id of the cluster, `address` the dialed `host:port`.
     """
 
     def __init__(
         self,
+        address: str,
         cluster: str,
         take: Callable[["CoordinatorLink", int, bytes], None],
         gone: Callable[["CoordinatorLink", str], None],
@@ -36,7 +37,7 @@ class CoordinatorLink(LinkEndpoint):
         self._gone = gone
         self.verified = False
         """Whether `verify` has passed. Bytes that arrive before are discarded."""
-        self.address = ""
+        self.address = address
         """Address (`host:port`) that was dialed."""
         self.received_at = self._loop.time()
         """Time of the last received bytes, in seconds of the loop's clock."""
@@ -67,15 +68,15 @@ class CoordinatorLink(LinkEndpoint):
         self.verified = True
 
 
-async def dial(address: str, context: ssl.SSLContext, make: Callable[[], CoordinatorLink]) -> CoordinatorLink:
-    """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link.
+async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], CoordinatorLink]) -> CoordinatorLink:
+    """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link for an address.
 
     Raise OSError, ssl.SSLError or TimeoutError if the connection fails, NotTheCoordinator if the certificate is wrong.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
         _, protocol = await asyncio.get_running_loop().create_connection(
-            lambda: cast("asyncio.Protocol", make()),
+            lambda: cast("asyncio.Protocol", make(address)),
             host.strip("[]"),
             int(port),
             ssl=context,

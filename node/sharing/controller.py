@@ -45,7 +45,7 @@ log = structlog.get_logger("node.sharing.controller")
 
 
 class SharingTarget(Protocol):
-    """Interface through which the controller reads and changes the node. `Agent` implements it."""
+    """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
     def occupancy(self) -> Occupancy:
         """Return the present use of the node by requests, video jobs and models."""
@@ -55,13 +55,13 @@ class SharingTarget(Protocol):
         """Run an action that is due. `sharing` has the reason."""
         ...
 
-    def sharing_changed(self) -> None:
+    def sharing_changed(self, sharing: SharingState) -> None:
         """Report the changed decision to the coordinator."""
         ...
 
 
 class SharingController:
-    """Controller that decides whether this Mac accepts work now, and applies the decision to `holder`.
+    """Controller that decides whether this Mac accepts work now, and applies the decision to `target`.
 
     `folder` is that of the node (STATE/node), with the pause file. `wall` returns Unix seconds. All methods run on the
     loop that called `start`.
@@ -71,6 +71,7 @@ class SharingController:
         self,
         settings: SharingSettings,
         folder: Path,
+        target: SharingTarget,
         *,
         read: Callable[[], PowerState] = read_power,
         wall: Callable[[], float] = time.time,
@@ -79,6 +80,7 @@ class SharingController:
         self._rule = SharingRule(ShareWhen(settings.when), hours, settings.idle_seconds, settings.min_battery_percent)
         self._grace = GracePeriods(settings.grace_seconds, settings.video_grace_seconds)
         self._file = PauseFile(folder)
+        self._target = target
         self._read, self._wall = read, wall
         self._power = PowerState()
         self._read_at = -math.inf
@@ -90,8 +92,6 @@ class SharingController:
         self._woken = asyncio.Event()
         self.sharing_state: SharingState = SHARED
         """Last decision."""
-        self.holder: SharingTarget | None = None
-        """Node to which decisions are applied; None: decisions are only stored."""
 
     async def start(self) -> None:
         """Read all inputs and decide, then repeat in the background until `stop`."""
@@ -155,12 +155,10 @@ class SharingController:
                 why=self.sharing_state.why,
                 until=self.sharing_state.until,
             )
-        if self.holder is None:
-            return
         if before != self.sharing_state:
-            self.holder.sharing_changed()
-        for act in due(self.sharing_state.shared, self.holder.occupancy(), clock - self._changed_at, self._grace):
-            self.holder.apply_sharing_action(act, self.sharing_state)
+            self._target.sharing_changed(self.sharing_state)
+        for act in due(self.sharing_state.shared, self._target.occupancy(), clock - self._changed_at, self._grace):
+            self._target.apply_sharing_action(act, self.sharing_state)
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()

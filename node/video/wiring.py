@@ -21,23 +21,28 @@ log = structlog.get_logger("node.video")
 class VideoSubsystem:
     """Video parts of a node: search for packages, leases of memory, and Ray.
 
-    Ray starts only while this node can make videos and the coordinator allows it.
+    Ray starts only while this node can make videos and the coordinator allows it. `send(frame)` sends a frame to the
+    coordinator. `changed()` is called when the next report would differ.
     """
 
     def __init__(
-        self, settings: NodeSettings, state: Path, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor
+        self,
+        settings: NodeSettings,
+        state: Path,
+        limiter: Limiter,
+        poll: MemoryPoll,
+        supervisor: Supervisor,
+        *,
+        send: Callable[[Frame], None],
+        changed: Callable[[], None],
     ) -> None:
         folder = state / "node" / "video"
         self.offer = VideoCapability(settings, state)
         self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
-        self._changed: Callable[[], None] = lambda: None
-        self._paused = ""
-
-    def connect(self, send: Callable[[Frame], None], changed: Callable[[], None]) -> None:
-        """Set the callbacks that send a frame to the coordinator and announce a changed report."""
         self._changed = changed
+        self._paused = ""
         self.lease_manager.send, self.lease_manager.changed = send, self._offered
         self.lease_manager.begin, self.lease_manager.finish = self.ray.begin, self.ray.end
         self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered

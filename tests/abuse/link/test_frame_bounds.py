@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.agent.agent import within_bounds
+from node.agent.reporter import within_bounds
 from tests.support.cluster.cluster_port import Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.loop_watch import max_held_seconds, watch_loop

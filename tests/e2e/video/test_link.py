@@ -14,8 +14,13 @@ import msgspec
 import pytest
 
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent.agent import Agent
+from node.agent.agent import Agent, AgentParts
+from node.agent.fetch import FetchAnswers
 from node.agent.identity import create, new_request, remember
+from node.agent.links import CoordinatorLinks
+from node.agent.reporter import Reporter
+from node.agent.sharing_effects import SharingEffects
+from node.sharing.controller import SharingController
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.video.standin import standin
@@ -46,23 +51,48 @@ class Linked(Node):
     """A node whose agent dials a coordinator's address."""
 
     agent: Agent
+    reporter: Reporter
 
     def link(self, authority: ClusterCa, address: str) -> Agent:
         request = new_request("studio")
         certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
         identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
-        agent = self.agent = Agent(remember(identity, address), self.settings, "0", HARDWARE, self.folder / "log")
-        agent.supervisor, agent.limiter, agent.poll = self.supervisor, self.limiter, self.poll
-        agent.lease_manager, agent.ray = self.lender, self.studio.ray
-        self.studio.connect(self._said, agent.video_changed)
-        return agent
+        self.links = CoordinatorLinks()
+        effects = SharingEffects(self.links, self.supervisor, self.lender, self.studio.pause)
+        sharing = SharingController(self.settings.sharing, self.folder, effects)
+        self.reporter = Reporter(
+            self.settings,
+            HARDWARE,
+            self.links,
+            supervisor=self.supervisor,
+            limiter=self.limiter,
+            poll=self.poll,
+            lease_manager=self.lender,
+            ray=self.studio.ray,
+            sharing=sharing,
+        )
+        parts = AgentParts(
+            links=self.links,
+            supervisor=self.supervisor,
+            poll=self.poll,
+            lease_manager=self.lender,
+            ray=self.studio.ray,
+            sharing=sharing,
+            reporter=self.reporter,
+            answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
+        )
+        self.agent = Agent(remember(identity, address), "0", HARDWARE, parts, on_ready=lambda address: None)
+        return self.agent
 
     def _said(self, frame: Frame) -> None:
         super()._said(frame)
-        self.agent.send_frame(frame)
+        self.links.send(frame)
+
+    def _video_changed(self) -> None:
+        self.reporter.send_soon()
 
     def _change(self) -> None:
-        self.agent.schedule_report()
+        self.agent.engine_changed()
         self._changed.set()
 
 

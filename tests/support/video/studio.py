@@ -149,8 +149,15 @@ class Node:
             timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
         self.poll = MemoryPoll(self.limiter, self.machine, self.supervisor)
-        self.studio = VideoSubsystem(self.settings, folder, self.limiter, self.poll, self.supervisor)
-        self.studio.connect(self._said, self._changed.set)
+        self.studio = VideoSubsystem(
+            self.settings,
+            folder,
+            self.limiter,
+            self.poll,
+            self.supervisor,
+            send=self._said,
+            changed=self._video_changed,
+        )
         self.lender = self.studio.lease_manager
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
@@ -160,6 +167,9 @@ class Node:
     def _change(self) -> None:
         self.poll.poll_sooner()
         self.lender.engine_changed()
+        self._changed.set()
+
+    def _video_changed(self) -> None:
         self._changed.set()
 
     def _said(self, frame: Frame) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.observe import log_reader
-from node.agent.agent import pieces
+from node.agent.fetch import pieces
 from wire.frames import FetchRequest
 
 

@@ -13,17 +13,18 @@ import msgspec
 import pytest
 
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent import agent as module
-from node.agent.agent import Agent, Expelled, within_bounds
+from node.agent.agent import Agent
 from node.agent.identity import create, new_request, remember
-from node.engine_process.supervisor import Supervisor
+from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS, ExpelledError
+from node.agent.reporter import within_bounds
+from node.assembly import assemble
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import Limiter
-from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of, open_machine
-from node.settings import NodeSettings, resolve
+from node.settings import resolve
 from tests.support.cluster.cluster_port import Line, Port, opened
 from tests.support.cluster.enrolment import HARDWARE
+from tests.support.cluster.node import unstarted_node
 from wire.bounds import MAX_MODELS
 from wire.frames import (
     Admitted,
@@ -61,7 +62,7 @@ def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
     request = new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
-    return Agent(remember(identity, address), NodeSettings(), "0", HARDWARE, folder / "log")
+    return unstarted_node(remember(identity, address), folder / "state").agent
 
 
 @asynccontextmanager
@@ -124,11 +125,13 @@ async def test_a_coordinator_that_hangs_up_is_dialled_with_pauses(tmp_path: Path
 
 
 @asynccontextmanager
-async def linked(folder: Path) -> AsyncIterator[tuple[Port, Agent, str]]:
+async def linked(
+    folder: Path, no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS
+) -> AsyncIterator[tuple[Port, Agent, str]]:
     """Run an agent that is linked to a real coordinator; yield both and the node's id."""
     async with opened(folder) as port:
         who = remember(port.member("studio"), f"127.0.0.1:{port.number}")
-        agent = Agent(who, NodeSettings(), "0", HARDWARE, folder / "log")
+        agent = unstarted_node(who, folder / "state", no_wake_dial_seconds=no_wake_dial_seconds).agent
         running = asyncio.create_task(agent.run())
         try:
             await asyncio.wait_for(agent.welcomed.wait(), 30)
@@ -165,10 +168,9 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
         await port.until(lambda: links.count_links() == 1)
 
 
-async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.NO_WAKE_DIAL_SECONDS == 60.0
-    monkeypatch.setattr(module, "NO_WAKE_DIAL_SECONDS", 0.1)
-    async with linked(tmp_path) as (port, agent, _):
+async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path) -> None:
+    assert NO_WAKE_DIAL_SECONDS == 60.0
+    async with linked(tmp_path, no_wake_dial_seconds=0.1) as (port, agent, _):
         agent.fall_asleep(lambda: None)
         await port.until(lambda: port.application.registry.links.made == 2)
 
@@ -215,7 +217,8 @@ class Mac:
         machine = open_machine(self.settings)
         self.limiter = Limiter(self.settings, machine, resolved.origins)
         self.lines: asyncio.Queue[Line] = asyncio.Queue()
-        self.log = folder / "node.log"
+        self.log = folder / "logs" / "node.log"
+        self.log.parent.mkdir(exist_ok=True)
         self.log.write_bytes(b"one\ntwo\nthree\n")
 
     async def start(self) -> Line:
@@ -227,18 +230,17 @@ class Mac:
         identity = create(
             self.folder / "identity", request, certificate, self.authority.cluster, self.authority.ca, "m1"
         )
-        self.agent = Agent(remember(identity, self.address), self.settings, "1.2.3", HARDWARE, self.log)
-        self.supervisor = Supervisor(
+        self.node = assemble(
+            remember(identity, self.address),
             self.settings,
-            on_frame=self.agent.from_engine,
-            on_change=self.agent.schedule_report,
-            log_file=self.folder / "engine.log",
-            scratch=self.folder / "scratch",
-            wired=self.limiter.wired,
-            timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
+            self.folder,
+            open_machine(self.settings),
+            self.limiter,
+            HARDWARE,
+            version="1.2.3",
+            engine_timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
-        self.poll = MemoryPoll(self.limiter, open_machine(self.settings), self.supervisor)
-        self.agent.supervisor, self.agent.limiter, self.agent.poll = self.supervisor, self.limiter, self.poll
+        self.agent, self.supervisor, self.poll = self.node.agent, self.node.supervisor, self.node.poll
         self.poll.start()
         await self.supervisor.start()
         self.running = asyncio.create_task(self.agent.run())
@@ -465,7 +467,7 @@ async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Call
     again = await one.linked()
     again.send(Denied("removed", "join again with a new token", final=True))
     again.writer.close()
-    with pytest.raises(Expelled, match="join again") as caught:
+    with pytest.raises(ExpelledError, match="join again") as caught:
         await asyncio.wait_for(one.running, 30)
     assert caught.value.reason == "removed"
 

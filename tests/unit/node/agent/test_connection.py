@@ -56,7 +56,7 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
         return await dial(
             address,
             authority_context(authority.ca),
-            lambda: CoordinatorLink(authority.cluster, lambda *_: None, lambda *_: None),
+            lambda address: CoordinatorLink(address, authority.cluster, lambda *_: None, lambda *_: None),
         )
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from node.agent.agent import pieces
+from node.agent.fetch import pieces
 from wire.frames import FetchRequest
 
 

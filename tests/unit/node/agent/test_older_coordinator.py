@@ -3,11 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from node.agent.agent import Agent
 from node.agent.identity import adopt_generation, load_identity, remember
 from node.agent.machine_id import machine_id
-from node.settings import NodeSettings
-from tests.support.cluster.enrolment import HARDWARE
+from tests.support.cluster.node import unstarted_node
 from tests.support.cluster.older_protocol import old_coordinator
 from wire.frames import Goodbye, Hello
 
@@ -24,7 +22,7 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
         assert again is not None
         assert (again.generation, again.seal) == (5, seal), "it outlives the node"
         assert adopt_generation(identity, 4, b"") is identity
-        agent = Agent(identity, NodeSettings(), "0", HARDWARE, tmp_path / "log")
+        agent = unstarted_node(identity, tmp_path / "node").agent
         task = asyncio.create_task(agent.run())
         try:
             greeting = await before.until(Hello)

@@ -31,7 +31,7 @@ class Mac:
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         self.acts.append(act)
 
-    def sharing_changed(self) -> None:
+    def sharing_changed(self, sharing: SharingState) -> None:
         self.told += 1
 
 
@@ -45,11 +45,9 @@ class Scene:
     power: PowerState = field(default_factory=PowerState)
 
     def sharer(self) -> SharingController:
-        made = SharingController(
-            msgspec.convert(self.settings, SharingSettings), self.folder, read=lambda: self.power, wall=lambda: self.now
-        )
-        made.holder = self.mac = Mac()
-        return made
+        self.mac = Mac()
+        settings = msgspec.convert(self.settings, SharingSettings)
+        return SharingController(settings, self.folder, self.mac, read=lambda: self.power, wall=lambda: self.now)
 
 
 async def started(sharer: SharingController) -> SharingController:
@@ -111,7 +109,7 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     sharer = scene.sharer()
     paused = asyncio.Event()
-    scene.mac.sharing_changed = paused.set
+    scene.mac.sharing_changed = lambda sharing: paused.set()
     await sharer.start()
     PauseFile(tmp_path).write(PauseRecord(None))
     await asyncio.wait_for(paused.wait(), 30)
@@ -129,7 +127,7 @@ async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
     await asyncio.sleep(0)
     for _ in range(2):
         changed = asyncio.Event()
-        scene.mac.sharing_changed = changed.set
+        scene.mac.sharing_changed = lambda sharing, changed=changed: changed.set()
         if not PauseFile(tmp_path).remove():
             PauseFile(tmp_path).write(PauseRecord(None))
         sharer.update_now()
@@ -282,6 +280,7 @@ async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> Non
         sharer = SharingController(
             msgspec.convert(settings, SharingSettings),
             scene.folder,
+            Mac(),
             wall=lambda: 1.0,
             read=lambda: read.append(1) or PowerState(plugged=True, idle_s=1e6),
         )

@@ -1,0 +1,78 @@
+"""Answers to the coordinator's fetch requests: log, measures, artifacts of video jobs."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from node.agent.connection import CoordinatorLink
+from node.engine_process.supervisor import Supervisor
+from node.memory.sensor import footprint_of
+from node.video.lease_manager import PREFIX, LeaseManager
+from wire.frames import FetchChunk, FetchRequest
+from wire.histogram import GateMeasures, NodeMeasures
+
+MAX_LINE_BYTES = 1024 * 1024
+"""Maximum bytes of a partial first line of a log that are skipped."""
+ANSWER_CHUNK_BYTES = 32 * 1024
+
+
+class FetchAnswers:
+    """Answers of this node. `log_file` is the log of the node."""
+
+    def __init__(self, log_file: Path, supervisor: Supervisor, lease_manager: LeaseManager) -> None:
+        self._log_file = log_file
+        self._supervisor = supervisor
+        self._lease_manager = lease_manager
+
+    def answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
+        """Answer a fetch request on its link, with an error chunk if this node cannot provide the object."""
+        if request.what == "logs":
+            link.send_background(pieces(request, self._log_file, lines=True))
+        elif request.what == "metrics":
+            link.send(FetchChunk(request.number, msgspec.msgpack.encode(self._measures()), last=True))
+        elif request.what.startswith(PREFIX) and (made := self._lease_manager.artifact(request.what)):
+            link.send_background(pieces(request, made))
+        else:
+            link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.what!r}"))
+
+    def _measures(self) -> NodeMeasures:
+        report = self._supervisor.reports.latest
+        gate = report.measures if report else GateMeasures()
+        return NodeMeasures(gate, time.process_time(), footprint_of((os.getpid(),)) or 0)
+
+
+def _line_start(file: BinaryIO, position: int) -> int:
+    """Return the first start of a line at or after `position` of a log, or `position` where no line begins."""
+    if position <= 0:
+        return 0
+    file.seek(position - 1)
+    line = file.readline(MAX_LINE_BYTES)
+    start = file.tell()
+    return start if line.endswith(b"\n") and file.read(1) else position
+
+
+def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
+    """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
+    error chunk.
+
+    With `lines`, a window that counts from the end begins with a whole line.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size + request.offset) if request.offset < 0 else request.offset
+            if lines and request.offset < 0:
+                start = _line_start(file, start)
+            start = 0 if start > size else start  # the log was rotated since the last request
+            end = min(size, start + request.limit)
+            file.seek(start)
+            while start < end and (piece := file.read(min(ANSWER_CHUNK_BYTES, end - start))):
+                start += len(piece)
+                yield FetchChunk(request.number, piece)
+        yield FetchChunk(request.number, b"", last=True, next=start if start < size else 0, end=start)
+    except OSError as error:
+        yield FetchChunk(request.number, b"", last=True, error=str(error))

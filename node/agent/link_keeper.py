@@ -1,0 +1,326 @@
+"""Keeper of the connection to the coordinator: dials, watches for silence, sleeps, renews the certificate, stops.
+
+The rules are in `link_state`, as data. This module dials the remembered addresses, then searches by Bonjour for the
+cluster's id. Of two coordinators of the cluster, the one with the higher generation is valid: the keeper leaves the
+other one. A renewed certificate opens a second link that replaces the first.
+"""
+
+import asyncio
+import random
+import ssl
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+
+import structlog
+
+from node.agent import discovery, link_state
+from node.agent.connection import CoordinatorLink, dial
+from node.agent.identity import (
+    NodeIdentity,
+    adopt_generation,
+    client_context,
+    forget_address,
+    install,
+    needs_renewal,
+    new_csr,
+    remember,
+)
+from node.agent.link_state import LinkLife, LinkState
+from node.agent.links import CoordinatorLinks
+from wire.frames import CertificateRenewed, Denied, Goodbye, Hello, RenewCertificate, Welcome
+from wire.identity import PROTOCOL
+from wire.report import Hardware
+
+SILENCE_TIMEOUT_SECONDS = 10.0
+"""Seconds without a frame after which the link is aborted."""
+NO_WAKE_DIAL_SECONDS = 60.0
+"""Seconds awake after which the agent dials again without a wake event, because the sleep was called off."""
+GOODBYE_SECONDS = 0.2
+"""Seconds for a goodbye to leave this machine before it sleeps."""
+FIND_TIMEOUT_SECONDS = 3.0
+"""Timeout in seconds of a Bonjour search for a coordinator whose address changed."""
+SUPERSEDED_ADDRESS_SECONDS = 30.0
+"""Seconds for which the address of a superseded coordinator is not dialed."""
+SUPERSEDED = "superseded"
+"""Denial reason of a coordinator that learned from our Hello that it is superseded."""
+
+log = structlog.get_logger("node.agent.agent")
+
+
+class ExpelledError(Exception):
+    """Error of `LinkKeeper.run`: the coordinator denied this node for good. The text names the reason and the next
+    step.
+
+    `reason` is the machine-readable reason.
+    """
+
+    def __init__(self, denied: Denied) -> None:
+        super().__init__(denied.message)
+        self.reason = denied.reason
+
+
+class LinkKeeper:
+    """Keeper of the links of this node.
+
+    `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator. `cancel(request)` ends
+    a request whose link was lost. `no_wake_dial_seconds` replaces `NO_WAKE_DIAL_SECONDS`.
+    """
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        version: str,
+        hardware: Hardware,
+        links: CoordinatorLinks,
+        *,
+        receive: Callable[[CoordinatorLink, int, bytes], None],
+        cancel: Callable[[int], None],
+        no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS,
+    ) -> None:
+        self._identity = identity
+        self._version = version
+        self._hardware = hardware
+        self._links = links
+        self._receive = receive
+        self._cancel = cancel
+        self._no_wake_dial_seconds = no_wake_dial_seconds
+        self._instance = uuid.uuid4().hex
+        self._context = client_context(identity)
+        self._life = LinkLife()
+        self._changed = asyncio.Event()
+        self._superseded: dict[str, float] = {}
+        self._denied = Denied("", "", final=True)
+        self._draining = False
+        self._renewing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.welcomed = asyncio.Event()
+        """Set when the coordinator has accepted a link for the first time."""
+        links.request_ended.subscribe(self.request_ended)
+
+    @property
+    def name(self) -> str:
+        """Name of this node."""
+        return self._identity.name
+
+    async def run(self) -> None:
+        """Keep the node linked until `stop`: reconnect after every loss. Raise ExpelledError if the coordinator denies
+        the node for good."""
+        while True:
+            match self._life.state:
+                case LinkState.DIALING:
+                    await self._dial_unless_stopped()
+                case LinkState.CONNECTED | LinkState.LINKED:
+                    await self._watch()
+                case LinkState.WAITING:
+                    await self._wait_until_left(LinkState.WAITING, self._life.wait)
+                    self._apply(link_state.DelayOver())
+                case LinkState.ASLEEP:
+                    await self._wait_until_left(LinkState.ASLEEP, self._no_wake_dial_seconds)
+                    self._apply(link_state.WokeUp())
+                case LinkState.EXPELLED:
+                    raise ExpelledError(self._denied)
+                case LinkState.STOPPED:
+                    return
+
+    async def stop(self, drain: float, reason: str) -> None:
+        """Wait at most `drain` seconds for open requests, send a goodbye and close the links.
+
+        `reason` is that of the Goodbye: `stopping` or `leave`.
+        """
+        self._draining = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + drain
+        while self._links.open_requests and (left := deadline - loop.time()) > 0:
+            await self._wait_changed(left)
+        self._apply(link_state.LinkStop())
+        self._links.send(Goodbye(reason))
+        self._links.close_all()
+
+    def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
+        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after `GOODBYE_SECONDS`.
+
+        The coordinator resumes the requests of this node on another node, and raises no alarm.
+        """
+        self._apply(link_state.SleepAnnounced())
+        self._links.send(Goodbye("asleep"))
+        self._links.close_all()
+        asyncio.get_running_loop().call_later(GOODBYE_SECONDS, acknowledge)
+
+    def wake_up(self, slept: float) -> None:
+        """Abort all links after `slept` seconds of sleep and dial at once. Frames from before the sleep are
+        outdated."""
+        self._links.abort_all(f"this machine slept for {slept:.0f} s")
+        self._apply(link_state.WokeUp())
+
+    def request_ended(self) -> None:
+        """Continue `stop` if the last request has ended."""
+        if self._draining:
+            self._changed.set()
+
+    # frames about the link
+
+    def receive_welcome(self, link: CoordinatorLink, welcome: Welcome) -> bool:
+        """Make the link of a Welcome the current one. Return False if its coordinator is superseded."""
+        if welcome.generation < self._identity.generation:
+            self._leave_superseded(link)
+            return False
+        self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
+        for address in reversed((link.address, *welcome.addresses)):
+            self._identity = remember(self._identity, address)
+        log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
+        self._links.accept(link)
+        self._apply(link_state.LinkAccepted())
+        self._renewing = False
+        self.welcomed.set()
+        return True
+
+    def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
+        """Apply the coordinator's refusal of this node."""
+        log.error("denied", reason=denied.reason, message=denied.message)
+        if denied.reason == SUPERSEDED:
+            self._leave_superseded(link)
+            return
+        if denied.final:
+            self._denied = denied
+        self._apply(link_state.LinkDenied(denied.final, denied.retry_after))
+
+    def take_over(self, renewed: CertificateRenewed) -> None:
+        """Install a renewed certificate, and open a second link with it."""
+        self._identity = install(self._identity, renewed.certificate)
+        self._context = client_context(self._identity)
+        log.info("certificate renewed")
+        self._spawn(self._connect_again())
+
+    def _leave_superseded(self, link: CoordinatorLink) -> None:
+        """Close the link to a superseded coordinator and search for the current coordinator."""
+        log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
+        self._superseded[link.address] = asyncio.get_running_loop().time()
+        self._identity = forget_address(self._identity, link.address)
+        link.close()
+        self._changed.set()
+
+    # connecting
+
+    def _apply(self, event: link_state.Event) -> None:
+        """Apply an event to the state machine, and let `run` see the new state. An illegal event changes nothing."""
+        try:
+            self._life = link_state.step(self._life, event)
+        except link_state.IllegalEventError as error:
+            log.exception("illegal event", error=str(error))
+        self._changed.set()
+
+    async def _dial_unless_stopped(self) -> None:
+        """Connect. A change of the state ends the attempt: an unreachable coordinator delays neither stop nor sleep."""
+        connecting = asyncio.ensure_future(self._connect(takeover=False))
+        left = asyncio.ensure_future(self._wait_until_left(LinkState.DIALING, None))
+        try:
+            await asyncio.wait({connecting, left}, return_when=asyncio.FIRST_COMPLETED)
+            connected = connecting.done() and connecting.result()
+            self._apply(link_state.LinkOpened() if connected else link_state.DialFailed(_jitter()))
+        finally:
+            connecting.cancel()
+            left.cancel()
+            await asyncio.gather(connecting, left, return_exceptions=True)
+
+    async def _connect(self, *, takeover: bool) -> bool:
+        """Open a link and send its Hello. Return whether a coordinator was reached."""
+        now = asyncio.get_running_loop().time()
+        besides = {address for address, at in self._superseded.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
+        last = next((address for address in self._identity.addresses if address not in besides), None)
+        for address in (last, None):
+            where = address or await discovery.locate(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
+            if where is None or self._life.state is LinkState.STOPPED:
+                return False
+            try:
+                link = await dial(where, self._context, self._new_link)
+            except (OSError, ssl.SSLError, TimeoutError) as error:
+                log.info("dial failed", address=where, error=str(error) or type(error).__name__)
+                continue
+            if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):
+                link.close()
+                return False
+            self._identity = remember(self._identity, where)
+            self._links.add(link)
+            link.send(self._hello(takeover))
+            return True
+        return False
+
+    async def _connect_again(self) -> None:
+        await self._connect(takeover=True)
+
+    def _new_link(self, address: str) -> CoordinatorLink:
+        return CoordinatorLink(address, self._identity.cluster, self._receive, self._lost)
+
+    def _hello(self, takeover: bool) -> Hello:
+        identity = self._identity
+        return Hello(
+            protocol=PROTOCOL,
+            node=identity.node,
+            name=identity.name,
+            instance=self._instance,
+            machine=identity.machine,
+            version=self._version,
+            hardware=self._hardware,
+            takeover=takeover,
+            generation=identity.generation,
+            seal=identity.seal,
+        )
+
+    async def _watch(self) -> None:
+        """Watch the link for silence until its connection ends."""
+        loop = asyncio.get_running_loop()
+        while self._life.state in (LinkState.CONNECTED, LinkState.LINKED):
+            link = self._links.watched
+            if link is None:
+                self._apply(link_state.LinkClosed(_jitter()))
+                return
+            silent = loop.time() - link.received_at
+            if silent >= SILENCE_TIMEOUT_SECONDS:
+                link.abort(f"the coordinator was silent for {silent:.0f} s")
+                continue
+            await self._wait_changed(SILENCE_TIMEOUT_SECONDS - silent)
+            self._renew_if_due()
+
+    def _renew_if_due(self) -> None:
+        if self._links.current is not None and not self._renewing and needs_renewal(self._identity, time.time()):
+            self._renewing = True
+            self._links.send(RenewCertificate(new_csr(self._identity)))
+
+    def _lost(self, link: CoordinatorLink, reason: str) -> None:
+        for request in link.requests:
+            self._cancel(request)
+        if link is self._links.current:
+            if self._life.state is LinkState.STOPPED:
+                log.info("link ended", reason=reason, cancelled=len(link.requests))  # expected: we sent a goodbye
+            else:
+                log.warning("link lost", reason=reason, cancelled=len(link.requests))
+        self._links.remove(link)
+        self._changed.set()
+
+    # waiting
+
+    async def _wait_changed(self, seconds: float | None) -> None:
+        """Wait for a change of links, requests or state, at most `seconds`; None: without a limit."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _wait_until_left(self, state: LinkState, seconds: float | None) -> None:
+        """Wait until `run` must leave a state, at most `seconds`; None: without a limit."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._life.state is state:
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _jitter() -> float:
+    return random.uniform(0.5, 1.5)  # noqa: S311  no secret

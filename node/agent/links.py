@@ -1,0 +1,136 @@
+"""Links of this node to the coordinator, and the requests that came over each of them.
+
+Rules
+- A request belongs to the link that it came on. No frame of a request is sent on another link. Clients get one answer.
+- A second link replaces the first after a renewal of the certificate. The first is closed when its last request has
+  ended.
+"""
+
+from collections.abc import Iterator
+
+from node.agent.connection import CoordinatorLink
+from node.notifier import Notifier
+from wire.codec import decode
+from wire.frames import TAGS, Admitted, Deltas, Failed, Finished, Frame, Refusal
+from wire.refusals import FailureCode
+
+
+class CoordinatorLinks:
+    """Open links, the current one among them, and the open requests of each."""
+
+    def __init__(self) -> None:
+        self._links: set[CoordinatorLink] = set()
+        self._current: CoordinatorLink | None = None
+        self._newest: CoordinatorLink | None = None
+        self.request_ended = Notifier()
+        """Notifies after the end of each request."""
+
+    @property
+    def current(self) -> CoordinatorLink | None:
+        """Link that the coordinator accepted last; None without one."""
+        return self._current
+
+    @property
+    def watched(self) -> CoordinatorLink | None:
+        """Link whose silence matters: the current one, else the newest open one; None without an open link."""
+        candidates = (self._current, self._newest)
+        return next((link for link in candidates if link is not None and link in self._links and link.open), None)
+
+    @property
+    def open_requests(self) -> int:
+        """Number of requests that have not ended, on all links."""
+        return sum(len(link.requests) for link in self._links)
+
+    def add(self, link: CoordinatorLink) -> None:
+        """Add a link whose connection is open."""
+        self._links.add(link)
+        self._newest = link
+
+    def accept(self, link: CoordinatorLink) -> None:
+        """Make a link that the coordinator accepted the current one, and close the one before if it has no request."""
+        before, self._current = self._current, link
+        if before is not None and before is not link:
+            _close_unused(before)
+
+    def remove(self, link: CoordinatorLink) -> None:
+        """Remove a link whose connection has ended. Its requests fail on the current link, if that is another one."""
+        self._links.discard(link)
+        if link is self._current:
+            self._current = None
+        elif self._current is not None:
+            for request in link.requests:
+                self._current.send(
+                    Failed(request, FailureCode.LINK_LOST, "the older of two links to the node was lost")
+                )
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame on the current link. Without a link the frame is discarded, and the next report carries the
+        state."""
+        if self._current is not None:
+            self._current.send(frame)
+
+    def close_all(self) -> None:
+        """Close all links."""
+        for link in tuple(self._links):
+            link.close()
+
+    def abort_all(self, reason: str) -> None:
+        """Abort all connections."""
+        for link in tuple(self._links):
+            link.abort(reason)
+
+    def cancel(self, request: int) -> None:
+        """Remove a request that the coordinator cancelled."""
+        for link in self._links:
+            link.requests.discard(request)
+
+    def fail_all(self, reason: str) -> Iterator[int]:
+        """End every request as `node_stopping` with `reason`. Yield the number of each before its end."""
+        for link in tuple(self._links):
+            for request in tuple(link.requests):
+                yield request
+                link.send(Failed(request, FailureCode.NODE_STOPPING, reason))
+                self._end(link, request)
+
+    def forward_from_engine(self, tag: int, encoded: bytes, request: int) -> None:
+        """Forward an encoded frame of the engine to the link of its request, and `Deltas` to the links of their
+        requests.
+
+        `tag` is the tag of the frame. An `Admitted` frame is not urgent and is sent together with the next frame.
+        Frames of requests whose link was lost are discarded.
+        """
+        kind = TAGS.get(tag)
+        if kind is Deltas:
+            self._forward_step(encoded)
+            return
+        for link in tuple(self._links):
+            if request in link.requests:
+                if kind is Admitted:
+                    link.send_with_next(encoded)
+                    continue
+                link.forward(encoded)
+                if kind in (Finished, Refusal, Failed):
+                    self._end(link, request)
+
+    def _forward_step(self, encoded: bytes) -> None:
+        users = [link for link in self._links if link.requests]
+        if len(users) == 1:
+            users[0].forward(encoded)
+            return
+        step = decode(encoded[4], encoded[5:])
+        assert isinstance(step, Deltas)  # noqa: S101  the tag was read by the caller
+        for link in users:
+            mine = tuple(delta for delta in step.deltas if delta.request in link.requests)
+            if mine:
+                link.send(Deltas(mine))
+
+    def _end(self, link: CoordinatorLink, request: int) -> None:
+        link.requests.discard(request)
+        if link is not self._current:
+            _close_unused(link)
+        self.request_ended.notify()
+
+
+def _close_unused(link: CoordinatorLink) -> None:
+    if not link.requests:
+        link.close()

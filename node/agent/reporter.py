@@ -1,0 +1,186 @@
+"""Reports of this node to the coordinator: their content, and when they are sent."""
+
+import asyncio
+import time
+
+import structlog
+from msgspec.structs import replace
+
+from node.agent.links import CoordinatorLinks
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import MemoryPoll
+from node.memory.timer import Timer
+from node.settings import NodeSettings
+from node.sharing.controller import SharingController
+from node.video.lease_manager import LeaseManager
+from node.video.ray.local_ray import LocalRay
+from wire.bounds import MAX_MODELS
+from wire.codec import MAX_REPORT_BYTES, encode
+from wire.frames import Report
+from wire.report import Hardware, Memory, Model
+from wire.video import VideoState
+
+MIN_REPORT_GAP_SECONDS = 0.2
+"""Minimum seconds between two reports that are sent because of a change."""
+
+log = structlog.get_logger("node.agent.agent")
+
+
+class Reporter:
+    """Sender of this node's reports. Call all methods on the loop of the links."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        hardware: Hardware,
+        links: CoordinatorLinks,
+        *,
+        supervisor: Supervisor,
+        limiter: Limiter,
+        poll: MemoryPoll,
+        lease_manager: LeaseManager,
+        ray: LocalRay,
+        sharing: SharingController,
+    ) -> None:
+        self._settings = settings
+        self._hardware = hardware
+        self._links = links
+        self._supervisor = supervisor
+        self._limiter = limiter
+        self._poll = poll
+        self._lease_manager = lease_manager
+        self._ray = ray
+        self._sharing = sharing
+        self._sequence = 0
+        self._ping = 0
+        self._reported_at = 0.0
+        self._last_report_key: tuple[object, ...] = ()
+        self._next_report = Timer(self.send)
+        self._models: tuple[Model, ...] = ()
+        self._draining = False
+
+    def send(self) -> None:
+        """Send a report now and schedule the next. Do nothing without a link."""
+        self._next_report.cancel()
+        link = self._links.current
+        if link is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._sequence += 1
+        self._reported_at = loop.time()
+        self._last_report_key = self._report_key()
+        snapshot = self._supervisor.reports.latest
+        if snapshot is not None:
+            self._models = snapshot.models
+        link.send(
+            within_bounds(
+                Report(
+                    sequence=self._sequence,
+                    memory=self._memory(),
+                    engine=self._supervisor.state,
+                    models=snapshot.models if snapshot else self._resting_models(),
+                    acked_seq=snapshot.acked_seq if snapshot else 0,
+                    draining=self._draining or not self._sharing.sharing_state.shared,
+                    ping=self._ping,
+                    system=self._poll.system(),
+                    enforcement=self._poll.enforcement(),
+                    video=self._video(),
+                    sharing=self._sharing.to_report(),
+                )
+            )
+        )
+        settings = self._settings.node
+        # When idle the coordinator's ping triggers reports; this timer fires only when a ping is late.
+        due = settings.report_busy_seconds if self.is_busy() else settings.report_idle_seconds * 1.5
+        self._next_report.set(loop.time() + due)
+
+    def send_soon(self) -> None:
+        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens do not."""
+        if self._links.current is not None and self._last_report_key != self._report_key():
+            now = asyncio.get_running_loop().time()
+            self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
+
+    def answer_ping(self, nonce: int) -> None:
+        """Repeat the nonce of a ping in the following reports. Report now if the last report is old."""
+        self._ping = nonce
+        if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle_seconds / 2:
+            self.send()
+
+    def report_draining(self) -> None:
+        """Report from now on that this node drains."""
+        self._draining = True
+        self.send()
+
+    def is_busy(self) -> bool:
+        """Return whether a request runs or is queued here, or memory is leased to a video job."""
+        state = self._supervisor.state
+        return state.running + state.waiting > 0 or self._lease_manager.holding
+
+    def _report_key(self) -> tuple[object, ...]:
+        """Return the values whose change causes a report."""
+        state, snapshot = self._supervisor.state, self._supervisor.reports.latest
+        ceiling = snapshot.memory.ceiling if snapshot else 0
+        models = snapshot.models if snapshot else ()
+        loaded = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
+        acked = snapshot.acked_seq if snapshot else 0
+        video = self._video()
+        offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
+        leases = self._lease_manager.report_key()
+        return (
+            state.state,
+            state.running,
+            state.waiting,
+            ceiling,
+            loaded,
+            acked,
+            self._poll.state.level,
+            leases,
+            offered,
+        )
+
+    def _video(self) -> VideoState:
+        ray = self._ray
+        return replace(self._lease_manager.video(), ray=ray.node, ray_cause=ray.cause, allowed=ray.allowed)
+
+    def _memory(self) -> Memory:
+        """Return the memory values of the engine's gate.
+
+        Without an engine only the limits are set, and no request fits.
+        """
+        reports = self._supervisor.reports
+        if reports.latest is not None and reports.latest.memory.cap and reports.received_at is not None:
+            return replace(reports.latest.memory, age=time.monotonic() - reports.received_at)
+        limits = self._limiter.now(0)
+        return Memory(
+            cap=limits.cap,
+            ceiling=limits.ceiling,
+            margin=limits.margin,
+            bound_by=limits.bound_by,
+            guard=limits.guard,
+            leases=limits.leases,
+            total=self._hardware.memory,
+        )
+
+    def _resting_models(self) -> tuple[Model, ...]:
+        """Return the models that this Mac can serve again after its engine was replaced to release memory.
+
+        A request for such a model is asked to retry later, instead of failing as an unknown model.
+        """
+        if self._sharing.sharing_state.shared:
+            return ()
+        return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
+
+
+def within_bounds(report: Report) -> Report:
+    """Return the report, shortened to MAX_MODELS models and MAX_REPORT_BYTES bytes if it is longer.
+
+    Models that are not loaded are removed first.
+    """
+    if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
+        return report
+    models = sorted(report.models, key=lambda model: not model.loaded)[:MAX_MODELS]
+    while models and len(encode(replace(report, models=tuple(models)))) > MAX_REPORT_BYTES:
+        del models[len(models) * 3 // 4 :]
+    log.warning("models not reported", count=len(report.models) - len(models), reported=len(models))
+    return replace(report, models=tuple(models))

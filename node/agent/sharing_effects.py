@@ -1,0 +1,57 @@
+"""Effects of the sharing rule on a node: end of requests and leases, release of memory, report."""
+
+from collections.abc import Callable
+
+from node.agent.links import CoordinatorLinks
+from node.engine_process.supervisor import Supervisor
+from node.notifier import Notifier
+from node.sharing.policy import Occupancy, SharingAction, SharingState
+from node.video.lease_manager import LeaseManager
+from wire.codec import encode
+from wire.frames import Cancel
+
+
+class SharingEffects:
+    """Target of the sharing controller (`SharingTarget`).
+
+    `on_sharing(reason)` is called when this node stops sharing, and with an empty text when it shares again.
+    """
+
+    def __init__(
+        self,
+        links: CoordinatorLinks,
+        supervisor: Supervisor,
+        lease_manager: LeaseManager,
+        on_sharing: Callable[[str], None],
+    ) -> None:
+        self._links = links
+        self._supervisor = supervisor
+        self._lease_manager = lease_manager
+        self._on_sharing = on_sharing
+        self.changed = Notifier()
+        """Notifies after each changed decision."""
+
+    def occupancy(self) -> Occupancy:
+        """Return the present use of this node: open requests, leased memory, and whether the engine rests."""
+        return Occupancy(self._links.open_requests, self._lease_manager.holding, self._supervisor.resting)
+
+    def sharing_changed(self, sharing: SharingState) -> None:
+        """Notify `on_sharing` and the coordinator of a new decision whether this Mac accepts work."""
+        self._on_sharing("" if sharing.shared else sharing.why)
+        self.changed.notify()
+
+    def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
+        """Run an action of the sharing rule. `sharing` has the reason.
+
+        Ended requests are those that no other node had room for. The coordinator may still resume them on another node.
+        """
+        match act:
+            case SharingAction.END_REQUESTS:
+                for request in self._links.fail_all(f"its Mac stopped sharing: {sharing.why}"):
+                    self._supervisor.send(encode(Cancel(request)), Cancel, request)
+            case SharingAction.END_LEASE:
+                self._lease_manager.end(sharing.why)
+            case SharingAction.REST:
+                self._supervisor.release_memory()
+            case SharingAction.WAKE:
+                self._supervisor.wake()

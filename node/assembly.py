@@ -1,0 +1,98 @@
+"""Assembly of a node: constructs its parts and connects them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.agent.agent import Agent, AgentParts
+from node.agent.fetch import FetchAnswers
+from node.agent.identity import NodeIdentity
+from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS
+from node.agent.links import CoordinatorLinks
+from node.agent.reporter import Reporter
+from node.agent.sharing_effects import SharingEffects
+from node.engine_process.supervisor import COMMAND, Supervisor
+from node.engine_process.timeouts import SupervisorTimeouts
+from node.memory.limits import Limiter
+from node.memory.poll import MemoryPoll
+from node.memory.sensor import MachineMemory
+from node.notifier import Notifier
+from node.settings import NodeSettings
+from node.sharing.controller import SharingController
+from node.video.wiring import VideoSubsystem
+from wire.report import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Parts of a node that are started and stopped."""
+
+    agent: Agent
+    supervisor: Supervisor
+    poll: MemoryPoll
+    video: VideoSubsystem
+    sharing: SharingController
+    reporter: Reporter
+
+
+def assemble(
+    identity: NodeIdentity,
+    settings: NodeSettings,
+    state: Path,
+    machine: MachineMemory,
+    limiter: Limiter,
+    hardware: Hardware,
+    *,
+    version: str,
+    on_ready: Callable[[str], None] = lambda address: None,
+    engine_command: Sequence[str] = COMMAND,
+    engine_timeouts: SupervisorTimeouts | None = None,
+    no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS,
+) -> Node:
+    """Construct the parts of a node. Nothing is started.
+
+    `state` is the state folder. `on_ready(address)` is that of `Agent`. Tests replace the command of the engine process
+    and the timeouts.
+    """
+    links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()
+    supervisor = Supervisor(
+        settings,
+        on_frame=links.forward_from_engine,
+        on_change=engine_changed.notify,
+        log_file=state / "logs" / "engine.log",
+        scratch=state / "node" / "scratch",
+        wired=limiter.wired,
+        command=engine_command,
+        timeouts=engine_timeouts,
+    )
+    poll = MemoryPoll(limiter, machine, supervisor)
+    video = VideoSubsystem(settings, state, limiter, poll, supervisor, send=links.send, changed=video_changed.notify)
+    effects = SharingEffects(links, supervisor, video.lease_manager, video.pause)
+    sharing = SharingController(settings.sharing, state / "node", effects)
+    reporter = Reporter(
+        settings,
+        hardware,
+        links,
+        supervisor=supervisor,
+        limiter=limiter,
+        poll=poll,
+        lease_manager=video.lease_manager,
+        ray=video.ray,
+        sharing=sharing,
+    )
+    answers = FetchAnswers(state / "logs" / "node.log", supervisor, video.lease_manager)
+    parts = AgentParts(
+        links=links,
+        supervisor=supervisor,
+        poll=poll,
+        lease_manager=video.lease_manager,
+        ray=video.ray,
+        sharing=sharing,
+        reporter=reporter,
+        answers=answers,
+    )
+    agent = Agent(identity, version, hardware, parts, on_ready=on_ready, no_wake_dial_seconds=no_wake_dial_seconds)
+    engine_changed.subscribe(agent.engine_changed)
+    video_changed.subscribe(reporter.send_soon)
+    effects.changed.subscribe(reporter.send)
+    return Node(agent, supervisor, poll, video, sharing, reporter)

@@ -1,0 +1,27 @@
+"""A node in the test's own process, assembled as `node.run` does."""
+
+from pathlib import Path
+
+from node.agent.identity import NodeIdentity
+from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS
+from node.assembly import Node, assemble
+from node.memory.limits import Limiter
+from node.memory.sensor import open_machine
+from node.settings import NodeSettings
+from tests.support.cluster.enrolment import HARDWARE
+
+
+def unstarted_node(identity: NodeIdentity, state: Path, no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS) -> Node:
+    """Return a node with default settings. Only its agent is run by the test; its engine is not started."""
+    settings = NodeSettings()
+    machine = open_machine(settings)
+    return assemble(
+        identity,
+        settings,
+        state,
+        machine,
+        Limiter(settings, machine, {}),
+        HARDWARE,
+        version="0",
+        no_wake_dial_seconds=no_wake_dial_seconds,
+    )
