@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from coordinator.alerts.rules import RULES, rules_file
+from coordinator.alerts.rules import RULES, render_rules_file
 from coordinator.cli import COMMANDS, cluster
 from coordinator.metrics.families import MetricFamily
 from coordinator.metrics.node import NODE
@@ -282,7 +282,7 @@ PAGES = {
     "api.md": api,
     "cli.md": cli,
     "metrics.md": metrics,
-    "../deploy/prometheus/rules.yml": rules_file,
+    "../deploy/prometheus/rules.yml": render_rules_file,
     "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
     "../deploy/launchd/node/org.macpool.plist": partial(mac_service, "node"),

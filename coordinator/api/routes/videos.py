@@ -20,7 +20,7 @@ class VideoRoutes:
         self._controller = controller
         self._ring = ring
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of video models and leases."""
         return (
             Route("GET", "/api/v1/videos/models", "infer", self.video_models),

@@ -223,7 +223,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     endpoint has its own authority, the folder has its certificate. The files refer to each other without a path: the
     folder can be moved, or mounted into a container.
     """
-    from coordinator.alerts.rules import rules_file
+    from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
     from host.private_files import private_folder, write_private
 
@@ -238,7 +238,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
         page = session.call("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
         text = render_configuration(_at(page, host), token.name, authority.name if ca else "")
         (place / "prometheus.yml").write_text(text)
-        (place / "rules.yml").write_text(rules_file(page))
+        (place / "rules.yml").write_text(render_rules_file(page))
     except OSError as error:
         raise CommandError(1, f"{error.filename} cannot be written: {error.strerror}") from None
     answer = {"schema": 1, "folder": str(place), "config": str(place / "prometheus.yml"), "token_file": str(token)}

@@ -410,7 +410,7 @@ def test_a_pool_that_makes_no_videos_has_no_series_of_videos():
 def test_every_metric_of_a_condition_has_a_value_here():
     """An alert reads metrics. This file must check the value of each of them."""
     known = {name.partition("{")[0] for name in (*NODE_NUMBERS, *POOL_NUMBERS)}
-    wanted = {name.removeprefix("macpool_") for rule in RULES for name in rule.metrics() if name != "up"}
+    wanted = {name.removeprefix("macpool_") for rule in RULES for name in rule.list_metrics() if name != "up"}
     assert wanted - {"cluster_model_fingerprints"} <= known  # fingerprints: test_metrics.py
 
 
