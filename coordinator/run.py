@@ -360,7 +360,7 @@ async def _serve_http(
         state.version,
         partial(read_https_validity, state.authority, tls, settings.http.tls_cert_file),
     )
-    metrics.get_video_snapshot = video_controller.snapshot
+    metrics.get_video_snapshot = video_controller.take_snapshot
     load = _start_load_history(registry, dispatcher, stack)
     seen = Observability(metrics, _start_conditions(settings, metrics, stack), load, state.events, state.log_file)
     api = ControlApi(

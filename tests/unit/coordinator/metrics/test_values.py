@@ -226,9 +226,9 @@ def counters() -> Counters:
 
 def video() -> VideoSnapshot:
     made = VideoCounters({"completed": 201, "failed": 202, "cancelled": 203}, {"worker_lost": 204}, 205.5)
-    made.waited.observe(206.0)
-    made.took.observe(207.0)
-    made.confirmed.observe(0.5)
+    made.queue_seconds.observe(206.0)
+    made.run_seconds.observe(207.0)
+    made.confirm_seconds.observe(0.5)
     states = {"queued": 208, "leasing": 209, "in_progress": 210, "finalizing": 211}
     return VideoSnapshot(made, states, 212.0, 213, {A: 0.625}, used=True)
 
