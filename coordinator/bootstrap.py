@@ -34,7 +34,7 @@ class CoordinatorState:
     store: Database
     authority: ClusterCa
     fence: GenerationFence
-    first: bool
+    is_new_cluster: bool
     """Whether this start created the cluster."""
     epoch: int
     """Number of this start; higher than those of all earlier starts."""
@@ -78,7 +78,7 @@ class Credentials:
     admin: AccessAdmin
 
 
-def open_access(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
+def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint that listens on the host `listen`.
 
     Raise `AuthorityError` if `check_http_settings` refuses the settings, such as anonymous clients of other machines.

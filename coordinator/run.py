@@ -26,14 +26,14 @@ from typing import Any
 
 import structlog
 
-from coordinator.alerts.evaluator import AlertLoop, Conditions, log_conditions, sample_of
+from coordinator.alerts.evaluator import AlertLoop, ConditionEvaluator, build_sample, log_condition
 from coordinator.alerts.rules import WATCHED
-from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse
+from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse_webhook_url
 from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
 from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
-from coordinator.bootstrap import CoordinatorState, Credentials, open_access, open_state
+from coordinator.bootstrap import CoordinatorState, Credentials, load_credentials, open_state
 from coordinator.cluster.local_node import LocalNode, check_node_cluster
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
@@ -110,7 +110,7 @@ class RunOptions:
     """The settings as rows: key, value, origin, description."""
 
 
-class _Superseded:
+class _SupersededHandler:
     """Handler of a node's proof that another coordinator is newer: records it and stops this coordinator."""
 
     def __init__(self, state: Path, stop: asyncio.Event) -> None:
@@ -141,15 +141,15 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
     this cluster is newer.
     """
     stop = asyncio.Event()
-    superseded = _Superseded(options.state, stop)
+    superseded = _SupersededHandler(options.state, stop)
     loop = asyncio.get_running_loop()
-    _allow_files()
+    _raise_file_limit()
     map_long_blocks()
     sys.setswitchinterval(SWITCH_SECONDS)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        facts = await _start(options, stack, superseded, partial(loop.call_soon_threadsafe, stop.set))
+        facts = await _start_parts(options, stack, superseded, partial(loop.call_soon_threadsafe, stop.set))
         # Freeze the permanent objects. Requests create few reference cycles, hence a rare collection is enough.
         gc.collect()
         gc.freeze()
@@ -162,7 +162,7 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
     superseded.check()
 
 
-def _allow_files() -> None:
+def _raise_file_limit() -> None:
     """Raise this process's limit of open files. macOS starts with 256, and each client needs one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, most)
@@ -170,36 +170,36 @@ def _allow_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
-async def _start(
-    options: RunOptions, stack: AsyncExitStack, superseded: _Superseded, on_death: Callable[[], object]
+async def _start_parts(
+    options: RunOptions, stack: AsyncExitStack, superseded: _SupersededHandler, on_death: Callable[[], object]
 ) -> dict[str, Any]:
     """Start every part after its dependencies. The stack stops them in reverse order.
 
     `on_death` is called when the state can no longer be written.
     """
     check_options(options)
-    opened = open_listener(*options.listen)
-    stack.callback(opened.close)
+    listener = open_listener(*options.listen)
+    stack.callback(listener.close)
     state = open_state(options.state, options.settings.cluster, stack)
     state.store.on_death = on_death
     if options.local_node:
         check_node_cluster(options.state, state.authority.cluster)
-    access = open_access(state, options.settings.http, options.listen[0])
-    registry = _registry(options, state, access, superseded, stack)
-    dispatcher = _dispatcher(options, state.epoch, registry, access.ring)
-    pool = _Pool(registry, dispatcher, _video(options, state.state, registry, dispatcher, stack))
+    access = load_credentials(state, options.settings.http, options.listen[0])
+    registry = _create_registry(options, state, access, superseded, stack)
+    dispatcher = _create_dispatcher(options, state.epoch, registry, access.ring)
+    pool = _Pool(registry, dispatcher, _create_video_controller(options, state.state, registry, dispatcher, stack))
     cluster_port = await registry.links.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(registry.links.close)
-    entrance = _entrance(options, state.state, cluster_port, opened)
+    endpoints = _create_endpoints(options, state.state, cluster_port, listener)
     registry.addresses = list_cluster_addresses(options.cluster_listen[0], cluster_port)
-    await _serve_http(options, state, access, pool, entrance, stack)
+    await _serve_http(options, state, access, pool, endpoints, stack)
 
-    key = access.admin.create_key("first", ["infer"], None)["key"] if state.first else None
-    _let_owner_in(options, state, access, entrance, stack)
+    key = access.admin.create_key("first", ["infer"], None)["key"] if state.is_new_cluster else None
+    _create_local_key(options, state, access, endpoints, stack)
     await state.store.flush()
-    _keep_up(state, access, dispatcher, entrance, stack)
+    _start_periodic_tasks(state, access, dispatcher, endpoints, stack)
     if options.settings.cluster.bonjour:
-        _announce(options, state, cluster_port, stack)
+        _announce_coordinator(options, state, cluster_port, stack)
     node_ready = (
         await _start_local_node(options, state, access, registry, cluster_port, stack) if options.local_node else None
     )
@@ -207,12 +207,16 @@ async def _start(
     stack.push_async_callback(dispatcher.drain, options.settings.http.drain_seconds)
     token = access.tokens.create()
     await state.store.flush()
-    _log_guards(options, entrance.tls)
-    return {**_ready_facts(entrance, str(token), key), "local_node_ready": node_ready}
+    _log_guards(options, endpoints.tls)
+    return {**_build_ready_facts(endpoints, str(token), key), "local_node_ready": node_ready}
 
 
-def _registry(
-    options: RunOptions, state: CoordinatorState, access: Credentials, superseded: _Superseded, stack: AsyncExitStack
+def _create_registry(
+    options: RunOptions,
+    state: CoordinatorState,
+    access: Credentials,
+    superseded: _SupersededHandler,
+    stack: AsyncExitStack,
 ) -> Registry:
     name, enrolled = options.settings.cluster.name, list[Callable[[MemberRow], None]]()
 
@@ -241,7 +245,7 @@ def _registry(
     return registry
 
 
-def _dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
+def _create_dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
     counter = itertools.count(1)
 
     def numbers() -> tuple[int, int]:
@@ -260,7 +264,7 @@ def _dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRi
     return dispatcher
 
 
-def _video(
+def _create_video_controller(
     options: RunOptions, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
 ) -> VideoController:
     video_controller = VideoController(state, options.settings.video, registry.links)
@@ -280,12 +284,15 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Endpoints:
-    """Endpoint for clients and nodes. `here` is the URL from this machine; `ca_pem` is empty without its own TLS."""
+    """Addresses of the endpoint for clients, and of the cluster port.
+
+    `local_url` is the URL from this machine. `ca_pem` is empty unless the endpoint has a CA of its own.
+    """
 
     socket: socket.socket
     tls: HttpsCa | ssl.SSLContext | None
-    base: str
-    here: str
+    base_url: str
+    local_url: str
     cluster_url: str
     ca_pem: str
 
@@ -298,24 +305,24 @@ def check_options(options: RunOptions) -> None:
     try:
         check_http_settings(options.settings.http, options.listen[0])
         if options.settings.alerts.webhook_url:
-            _webhook_address(options.settings)
+            _parse_webhook_address(options.settings)
     except AuthorityError as error:
         raise SettingsError(str(error)) from None
 
 
-def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
+def _parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
     try:
-        return parse(settings.alerts.webhook_url)
+        return parse_webhook_url(settings.alerts.webhook_url)
     except WebhookError as error:
         raise AuthorityError(str(error)) from None
 
 
-def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socket.socket) -> _Endpoints:
-    host, port = options.listen[0], opened.getsockname()[1]
+def _create_endpoints(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> _Endpoints:
+    host, port = options.listen[0], listener.getsockname()[1]
     tls = create_https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Endpoints(
-        opened,
+        listener,
         tls,
         f"{scheme}://{get_reachable_host(host)}:{port}",
         f"{scheme}://{get_local_host(host)}:{port}",
@@ -329,21 +336,21 @@ async def _serve_http(
     state: CoordinatorState,
     access: Credentials,
     pool: _Pool,
-    entrance: _Endpoints,
+    endpoints: _Endpoints,
     stack: AsyncExitStack,
 ) -> None:
     """Create the routes and serve them."""
-    settings, ring, tls = options.settings, access.ring, entrance.tls
+    settings, ring, tls = options.settings, access.ring, endpoints.tls
     registry, dispatcher, video_controller = pool.registry, pool.dispatcher, pool.video_controller
     facts = ServerInfo(
         settings.cluster.name,
         state.version,
         state.epoch,
-        entrance.base + "/v1",
-        entrance.cluster_url,
+        endpoints.base_url + "/v1",
+        endpoints.cluster_url,
         state.authority.cluster,
         time.monotonic(),
-        entrance.ca_pem,
+        endpoints.ca_pem,
         options.origins,
     )
     metrics = MetricsService(
@@ -353,9 +360,9 @@ async def _serve_http(
         state.version,
         partial(read_https_validity, state.authority, tls, settings.http.tls_cert_file),
     )
-    metrics.get_video_snapshot = video_controller.snapshot
-    load = _load_history(registry, dispatcher, stack)
-    seen = Observability(metrics, _conditions(settings, metrics, stack), load, state.events, state.log_file)
+    metrics.get_video_snapshot = video_controller.take_snapshot
+    load = _start_load_history(registry, dispatcher, stack)
+    seen = Observability(metrics, _start_conditions(settings, metrics, stack), load, state.events, state.log_file)
     api = ControlApi(
         registry,
         access.admin,
@@ -387,28 +394,30 @@ async def _serve_http(
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     connections = compute_max_connections(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
     places = ConnectionSlots(connections, settings.http.max_connections_without_key)
-    await stack.enter_async_context(run_http_server(app, fast_path, [entrance.socket], context, places))
+    await stack.enter_async_context(run_http_server(app, fast_path, [endpoints.socket], context, places))
 
 
-def _let_owner_in(
-    options: RunOptions, state: CoordinatorState, access: Credentials, entrance: _Endpoints, stack: AsyncExitStack
+def _create_local_key(
+    options: RunOptions, state: CoordinatorState, access: Credentials, endpoints: _Endpoints, stack: AsyncExitStack
 ) -> None:
     """Create the key of the owner's commands, valid while the coordinator runs."""
     local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
     access.ring.put(local)
-    _write_access(state.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
+    _write_access_file(state.state / "run.json", endpoints.local_url, secret, endpoints.ca_pem, stack)
 
 
-def _keep_up(
-    state: CoordinatorState, access: Credentials, dispatcher: Dispatcher, entrance: _Endpoints, stack: AsyncExitStack
+def _start_periodic_tasks(
+    state: CoordinatorState, access: Credentials, dispatcher: Dispatcher, endpoints: _Endpoints, stack: AsyncExitStack
 ) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage."""
-    stack.push_async_callback(_cancel, asyncio.create_task(_renew(state.authority, entrance.tls)))
+    stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, endpoints.tls)))
     stack.callback(access.admin.store_usage, dispatcher.usage)
-    stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
+    stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
 
 
-def _announce(options: RunOptions, state: CoordinatorState, cluster_port: int, stack: AsyncExitStack) -> None:
+def _announce_coordinator(
+    options: RunOptions, state: CoordinatorState, cluster_port: int, stack: AsyncExitStack
+) -> None:
     authority = state.authority
     pin = hashlib.sha256(authority.ca).hexdigest()[:16]
     advert = BonjourRecord("coord", cluster_hint(authority.cluster), state.version, pin)
@@ -435,20 +444,20 @@ async def _start_local_node(
     return await node.wait_until_ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-def _ready_facts(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
+def _build_ready_facts(endpoints: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
-    tls = entrance.tls
+    tls = endpoints.tls
     answer: dict[str, Any] = {
         "schema": 1,
         "ready": True,
-        "base_url": entrance.base + "/v1",
-        "cluster_url": entrance.cluster_url,
-        "join": build_join_command(entrance.cluster_url, token),
+        "base_url": endpoints.base_url + "/v1",
+        "cluster_url": endpoints.cluster_url,
+        "join": build_join_command(endpoints.cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }
     if isinstance(tls, HttpsCa):
-        answer["trust"] = f"cluster trust-ca {entrance.base} --fingerprint {tls.fingerprint}"
+        answer["trust"] = f"cluster trust-ca {endpoints.base_url} --fingerprint {tls.fingerprint}"
     return {**answer, "api_key": key} if key else answer
 
 
@@ -467,39 +476,43 @@ def _log_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> No
         queue_limit=router.queue_limit or "max(64, 4 x nodes)",
         body_bytes=router.max_body_bytes,
         conditions=len(WATCHED),
-        webhook=parse(webhook).host if webhook else "none",
+        webhook=parse_webhook_url(webhook).host if webhook else "none",
     )
 
 
-def _conditions(settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack) -> Conditions:
+def _start_conditions(
+    settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
+) -> ConditionEvaluator:
     """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
-    conditions = Conditions()
-    conditions.listeners.append(log_conditions)
-    metrics.get_conditions = conditions.flags
+    conditions = ConditionEvaluator()
+    conditions.listeners.append(log_condition)
+    metrics.get_conditions = conditions.get_flags
     if settings.alerts.webhook_url:
-        webhook = Webhook(_webhook_address(settings), settings.cluster.name)
+        webhook = Webhook(_parse_webhook_address(settings), settings.cluster.name)
         conditions.listeners.append(webhook.enqueue)
-        stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
-    watch = AlertLoop(conditions, lambda: sample_of(metrics.take_snapshot(), metrics.take_node_snapshots()), time.time)
-    stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
+        stack.push_async_callback(_cancel_task, asyncio.create_task(webhook.run()))
+    watch = AlertLoop(
+        conditions, lambda: build_sample(metrics.take_snapshot(), metrics.take_node_snapshots()), time.time
+    )
+    stack.push_async_callback(_cancel_task, asyncio.create_task(watch.run()))
     return conditions
 
 
-def _load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack) -> LoadHistory:
+def _start_load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack) -> LoadHistory:
     """Start to sample the load of the pool."""
     history = LoadHistory()
     sampling = asyncio.create_task(sample_load(history, partial(read_load, registry, dispatcher)))
-    stack.push_async_callback(_cancel, sampling)
+    stack.push_async_callback(_cancel_task, sampling)
     return history
 
 
-def _write_access(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
+def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
     """Write the URL and key for the owner's commands into a file that exists while the coordinator runs."""
     write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
     stack.callback(file.unlink, missing_ok=True)
 
 
-async def _renew(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
+async def _renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
     while True:
         authority.renew()
         if isinstance(tls, HttpsCa):
@@ -518,7 +531,7 @@ def _log_failure(request: ActiveRequest, code: str) -> None:
     )
 
 
-async def _count(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
+async def _store_usage(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
     while True:
         await asyncio.sleep(USAGE_INTERVAL_SECONDS)
         admin.store_usage(dispatcher.usage)
@@ -528,6 +541,6 @@ async def _count(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
         await run_in_worker(trim)
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def _cancel_task(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)

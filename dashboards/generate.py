@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from dashboards import memory, pool, requests, video
-from dashboards.panels import Board, write
+from dashboards.panels import Board, render_board
 
 HERE = Path(__file__).parent
 BOARDS: dict[str, Board] = {
@@ -18,7 +18,7 @@ BOARDS: dict[str, Board] = {
 def main() -> int:
     """Write the JSON files of all dashboards. Return the exit code 0."""
     for name, board in BOARDS.items():
-        (HERE / name).write_text(write(board))
+        (HERE / name).write_text(render_board(board))
     return 0
 
 

@@ -8,27 +8,27 @@ from dashboards.panels import (
     SHARE,
     THIRD,
     Board,
-    figure,
-    heat,
-    lines,
-    listing,
-    quantiles,
-    states,
+    create_heatmap,
+    create_label_table,
+    create_line_panel,
+    create_quantile_panel,
+    create_stat_panel,
+    create_state_timeline,
 )
 
 N = '{node=~"$node"}'
 
 
-def _rate(name: str) -> str:
+def _build_rate(name: str) -> str:
     return f"rate(macpool_{name}_total{N}[$__rate_interval])"
 
 
-def _size(name: str) -> tuple[str, str]:
+def _build_size_query(name: str) -> tuple[str, str]:
     return f"macpool_node_memory_{name}_bytes{N}", f"{{{{node}}}} {name}"
 
 
 GLANCE = (
-    figure(
+    create_stat_panel(
         "Armed",
         "1: the gate has limits, they are on, and its reading is live.",
         COUNT,
@@ -36,7 +36,7 @@ GLANCE = (
         bad=1,
         below=True,
     ),
-    figure(
+    create_stat_panel(
         "Guard",
         "0: memory.guard is off, and no request is refused for memory.",
         COUNT,
@@ -44,7 +44,7 @@ GLANCE = (
         bad=1,
         below=True,
     ),
-    figure(
+    create_stat_panel(
         "Headroom",
         "Ceiling less margin, current and reserved: the minimum over the Macs.",
         BYTES,
@@ -52,115 +52,115 @@ GLANCE = (
         bad=0,
         below=True,
     ),
-    figure(
+    create_stat_panel(
         "Level",
         "0 unknown, 1 ok, 2 over soft, 3 over hard: the maximum over the Macs.",
         COUNT,
         f"max(macpool_node_memory_level{N})",
         bad=2,
     ),
-    figure(
+    create_stat_panel(
         "Over cap",
         "How often the enforcer found the engine over its cap in the last hour.",
         COUNT,
         f"sum(increase(macpool_node_memory_over_cap_total{N}[1h]))",
         bad=1,
     ),
-    figure(
+    create_stat_panel(
         "Age of the reading",
         "Time since the agent read the machine's memory: the maximum over the Macs.",
         SECONDS,
         f"max(time() - macpool_node_memory_reading_timestamp_seconds{N})",
         bad=15,
     ),
-    lines(
+    create_line_panel(
         "The gate's sum",
         "The gate refuses work that would lift current, reserved and margin above the ceiling.",
         BYTES,
-        _size("cap"),
-        _size("ceiling"),
-        _size("current"),
-        _size("reserved"),
-        _size("margin"),
+        _build_size_query("cap"),
+        _build_size_query("ceiling"),
+        _build_size_query("current"),
+        _build_size_query("reserved"),
+        _build_size_query("margin"),
     ),
-    lines(
+    create_line_panel(
         "Headroom",
         "The rest of the ceiling. Reusable memory is freed before any request is refused.",
         BYTES,
-        _size("headroom"),
-        _size("reusable"),
+        _build_size_query("headroom"),
+        _build_size_query("reusable"),
     ),
-    lines(
+    create_line_panel(
         "Refusals by reason",
         "Refusals of the gate per second.",
         PER_SECOND,
-        (f"sum by (node, reason) ({_rate('gate_refusals')})", "{{node}} {{reason}}"),
+        (f"sum by (node, reason) ({_build_rate('gate_refusals')})", "{{node}} {{reason}}"),
     ),
-    heat(
+    create_heatmap(
         "Predicted peaks",
         "Predicted peak of each check, as a share of the ceiling. Above 1 the gate refused.",
         SHARE,
         f"macpool_gate_predicted_peak_ratio_bucket{N}",
     ),
-    lines(
+    create_line_panel(
         "Prefix cache",
         "Size of each prefix cache. All of it is freed before a request is refused.",
         BYTES,
         (f"macpool_prefix_cache_bytes{N}", "{{node}} cached"),
         (f"macpool_node_memory_reusable_bytes{N}", "{{node}} reusable"),
     ),
-    lines(
+    create_line_panel(
         "Tokens from the cache",
         "Prompt tokens per second that needed no prefill.",
         PER_SECOND,
-        (_rate("prefix_cache_hit_tokens"), "{{node}}"),
+        (_build_rate("prefix_cache_hit_tokens"), "{{node}}"),
     ),
 )
 MEMORY = (
-    lines(
+    create_line_panel(
         "The terms of current",
         "The gate compares the highest of these terms.",
         BYTES,
-        _size("phys"),
-        _size("active"),
-        _size("recent_peak"),
+        _build_size_query("phys"),
+        _build_size_query("active"),
+        _build_size_query("recent_peak"),
     ),
-    lines(
+    create_line_panel(
         "MLX and the engine",
         "MLX's free buffers and peak, the engine before any model, and the last reserve.",
         BYTES,
-        _size("mlx_cache"),
-        _size("mlx_peak"),
-        _size("base"),
-        _size("reserve"),
+        _build_size_query("mlx_cache"),
+        _build_size_query("mlx_peak"),
+        _build_size_query("base"),
+        _build_size_query("reserve"),
     ),
-    lines(
+    create_line_panel(
         "Two readings of the footprint",
         "The engine's footprint as the agent reads it, and as the engine reports it.",
         BYTES,
-        _size("engine_phys"),
-        _size("phys"),
+        _build_size_query("engine_phys"),
+        _build_size_query("phys"),
     ),
-    lines(
+    create_line_panel(
         "The machine",
         "RAM, and memory that the system can provide without affecting other programs.",
         BYTES,
-        _size("total"),
+        _build_size_query("total"),
         (f"macpool_node_system_available_bytes{N}", "{{node}} available"),
     ),
-    lines(
+    create_line_panel(
         "Lost wired memory",
         "Wired memory that ended engines leaked. Only a restart of that Mac frees it.",
         BYTES,
         (f"macpool_engine_leaked_wired_bytes{N}", "{{node}}"),
     ),
-    states(
+    create_state_timeline(
         "Limit of the ceiling",
         "The term that limits the ceiling. `cluster nodes` shows the remedy.",
         f"macpool_node_memory_ceiling_bound{N}",
         "{{node}} {{term}}",
     ),
-    states(
+    create_state_timeline(
         "Pressure",
         "Memory pressure as the system reports it.",
         f"macpool_node_system_pressure{N}",
@@ -168,124 +168,128 @@ MEMORY = (
     ),
 )
 GATE = (
-    lines(
+    create_line_panel(
         "Forwards and checks",
         "Each prefill and join follows a check. Forwards without checks mean that the gate is bypassed.",
         PER_SECOND,
-        (_rate("engine_forwards"), "{{node}} forwards"),
-        (f"sum by (node) ({_rate('gate_checks')})", "{{node}} checks"),
+        (_build_rate("engine_forwards"), "{{node}} forwards"),
+        (f"sum by (node) ({_build_rate('gate_checks')})", "{{node}} checks"),
     ),
-    lines(
+    create_line_panel(
         "Checks by site",
         "Checks per second at each place that asks the gate.",
         PER_SECOND,
-        (f"sum by (node, site) ({_rate('gate_checks')})", "{{node}} {{site}}"),
+        (f"sum by (node, site) ({_build_rate('gate_checks')})", "{{node}} {{site}}"),
     ),
-    lines(
+    create_line_panel(
         "Actions instead of refusals",
         "Smaller chunks, preempted requests, and requests that were ended over the cap.",
         PER_SECOND,
-        (_rate("gate_prefill_chunks_shrunk"), "{{node}} shrinks"),
-        (_rate("engine_preemptions"), "{{node}} preemptions"),
-        (_rate("engine_requests_evicted"), "{{node}} sheds"),
+        (_build_rate("gate_prefill_chunks_shrunk"), "{{node}} shrinks"),
+        (_build_rate("engine_preemptions"), "{{node}} preemptions"),
+        (_build_rate("engine_requests_evicted"), "{{node}} sheds"),
     ),
-    quantiles(
+    create_quantile_panel(
         "Transients",
         "Rise of MLX's memory in prefills and joins. The margin must cover the part beyond the estimate.",
         BYTES,
         f"macpool_gate_transient_bytes_bucket{N}",
         "node",
     ),
-    lines(
+    create_line_panel(
         "Over the cap",
         "Forwards that ended over the cap, findings of the enforcer, and engines that it ended.",
         PER_SECOND,
-        (_rate("engine_over_cap"), "{{node}} forwards"),
-        (_rate("node_memory_over_cap"), "{{node}} found"),
-        (_rate("node_memory_kills"), "{{node}} ended"),
+        (_build_rate("engine_over_cap"), "{{node}} forwards"),
+        (_build_rate("node_memory_over_cap"), "{{node}} found"),
+        (_build_rate("node_memory_kills"), "{{node}} ended"),
     ),
-    lines(
+    create_line_panel(
         "Polls of the enforcer",
         "Per second: four while the engine works, one in five seconds without a model.",
         PER_SECOND,
-        (_rate("node_memory_polls"), "{{node}}"),
+        (_build_rate("node_memory_polls"), "{{node}}"),
     ),
 )
 ENGINE = (
-    states("State", "State of the engine's process.", f"macpool_engine_state{N}", "{{node}} {{state}}"),
-    lines(
+    create_state_timeline("State", "State of the engine's process.", f"macpool_engine_state{N}", "{{node}} {{state}}"),
+    create_line_panel(
         "Requests", "Running and waiting in the engine.", COUNT, (f"macpool_engine_requests{N}", "{{node}} {{state}}")
     ),
-    lines(
+    create_line_panel(
         "Steps",
         "Decode steps per second: the speed of every answer on the node.",
         PER_SECOND,
-        (_rate("engine_steps"), "{{node}}"),
+        (_build_rate("engine_steps"), "{{node}}"),
         width=THIRD,
     ),
-    lines(
+    create_line_panel(
         "Queued tokens",
         "Prompt tokens waiting for prefill.",
         COUNT,
         (f"macpool_engine_queued_tokens{N}", "{{node}}"),
         width=THIRD,
     ),
-    lines(
+    create_line_panel(
         "Deaths and faults",
         "Deaths, planned replacements, and requests that ended in a fault.",
         PER_SECOND,
-        (_rate("engine_restarts"), "{{node}} deaths"),
-        (_rate("engine_graceful_restarts"), "{{node}} recycles"),
-        (_rate("engine_failures"), "{{node}} faults"),
+        (_build_rate("engine_restarts"), "{{node}} deaths"),
+        (_build_rate("engine_graceful_restarts"), "{{node}} recycles"),
+        (_build_rate("engine_failures"), "{{node}} faults"),
         width=THIRD,
     ),
 )
 MODELS = (
-    lines(
+    create_line_panel(
         "Models",
         "Models of the node by state.",
         COUNT,
         (f"macpool_node_models{N}", "{{node}} {{state}}"),
     ),
-    states("Loaded", "1 while a model is in memory.", f"macpool_model_loaded{N}", "{{node}} {{model}}"),
-    lines("Weights", "Weights in memory.", BYTES, (f"macpool_model_weights_bytes{N}", "{{node}} {{model}}")),
-    lines(
+    create_state_timeline("Loaded", "1 while a model is in memory.", f"macpool_model_loaded{N}", "{{node}} {{model}}"),
+    create_line_panel(
+        "Weights", "Weights in memory.", BYTES, (f"macpool_model_weights_bytes{N}", "{{node}} {{model}}")
+    ),
+    create_line_panel(
         "Loads under way",
         "Share of the weights that has been read.",
         SHARE,
         (f"macpool_model_load_progress_ratio{N}", "{{node}} {{model}}"),
     ),
-    lines("Agent", "Footprint of the agent's own process.", BYTES, (f"macpool_node_agent_phys_bytes{N}", "{{node}}")),
-    lines(
+    create_line_panel(
+        "Agent", "Footprint of the agent's own process.", BYTES, (f"macpool_node_agent_phys_bytes{N}", "{{node}}")
+    ),
+    create_line_panel(
         "Reports",
         "Time since the node's newest report.",
         SECONDS,
         (f"time() - macpool_node_report_timestamp_seconds{N}", "{{node}}"),
     ),
-    listing("The machines", "Chip, system, version, engine and tier.", f"macpool_node_info{N}"),
-    listing("Sources", "Where the footprint is read.", f"macpool_node_memory_reading_source{N}"),
+    create_label_table("The machines", "Chip, system, version, engine and tier.", f"macpool_node_info{N}"),
+    create_label_table("Sources", "Where the footprint is read.", f"macpool_node_memory_reading_source{N}"),
 )
 CACHE = (
-    lines("Prompts", "Cached prompts.", COUNT, (f"macpool_prefix_cache_entries{N}", "{{node}}")),
-    lines(
+    create_line_panel("Prompts", "Cached prompts.", COUNT, (f"macpool_prefix_cache_entries{N}", "{{node}}")),
+    create_line_panel(
         "Hits",
         "Requests per second with a cached prefix.",
         PER_SECOND,
-        (_rate("prefix_cache_hits"), "{{node}}"),
+        (_build_rate("prefix_cache_hits"), "{{node}}"),
     ),
-    lines(
+    create_line_panel(
         "Stored and evicted",
         "Prompts per second.",
         PER_SECOND,
-        (_rate("prefix_cache_inserts"), "{{node}} stored"),
-        (_rate("prefix_cache_evictions"), "{{node}} evicted"),
+        (_build_rate("prefix_cache_inserts"), "{{node}} stored"),
+        (_build_rate("prefix_cache_evictions"), "{{node}} evicted"),
     ),
-    lines(
+    create_line_panel(
         "Models unloaded",
         "Unloaded for another model, or unused for long.",
         PER_SECOND,
-        (_rate("model_evictions"), "{{node}} for another"),
-        (_rate("model_idle_unloads"), "{{node}} idle"),
+        (_build_rate("model_evictions"), "{{node}} for another"),
+        (_build_rate("model_idle_unloads"), "{{node}} idle"),
     ),
 )
 BOARD = Board(

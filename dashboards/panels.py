@@ -35,7 +35,7 @@ BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit"
 """Units, as Grafana names them."""
 
 
-MAX_OPEN = 12
+MAX_OPEN_PANELS = 12
 """Open panels of a board. All other panels are in collapsed rows, which send no query until they are opened."""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
@@ -77,7 +77,7 @@ class Panel:
     """One panel of a dashboard."""
 
     title: str
-    about: str
+    description: str
     """Description, which Grafana shows at the title."""
     unit: str
     """Unit as Grafana names it."""
@@ -101,55 +101,55 @@ class Board:
     uid: str
     """Id in Grafana, which is part of links."""
     title: str
-    about: str
+    description: str
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
     """Title and panels of each row. Only the first row is open at first."""
     variables: tuple[tuple[str, str, str], ...] = ()
     """Name, label, and PromQL of the values of each variable."""
 
-    def panels(self) -> list[Panel]:
+    def list_panels(self) -> list[Panel]:
         """Return the panels of all rows, in order."""
         return [panel for _, row in self.rows for panel in row]
 
-    def open(self) -> tuple[Panel, ...]:
+    def list_open_panels(self) -> tuple[Panel, ...]:
         """Return the panels of the first row, which is not collapsed."""
         return self.rows[0][1]
 
 
-def lines(title: str, about: str, unit: str, *queries: tuple[str, str], width: int = HALF) -> Panel:
+def create_line_panel(title: str, about: str, unit: str, *queries: tuple[str, str], width: int = HALF) -> Panel:
     """Return a panel that draws the values of queries (PromQL, legend) over time."""
     return Panel(title, about, unit, queries, width=width)
 
 
-def figure(
+def create_stat_panel(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
     """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`."""
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
-def counts(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
+def create_count_panel(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
     """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`."""
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 
-def heat(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
+def create_heatmap(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
     """Return a panel that shows the distribution of a histogram over time. `bucket` is the selector of its buckets."""
     query = f"sum by (le) (increase({bucket}[$__rate_interval]))"
     return Panel(title, about, unit, ((query, "{{le}}"),), Kind.HEAT, width)
 
 
-def states(title: str, about: str, query: str, legend: str, width: int = HALF) -> Panel:
+def create_state_timeline(title: str, about: str, query: str, legend: str, width: int = HALF) -> Panel:
     """Return a panel that shows the states of a query's series over time."""
     return Panel(title, about, COUNT, ((query, legend),), Kind.STATES, width)
 
 
-def listing(title: str, about: str, query: str, width: int = 24) -> Panel:
+def create_label_table(title: str, about: str, query: str, width: int = 24) -> Panel:
     """Return a panel that lists the labels of a query's series in a table."""
     return Panel(title, about, COUNT, ((query, ""),), Kind.TABLE, width)
 
 
-def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
+def create_node_table(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
     """Return a table panel with one row per Mac. A column has a title, a unit, and PromQL with one series per Mac.
 
     A column without title only adds its labels.
@@ -159,40 +159,40 @@ def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
     return Panel(title, about, COUNT, queries, Kind.TABLE, 24, columns=named)
 
 
-def quantiles(
-    title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, over: str = "$__rate_interval"
+def create_quantile_panel(
+    title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, window: str = "$__rate_interval"
 ) -> Panel:
     """Return a panel that draws median, p90 and p99 of a histogram over time. `bucket` is the selector of its buckets.
 
-    `by` is a label with separate quantiles for each value. `over` is the window of the rate, longer for rare events.
+    `by` is a label with separate quantiles for each value. `window` is that of the rate, longer for rare events.
     """
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
-    return lines(
+    return create_line_panel(
         title,
         about,
         unit,
         *(
-            (f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[{over}])))", f"p{q * 100:g}{named}")
+            (f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[{window}])))", f"p{q * 100:g}{named}")
             for q in QUANTILES
         ),
         width=width,
     )
 
 
-def write(board: Board) -> str:
+def render_board(board: Board) -> str:
     """Return the JSON of a dashboard, as Grafana imports it."""
     made = (
         Dashboard(board.title)
         .uid(board.uid)
-        .description(board.about)
+        .description(board.description)
         .tags(["macpool"])
         .refresh("30s")
         .time("now-6h", "now")
         .timezone("browser")
         .tooltip(dashboard.DashboardCursorSync.CROSSHAIR)
         .readonly()
-        .link(_other_boards())
+        .link(_link_other_boards())
         .with_variable(DatasourceVariable("datasource").type("prometheus").label("Data source"))
     )
     for name, colour, query, text in ANNOTATIONS:
@@ -222,7 +222,7 @@ def write(board: Board) -> str:
         built: list[_Built] = []
         for panel in panels:
             number += 1
-            built.append(_build(panel).id(number))
+            built.append(_build_panel(panel).id(number))
         if at:
             for one in built:
                 row.with_panel(one)
@@ -233,7 +233,7 @@ def write(board: Board) -> str:
     return JSONEncoder(sort_keys=True, indent=1).encode(made.build()) + "\n"
 
 
-def _other_boards() -> DashboardLink:
+def _link_other_boards() -> DashboardLink:
     link = DashboardLink("Macpool").type(dashboard.DashboardLinkType.DASHBOARDS).tags(["macpool"])
     return link.as_dropdown(False).include_vars(False).keep_time(True)
 
@@ -241,27 +241,27 @@ def _other_boards() -> DashboardLink:
 _Built = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel
 
 
-def _build(panel: Panel) -> _Built:
-    made = _empty(panel)
-    made.title(panel.title).description(panel.about).unit(panel.unit).datasource(SOURCE).span(panel.width)
+def _build_panel(panel: Panel) -> _Built:
+    made = _create_empty_panel(panel)
+    made.title(panel.title).description(panel.description).unit(panel.unit).datasource(SOURCE).span(panel.width)
     made.height(SMALL if panel.kind is Kind.FIGURE else TALL)
-    for target in _targets(panel):
+    for target in _create_targets(panel):
         made.with_target(target)
     if panel.columns:
-        _arrange(made, panel)
-    elif links := _links(panel):
+        _arrange_columns(made, panel)
+    elif links := _create_links(panel):
         made.data_links(links)
     return made
 
 
-def _links(panel: Panel) -> list[Builder[dashboard.DashboardLink]]:
+def _create_links(panel: Panel) -> list[Builder[dashboard.DashboardLink]]:
     """Return the links from a value to the board of its Mac or its model."""
     named = "".join(legend for _, legend in panel.queries)
     targets = [MEMORY_OF] * ("{{node}}" in named) + [REQUESTS_OF] * ("{{model}}" in named)
     return [DashboardLink(title).url(url) for title, url in targets]
 
 
-def _arrange(made: _Built, panel: Panel) -> None:
+def _arrange_columns(made: _Built, panel: Panel) -> None:
     """Join the queries of a table by Mac, and set titles and units. The name of a Mac links to its memory."""
     made.with_transformation(
         dashboard.DataTransformerConfig("joinByField", options={"byField": "node", "mode": "outer"})
@@ -281,13 +281,13 @@ def _arrange(made: _Built, panel: Panel) -> None:
     made.override_by_name("Mac", [dashboard.DynamicConfigValue("links", [link])])
 
 
-def _empty(panel: Panel) -> _Built:
+def _create_empty_panel(panel: Panel) -> _Built:
     match panel.kind:
         case Kind.LINES:
             return timeseries.Panel().fill_opacity(8).show_points(common.VisibilityMode.NEVER)
         case Kind.FIGURE:
             reduced = parts.ReduceDataOptions().calcs(["lastNotNull"])
-            return stat.Panel().reduce_options(reduced).thresholds(_thresholds(panel))
+            return stat.Panel().reduce_options(reduced).thresholds(_create_thresholds(panel))
         case Kind.HEAT:
             return heatmap.Panel()
         case Kind.STATES:
@@ -296,7 +296,7 @@ def _empty(panel: Panel) -> _Built:
             return table.Panel()
 
 
-def _thresholds(panel: Panel) -> ThresholdsConfig:
+def _create_thresholds(panel: Panel) -> ThresholdsConfig:
     first, second = ("red", "green") if panel.below else ("green", "red")
     steps = [dashboard.Threshold(value=None, color="green" if panel.bad is None else first)]
     if panel.bad is not None:
@@ -304,11 +304,13 @@ def _thresholds(panel: Panel) -> ThresholdsConfig:
     return ThresholdsConfig().mode(dashboard.ThresholdsMode.ABSOLUTE).steps(steps)
 
 
-def _targets(panel: Panel) -> Sequence[Dataquery]:
-    return [_target(panel, query, legend, chr(ord("A") + at)) for at, (query, legend) in enumerate(panel.queries)]
+def _create_targets(panel: Panel) -> Sequence[Dataquery]:
+    return [
+        _create_target(panel, query, legend, chr(ord("A") + at)) for at, (query, legend) in enumerate(panel.queries)
+    ]
 
 
-def _target(panel: Panel, query: str, legend: str, reference: str) -> Dataquery:
+def _create_target(panel: Panel, query: str, legend: str, reference: str) -> Dataquery:
     target = Dataquery().expr(query).legend_format(legend or "__auto").ref_id(reference)
     if panel.kind in (Kind.FIGURE, Kind.TABLE):
         target.instant()

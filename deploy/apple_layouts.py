@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.doctor import macos
-from deploy.outcome import Outcome, ask, judged
+from deploy.outcome import Outcome, create_outcome, run_tool
 from host import iokit
 from node.memory import darwin
 from wire.link import endpoint
@@ -92,7 +92,7 @@ FRAMEWORK_CONSTANTS: Mapping[str, int] = {
     "kIOMessageSystemHasPoweredOn": iokit.POWERED_ON,
 }
 POINTERS: Mapping[Any, str] = {ctypes.c_void_p: "void *", ctypes.c_char_p: "char *"}
-AGREE = """
+AGREE_TEMPLATE = """
 template <class T> struct Plain { using type = T; };
 template <class T> struct Plain<const T> { using type = T; };
 template <class T> struct Pointer { static constexpr bool is = false; using to = void; };
@@ -121,74 +121,94 @@ template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...
 """
 
 
-def calls_of(holder: object) -> dict[str, Any]:
+def find_foreign_functions(holder: object) -> dict[str, Any]:
     """Return the foreign functions (ctypes) among the attributes of an object, by symbol."""
     found = [one for one in vars(holder).values() if hasattr(one, "restype") and not isinstance(one, type)]
     return {call.__name__: call for call in found}
 
 
-def system_source(calls: Mapping[str, Any]) -> str:
+def render_system_source(calls: Mapping[str, Any]) -> str:
     """Return C++ source with the assertions about libSystem: layouts, constants, and prototypes of `calls`."""
-    lines = [*_begin(HEADERS), *(line for layout in LAYOUTS for line in _layout(layout)), *_constants(CONSTANTS)]
-    return "\n".join([*lines, *prototypes({name: one for name, one in calls.items() if name not in UNDECLARED})]) + "\n"
+    lines = [
+        *_render_headers(HEADERS),
+        *(line for layout in LAYOUTS for line in _render_layout(layout)),
+        *_render_constants(CONSTANTS),
+    ]
+    return (
+        "\n".join([*lines, *render_prototypes({name: one for name, one in calls.items() if name not in UNDECLARED})])
+        + "\n"
+    )
 
 
-def framework_source(calls: Mapping[str, Any]) -> str:
+def render_framework_source(calls: Mapping[str, Any]) -> str:
     """Return C++ source with the assertions about IOKit and CoreFoundation: constants, and prototypes of `calls`."""
-    return "\n".join([*_begin(FRAMEWORK_HEADERS), *_constants(FRAMEWORK_CONSTANTS), *prototypes(calls)]) + "\n"
+    return (
+        "\n".join(
+            [*_render_headers(FRAMEWORK_HEADERS), *_render_constants(FRAMEWORK_CONSTANTS), *render_prototypes(calls)]
+        )
+        + "\n"
+    )
 
 
-def _begin(headers: Iterable[str]) -> list[str]:
-    return [*(f"#include <{header}>" for header in headers), AGREE]
+def _render_headers(headers: Iterable[str]) -> list[str]:
+    return [*(f"#include <{header}>" for header in headers), AGREE_TEMPLATE]
 
 
-def _layout(layout: Layout) -> Iterable[str]:
+def _render_layout(layout: Layout) -> Iterable[str]:
     name = layout.ours.__name__
-    yield _assert(f"{layout.end} == {ctypes.sizeof(layout.ours)}", f"{name}: size")
+    yield _render_assertion(f"{layout.end} == {ctypes.sizeof(layout.ours)}", f"{name}: size")
     for ours in layout.ours.__annotations__:
         if ours.startswith("_"):
             continue
         theirs, field = layout.fields[ours], getattr(layout.ours, ours)
-        yield _assert(f"offsetof({layout.theirs}, {theirs}) == {field.offset}", f"{name}.{ours}: offset")
-        yield _assert(f"sizeof((({layout.theirs} *)0)->{theirs}) == {field.size}", f"{name}.{ours}: size")
+        yield _render_assertion(f"offsetof({layout.theirs}, {theirs}) == {field.offset}", f"{name}.{ours}: offset")
+        yield _render_assertion(f"sizeof((({layout.theirs} *)0)->{theirs}) == {field.size}", f"{name}.{ours}: size")
 
 
-def _constants(constants: Mapping[str, int]) -> Iterable[str]:
-    return (_assert(f"(unsigned long long)({name}) == {value}ull", name) for name, value in constants.items())
+def _render_constants(constants: Mapping[str, int]) -> Iterable[str]:
+    return (_render_assertion(f"(unsigned long long)({name}) == {value}ull", name) for name, value in constants.items())
 
 
-def prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
+def render_prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
     """Yield one C++ assertion about the prototype of each call."""
     for name, call in calls.items():
-        ours = f"{_type(call.restype)}({', '.join(map(_type, call.argtypes))})"
-        yield _assert(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")
+        ours = f"{_render_type(call.restype)}({', '.join(map(_render_type, call.argtypes))})"
+        yield _render_assertion(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")
 
 
-def _assert(condition: str, what: str) -> str:
+def _render_assertion(condition: str, what: str) -> str:
     return f'static_assert({condition}, "{what}");'
 
 
-def _type(ours: Any) -> str:
+def _render_type(ours: Any) -> str:
     """Return a ctypes type as C++."""
     if ours is None:
         return "void"
     if hasattr(ours, "_argtypes_"):
-        return f"{_type(ours._restype_)} (*)({', '.join(map(_type, ours._argtypes_))})"
+        return f"{_render_type(ours._restype_)} (*)({', '.join(map(_render_type, ours._argtypes_))})"
     if isinstance(ours._type_, type):
-        return f"{_type(ours._type_)} *"
+        return f"{_render_type(ours._type_)} *"
     if ours in POINTERS:
         return POINTERS[ours]
     return f"{'' if ours(-1).value < 0 else 'u'}int{8 * ctypes.sizeof(ours)}_t"
 
 
-def layouts() -> Outcome:
+def check_layouts() -> Outcome:
     """Compile all assertions against the SDK of this Mac. Raise `ToolError` if an assertion fails."""
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
     iokit.declare(kit, core)
-    calls, framework_calls = calls_of(darwin.LibSystem()), calls_of(kit) | calls_of(core)
+    calls, framework_calls = (
+        find_foreign_functions(darwin.LibSystem()),
+        find_foreign_functions(kit) | find_foreign_functions(core),
+    )
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in (("system", system_source(calls)), ("frameworks", framework_source(framework_calls))):
+        for name, text in (
+            ("system", render_system_source(calls)),
+            ("frameworks", render_framework_source(framework_calls)),
+        ):
             source = Path(folder) / f"{name}.cpp"
             source.write_text(text)
-            ask("/usr/bin/xcrun", "clang++", "-std=c++17", "-fsyntax-only", str(source))
-    return judged(good=True, text=f"{len(LAYOUTS)} structures, {len(calls) + len(framework_calls)} calls as in the SDK")
+            run_tool("/usr/bin/xcrun", "clang++", "-std=c++17", "-fsyntax-only", str(source))
+    return create_outcome(
+        good=True, text=f"{len(LAYOUTS)} structures, {len(calls) + len(framework_calls)} calls as in the SDK"
+    )

@@ -45,7 +45,7 @@ end
 """
 
 
-def formula(version: str, url: str, sha256: str) -> str:
+def render_formula(version: str, url: str, sha256: str) -> str:
     """Return the formula of a release. Raise `ValueError` for an invalid version, HTTPS address or SHA-256."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:[a-z0-9.+-]*)", version):
         raise ValueError(f"{version!r} is not a version")
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python -m deploy.formula VERSION URL SHA256", file=sys.stderr)
         return 2
     try:
-        print(formula(*arguments), end="")
+        print(render_formula(*arguments), end="")
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

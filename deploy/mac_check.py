@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from deploy import apple_layouts, mac_engine, mac_machine, mac_network, mac_pool, mac_wired_stress
-from deploy.outcome import Outcome, ToolError, ask, judged, skipped
+from deploy.outcome import Outcome, ToolError, create_outcome, create_skip, run_tool
 
 REPORT = Path("mac-check-report.md")
 NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
@@ -35,28 +35,28 @@ class Entry:
     """Whether the check may panic the Mac, and therefore runs only if it is named on the command line."""
 
     @property
-    def how(self) -> Literal["automatic", "manual", "by name only"]:
+    def mode(self) -> Literal["automatic", "manual", "by name only"]:
         """Way in which the check is run."""
         return "by name only" if self.risky else "automatic" if self.run else "manual"
 
 
 ENTRIES = (
-    Entry("footprint", "Footprint of a process that holds 1 GiB", mac_machine.footprint),
-    Entry("total-memory", "RAM", mac_machine.total_memory),
-    Entry("wired-limit", "Metal's wired limit, if it was set", mac_machine.wired_limit),
-    Entry("metal-share", "Metal's limit, as it is assumed before an engine reports it", mac_machine.metal_share),
-    Entry("reclaimable", "Memory that the system can free", mac_machine.reclaimable),
-    Entry("layouts", "Layout definitions, compared with the headers of this Mac", apple_layouts.layouts),
-    Entry("chip", "Name of the chip", mac_machine.chip),
-    Entry("machine-id", "Identity of the machine", mac_machine.identity),
-    Entry("notsent-lowat", "TCP_NOTSENT_LOWAT on a link", mac_network.notsent_lowat),
-    Entry("child-eof", "The engine ends with its socket", mac_network.child_eof),
-    Entry("local-network", "Local network privacy", mac_network.local_network),
-    Entry("bonjour", "Bonjour, both ways, with goodbye", mac_network.bonjour_both_ways),
-    Entry("local-name", "The endpoint under NAME.local", mac_pool.local_name),
+    Entry("footprint", "Footprint of a process that holds 1 GiB", mac_machine.check_footprint),
+    Entry("total-memory", "RAM", mac_machine.check_total_memory),
+    Entry("wired-limit", "Metal's wired limit, if it was set", mac_machine.check_wired_limit),
+    Entry("metal-share", "Metal's limit, as it is assumed before an engine reports it", mac_machine.check_metal_share),
+    Entry("reclaimable", "Memory that the system can free", mac_machine.check_reclaimable),
+    Entry("layouts", "Layout definitions, compared with the headers of this Mac", apple_layouts.check_layouts),
+    Entry("chip", "Name of the chip", mac_machine.check_chip),
+    Entry("machine-id", "Identity of the machine", mac_machine.check_identity),
+    Entry("notsent-lowat", "TCP_NOTSENT_LOWAT on a link", mac_network.check_notsent_lowat),
+    Entry("child-eof", "The engine ends with its socket", mac_network.check_child_eof),
+    Entry("local-network", "Local network privacy", mac_network.check_local_network),
+    Entry("bonjour", "Bonjour, both ways, with goodbye", mac_network.check_bonjour),
+    Entry("local-name", "The endpoint under NAME.local", mac_pool.check_local_name),
     Entry("trust-ca", "HTTPS with our own authority"),
-    Entry("help-cpu", "CPU of cluster --help", mac_pool.help_cpu),
-    Entry("engine", "The engine answers on Metal", mac_engine.engine_answers),
+    Entry("help-cpu", "CPU of cluster --help", mac_pool.check_help_cpu),
+    Entry("engine", "The engine answers on Metal", mac_engine.check_engine_answers),
     Entry("engine-pressure", "A prompt that does not fit is refused, not paged"),
     Entry("interval-height", "The interval high-water mark of a footprint"),
     Entry("worker-group", "The process group of a video worker, and its start time"),
@@ -65,60 +65,68 @@ ENTRIES = (
     Entry("model-trial", "The trial of a model's template and tokenizer"),
     Entry("pressure-level", "The system's own level of memory pressure"),
     Entry("wired-weights", "Memory that the engine keeps wired"),
-    Entry("wired-panic", "Two streams with buffer churn, unwired and wired", mac_wired_stress.both_ways, risky=True),
+    Entry(
+        "wired-panic",
+        "Two streams with buffer churn, unwired and wired",
+        mac_wired_stress.check_wired_stress,
+        risky=True,
+    ),
     Entry("prefill-transients", "Temporary memory of a prefill on Metal, compared with the estimate"),
-    Entry("soft-end", "A terminated engine returns its memory", mac_engine.soft_end),
+    Entry("soft-end", "A terminated engine returns its memory", mac_engine.check_soft_end),
     Entry("wired-after-end", "Wired memory after the end of a large engine"),
     Entry("memory-returns", "The memory of an unloaded model is free again"),
     Entry("speeds", "Cost of rows, waves of prompts and long prompts on Metal"),
     Entry("idle-agent", "CPU and wake-ups of an idle agent"),
     Entry("service", "The service under launchd"),
     Entry("doctor", "Every check of the doctor on a Mac"),
-    Entry("power", "Power source, battery and last input", mac_machine.power),
+    Entry("power", "Power source, battery and last input", mac_machine.check_power),
     Entry("awake", "A Mac that works does not fall asleep"),
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),
 )
 
 
-def run(entry: Entry, *, named: bool = False) -> Outcome:
-    """Run one entry. Skip a manual one, and a risky one unless it is `named` on the command line.
+def run_entry(entry: Entry, *, is_named: bool = False) -> Outcome:
+    """Run one entry. Skip a manual one, and a risky one that is not named on the command line (`is_named`).
 
     The outcome is `fail` if the entry raises `ToolError`, `OSError` or `ValueError`.
     """
     if entry.run is None:
-        return skipped(f"by hand: docs/macos-checklist.md, {entry.id}")
-    if entry.risky and not named:
-        return skipped(f"it can panic this Mac, so it runs only by name: python -m deploy.mac_check {entry.id}")
+        return create_skip(f"by hand: docs/macos-checklist.md, {entry.id}")
+    if entry.risky and not is_named:
+        return create_skip(f"it can panic this Mac, so it runs only by name: python -m deploy.mac_check {entry.id}")
     try:
         return entry.run()
     except (ToolError, OSError, ValueError) as error:
-        return judged(good=False, text=f"{type(error).__name__}: {error}")
+        return create_outcome(good=False, text=f"{type(error).__name__}: {error}")
 
 
-def report(outcomes: list[tuple[Entry, Outcome]]) -> str:
+def render_report(outcomes: list[tuple[Entry, Outcome]]) -> str:
     """Return outcomes as a Markdown page without host names, addresses and serial numbers."""
     memory = next((outcome.text for entry, outcome in outcomes if entry.id == "total-memory"), "")
     lines = [
         "# Mac check",
         "",
-        f"macpool {version('macpool')} ({_commit()}), macOS {platform.mac_ver()[0]}, {platform.machine()}, "
+        f"macpool {version('macpool')} ({_describe_commit()}), macOS {platform.mac_ver()[0]}, {platform.machine()}, "
         f"Python {platform.python_version()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC. {memory}",
         "",
         "| entry | outcome | numbers |",
         "|---|---|---|",
-        *(f"| {entry.id} | {_box(entry, outcome)} | {outcome.text.replace('|', '/')} |" for entry, outcome in outcomes),
+        *(
+            f"| {entry.id} | {_format_outcome(entry, outcome)} | {outcome.text.replace('|', '/')} |"
+            for entry, outcome in outcomes
+        ),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _box(entry: Entry, outcome: Outcome) -> str:
-    return "[ ] by hand" if entry.how == "manual" else outcome.status
+def _format_outcome(entry: Entry, outcome: Outcome) -> str:
+    return "[ ] by hand" if entry.mode == "manual" else outcome.status
 
 
-def _commit() -> str:
+def _describe_commit() -> str:
     try:
-        return ask("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty").strip()
+        return run_tool("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty").strip()
     except ToolError:
         return "no git"
 
@@ -138,9 +146,9 @@ def main() -> int:
     outcomes: list[tuple[Entry, Outcome]] = []
     for entry in ENTRIES:
         if not options.entries or entry.id in options.entries:
-            outcomes.append((entry, run(entry, named=entry.id in options.entries)))
+            outcomes.append((entry, run_entry(entry, is_named=entry.id in options.entries)))
             print(f"{outcomes[-1][1].status:<5} {entry.id:<14} {outcomes[-1][1].text}", flush=True)
-    options.report.write_text(report(outcomes))
+    options.report.write_text(render_report(outcomes))
     failed = sum(outcome.status == "fail" for _, outcome in outcomes)
     print(f"{failed} failed; the report is in {options.report}")
     return 1 if failed else 0

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
+from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip
 from wire.units import MIB, show_size
 
 if TYPE_CHECKING:
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
 """Folder of the embedded model."""
-SECONDS = 180.0
+ENGINE_TIMEOUT_SECONDS = 180.0
 """Longest run of the engine process, in seconds."""
-GAP = 64 * MIB
+MAX_GROWTH_BYTES = 64 * MIB
 """Bytes by which the footprint may grow more than MLX's own count during the answers."""
 
 
-def engine_answers() -> Outcome:
+def check_engine_answers() -> Outcome:
     """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
 
     Raise `ToolError` if the process fails.
     """
     if find_spec("mlx") is None:
-        return skipped("needs MLX: install the extra `node`")
-    told = _ask_the_engine()
-    good = told["right"] == told["asked"] and told["phys"] - told["base"] < told["active"] + GAP
-    return judged(
+        return create_skip("needs MLX: install the extra `node`")
+    told = _run_engine()
+    good = told["right"] == told["asked"] and told["phys"] - told["base"] < told["active"] + MAX_GROWTH_BYTES
+    return create_outcome(
         good,
         f"{told['right']} of {told['asked']} word for word, {told['tokens_per_second']:.0f} tokens/s; footprint "
         f"{told['base'] / MIB:.0f} MiB before, {told['phys'] / MIB:.0f} after, MLX counts {told['active'] / MIB:.0f}",
     )
 
 
-def soft_end() -> Outcome:
+def check_soft_end() -> Outcome:
     """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before."""
     from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
     from node.memory.sensor import open_machine
@@ -53,7 +53,7 @@ def soft_end() -> Outcome:
     from wire.units import GIB
 
     if find_spec("mlx") is None:
-        return skipped("needs MLX: install the extra `node`")
+        return create_skip("needs MLX: install the extra `node`")
     settings = NodeSettings(models=ModelSettings(use_huggingface_cache=False, profile="off"))
     wired = open_machine(settings).wired
     before = wired()
@@ -69,7 +69,7 @@ def soft_end() -> Outcome:
         )
         theirs.close()
         try:
-            ours.settimeout(SECONDS)
+            ours.settimeout(ENGINE_TIMEOUT_SECONDS)
             request = Generate(
                 1, 1, "r", MODEL.name, (Message("user", "Hello!"),), GenerationParams(max_tokens=10_000), 0
             )
@@ -83,29 +83,29 @@ def soft_end() -> Outcome:
             began = time.monotonic()
             code = child.wait(2 * EXIT_TIMEOUT_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return judged(good=False, text=f"the engine did not write or did not end: {error}")
+            return create_outcome(good=False, text=f"the engine did not write or did not end: {error}")
         finally:
             child.kill()
             child.wait()
         took, after = time.monotonic() - began, wired()
         errors.seek(0)
         unloaded = b"model unloaded" in errors.read()
-    return judged(
+    return create_outcome(
         code == 0 and unloaded and took < EXIT_TIMEOUT_SECONDS,
         f"ended with {code} after {took * 1000:.0f} ms, model given back: {unloaded}; wired before "
         f"{show_size(before)}, after {show_size(after)}",
     )
 
 
-def _ask_the_engine() -> dict[str, float]:
+def _run_engine() -> dict[str, float]:
     command = [sys.executable, "-m", "deploy.mac_engine"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=ENGINE_TIMEOUT_SECONDS)
     if done.returncode:
         raise ToolError(f"the engine ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
+def deliver_frame(engine: "Engine", frame: "Frame") -> "list[Frame]":
     """Pass a frame to an engine in this process, as the engine's threads would, and return the immediate answers."""
     from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
@@ -139,9 +139,9 @@ def main() -> None:
         request = Generate(
             number, number, "r", MODEL.name, (Message("user", one["prompt"]),), GenerationParams(temperature=0.0), 0
         )
-        hand_in(engine, request)
+        deliver_frame(engine, request)
     open_, tokens, begun = set(texts), 0, time.monotonic()
-    while open_ and time.monotonic() - begun < SECONDS / 2:
+    while open_ and time.monotonic() - begun < ENGINE_TIMEOUT_SECONDS / 2:
         for frame in engine.step(time.monotonic()):
             if isinstance(frame, Deltas):
                 for delta in frame.deltas:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, size_in, skipped
+from deploy.outcome import Outcome, ToolError, create_outcome, create_skip, is_near, parse_number, parse_size, run_tool
 from host.power import read_power
 from node.agent.machine_id import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
@@ -14,13 +14,13 @@ from node.memory.darwin import LibSystem
 from node.memory.sensor import machine, virtual_memory
 from wire.units import GIB, MIB, show_size
 
-ALLOCATE = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
+ALLOCATE_PROGRAM = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
 """Program of a child that writes 1 GiB of memory, prints the size, and holds the memory until its input ends."""
 ACTIVE_SHARE = 0.5
 """Share of the active pages that counts as reclaimable."""
-METAL_APART = 0.03
+MAX_METAL_DIFFERENCE = 0.03
 """Share by which the assumed limit of Metal may differ from the device's figure."""
-METAL = (
+METAL_PROGRAM = (
     "import mlx.core as mx; "
     "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
     "['max_recommended_working_set_size'])"
@@ -29,22 +29,22 @@ METAL = (
 
 
 @contextmanager
-def gibibyte() -> Generator[int]:
+def hold_gibibyte() -> Generator[int]:
     """Yield the process id of a child that holds 1 GiB of written memory while the context is open."""
     with subprocess.Popen(
-        [sys.executable, "-c", ALLOCATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ALLOCATE_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None  # noqa: S101  it was asked for
         child.stdout.readline()
         yield child.pid
 
 
-def footprint() -> Outcome:
+def check_footprint() -> Outcome:
     """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`."""
-    with gibibyte() as pid:
+    with hold_gibibyte() as pid:
         ours = LibSystem().phys(pid)
         if ours is None:
-            return judged(good=False, text="proc_pid_rusage gives nothing for a child of the same user")
+            return create_outcome(good=False, text="proc_pid_rusage gives nothing for a child of the same user")
         theirs: dict[str, int] = {}
         silent: list[str] = []
         for title, command in (
@@ -52,36 +52,36 @@ def footprint() -> Outcome:
             ("Physical footprint", ("/usr/bin/vmmap", "-summary", str(pid))),
         ):
             try:
-                theirs[command[0]] = size_in(ask(*command), title)
+                theirs[command[0]] = parse_size(run_tool(*command), title)
             except ToolError as error:
                 silent.append(str(error))
     says = "; ".join([f"ours {show_size(ours)}", *(f"{tool} {show_size(size)}" for tool, size in theirs.items())])
     says += "".join(f"; no answer: {why}" for why in silent)
     if not theirs:
-        return skipped(f"{says}; run the check with sudo, so that the tools may look at the child")
+        return create_skip(f"{says}; run the check with sudo, so that the tools may look at the child")
     plausible = GIB <= ours <= GIB + 256 * MIB
-    return judged(plausible and all(near(ours, size, 0.06) for size in theirs.values()), says)
+    return create_outcome(plausible and all(is_near(ours, size, 0.06) for size in theirs.values()), says)
 
 
-def total_memory() -> Outcome:
+def check_total_memory() -> Outcome:
     """Check Macpool's figure of the RAM against `sysctl hw.memsize`."""
-    ours, theirs = machine().memory, int(ask("/usr/sbin/sysctl", "-n", "hw.memsize"))
-    return judged(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
+    ours, theirs = machine().memory, int(run_tool("/usr/sbin/sysctl", "-n", "hw.memsize"))
+    return create_outcome(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
-def wired_limit() -> Outcome:
+def check_wired_limit() -> Outcome:
     """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set."""
-    ours, theirs = LibSystem().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
-    return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
+    ours, theirs = LibSystem().wired_limit(), int(run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+    return create_outcome(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
 
 
-def metal_share() -> Outcome:
+def check_metal_share() -> Outcome:
     """Check the limit of Metal that a node assumes against recommendedMaxWorkingSetSize, which MLX reads in a child."""
     system = LibSystem()
     try:
-        reported = int(ask(sys.executable, "-c", METAL))
+        reported = int(run_tool(sys.executable, "-c", METAL_PROGRAM))
     except ToolError as error:
-        return skipped(f"MLX gives no answer, install the extra `node`: {error}")
+        return create_skip(f"MLX gives no answer, install the extra `node`: {error}")
     return compare_metal(reported, machine().memory, system.wired_limit(), f"macOS {platform.mac_ver()[0]}")
 
 
@@ -93,48 +93,52 @@ def compare_metal(reported: int, total: int, wired: int | None, system: str) -> 
     """
     assumed, source = (default_metal(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
     says = f"Metal {show_size(reported)} = {reported / max(total, 1):.1%} of {show_size(total)}"
-    return judged(near(reported, assumed, METAL_APART), f"{says}, assumed {show_size(assumed)} ({source})")
+    return create_outcome(
+        is_near(reported, assumed, MAX_METAL_DIFFERENCE), f"{says}, assumed {show_size(assumed)} ({source})"
+    )
 
 
-def reclaimable() -> Outcome:
+def check_reclaimable() -> Outcome:
     """Check Macpool's figure of reclaimable memory against the pages that `vm_stat` counts at about the same moment.
 
     `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes them.
     """
-    listing, pages = ask("/usr/bin/vm_stat"), virtual_memory()
+    listing, pages = run_tool("/usr/bin/vm_stat"), virtual_memory()
     ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)
-    size = number_in(listing, r"page size of (\d+) bytes")
+    size = parse_number(listing, r"page size of (\d+) bytes")
     free, speculative, inactive, active = (
-        number_in(listing, rf"^Pages {name}:\s+(\d+)") for name in ("free", "speculative", "inactive", "active")
+        parse_number(listing, rf"^Pages {name}:\s+(\d+)") for name in ("free", "speculative", "inactive", "active")
     )
     theirs = int((free + speculative + inactive + active * ACTIVE_SHARE) * size)
     if ours is None:
-        return judged(good=False, text="psutil reads nothing")
+        return create_outcome(good=False, text="psutil reads nothing")
     says = f"ours {show_size(ours)}, vm_stat {show_size(theirs)} (free + speculative + inactive + half of active)"
-    return judged(near(ours, theirs, 0.05), says)
+    return create_outcome(is_near(ours, theirs, 0.05), says)
 
 
-def chip() -> Outcome:
+def check_chip() -> Outcome:
     """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`."""
-    ours, theirs = LibSystem().chip_name(), ask("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
-    return judged(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
+    ours, theirs = LibSystem().chip_name(), run_tool("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    return create_outcome(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
 
-def identity() -> Outcome:
+def check_identity() -> Outcome:
     """Check that the machine's id follows from the hardware's UUID, and is the same in another process."""
-    again = ask(sys.executable, "-c", "from node.agent.machine_id import machine_id; print(machine_id())").strip()
+    again = run_tool(sys.executable, "-c", "from node.agent.machine_id import machine_id; print(machine_id())").strip()
     ours = machine_id()
     says = f"{ours[:8]}… here, {again[:8]}… in another process"
     if sys.platform != "darwin":
-        return judged(ours == again, says)
-    uuid = platform_uuid_in(ask("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
+        return create_outcome(ours == again, says)
+    uuid = platform_uuid_in(run_tool("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
     says += ", from IOPlatformUUID" if uuid else ", but ioreg shows no IOPlatformUUID"
-    return judged(bool(uuid) and ours == again == machine_id(uuid), says)
+    return create_outcome(bool(uuid) and ours == again == machine_id(uuid), says)
 
 
-def power() -> Outcome:
+def check_power() -> Outcome:
     """Check that the power source and the time since the last input can be read. A Mac may have no battery."""
     now = read_power()
     charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
     touched = "last input unknown" if now.idle_s is None else f"last input {now.idle_s:.1f} s ago"
-    return judged(now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}")
+    return create_outcome(
+        now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}"
+    )

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from deploy.outcome import ROOT, Outcome, ToolError, ask, judged, skipped
+from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip, run_tool
 from host.bonjour_announce import Announcement, addresses
 from node.agent import discovery
 from node.engine.process.main import settings_message
@@ -23,30 +23,30 @@ from wire.link.endpoint import MAX_BUFFERED_BYTES, TCP_NOTSENT_LOWAT
 
 PEER = "MACPOOL_CHECK_PEER"
 """Environment variable with HOST:PORT of another machine on the LAN. Without it, the check chooses a machine."""
-BLOCKED = 65
+BLOCKED_ERRNO = 65
 """EHOSTUNREACH on macOS: the error of a connection that local network privacy blocks."""
-CONNECT_SECONDS = 3.0
+CONNECT_TIMEOUT_SECONDS = 3.0
 """Timeout of a connection, in seconds."""
-LISTEN_SECONDS = 10.0
+ANSWER_TIMEOUT_SECONDS = 10.0
 """Longest wait for an answer, in seconds."""
 NONCE = 7
 """Number in the ping and in its answer."""
 
 
-def notsent_lowat() -> Outcome:
+def check_notsent_lowat() -> Outcome:
     """Check that TCP_NOTSENT_LOWAT can be set on a connection, as every link does, and is read back unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_BUFFERED_BYTES)
             kept = line.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT)
         except OSError as error:
-            return judged(good=False, text=f"option {TCP_NOTSENT_LOWAT:#x}: {error}")
+            return create_outcome(good=False, text=f"option {TCP_NOTSENT_LOWAT:#x}: {error}")
     named = getattr(socket, "TCP_NOTSENT_LOWAT", TCP_NOTSENT_LOWAT)
     says = f"option {TCP_NOTSENT_LOWAT:#x} (Python: {named:#x}), set {MAX_BUFFERED_BYTES}, read {kept}"
-    return judged(kept == MAX_BUFFERED_BYTES and named == TCP_NOTSENT_LOWAT, says)
+    return create_outcome(kept == MAX_BUFFERED_BYTES and named == TCP_NOTSENT_LOWAT, says)
 
 
-def child_eof() -> Outcome:
+def check_child_eof() -> Outcome:
     """Check that an engine process answers a ping, and ends within 1 s after its socket is closed.
 
     The process inherits the socket, as from the agent.
@@ -62,24 +62,24 @@ def child_eof() -> Outcome:
         )
         theirs.close()
         try:
-            ours.settimeout(LISTEN_SECONDS)
+            ours.settimeout(ANSWER_TIMEOUT_SECONDS)
             ours.sendall(settings_message(NodeSettings()) + encode(Ping(NONCE)))
-            answered = _pong(ours)
+            answered = _receive_pong(ours)
             ours.close()
             began = time.monotonic()
-            child.wait(LISTEN_SECONDS)
+            child.wait(ANSWER_TIMEOUT_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            return judged(good=False, text=f"the engine did not answer or did not end: {error}")
+            return create_outcome(good=False, text=f"the engine did not answer or did not end: {error}")
         finally:
             child.kill()
             child.wait()
     took = time.monotonic() - began
-    return judged(
+    return create_outcome(
         answered and took < 1.0, f"answered: {answered}, gone {took * 1000:.0f} ms after the end of its socket"
     )
 
 
-def _pong(line: socket.socket) -> bool:
+def _receive_pong(line: socket.socket) -> bool:
     """Read until the answer to the ping. Return False if the socket ends first."""
     splitter = Splitter()
     while piece := line.recv(65536):
@@ -90,45 +90,45 @@ def _pong(line: socket.socket) -> bool:
     return False
 
 
-def local_network() -> Outcome:
+def check_local_network() -> Outcome:
     """Check that local network privacy does not block a connection to another machine of the LAN.
 
     The gateway is never blocked, and is tried for comparison. Skip the check if no other machine answers.
     """
     try:
-        gateway = re.search(r"gateway:\s+(\S+)", ask("/sbin/route", "-n", "get", "default"))
+        gateway = re.search(r"gateway:\s+(\S+)", run_tool("/sbin/route", "-n", "get", "default"))
     except ToolError as error:
-        return skipped(f"no default route: {error}")
-    first = _reach(gateway[1], 53) if gateway else None
-    peer = os.environ.get(PEER) or _neighbour(gateway[1] if gateway else "")
+        return create_skip(f"no default route: {error}")
+    first = _connect(gateway[1], 53) if gateway else None
+    peer = os.environ.get(PEER) or _find_neighbour(gateway[1] if gateway else "")
     if peer is None:
-        return skipped(f"gateway: {_said(first)}; no other machine is known: set {PEER}=HOST:PORT")
+        return create_skip(f"gateway: {_describe_result(first)}; no other machine is known: set {PEER}=HOST:PORT")
     host, _, port = peer.rpartition(":")
-    second = _reach(host, int(port))
-    says = f"gateway: {_said(first)}; another machine: {_said(second)}"
-    if second == BLOCKED:
+    second = _connect(host, int(port))
+    says = f"gateway: {_describe_result(first)}; another machine: {_describe_result(second)}"
+    if second == BLOCKED_ERRNO:
         says += (
             "; errno 65 is local network privacy: run it from Terminal or over SSH, or allow the program under System "
             "Settings > Privacy & Security > Local Network"
         )
     elif second not in (0, errno.ECONNREFUSED):
-        return skipped(f"{says}; name a machine that answers: {PEER}=HOST:PORT")
-    return judged(second != BLOCKED, says)
+        return create_skip(f"{says}; name a machine that answers: {PEER}=HOST:PORT")
+    return create_outcome(second != BLOCKED_ERRNO, says)
 
 
-def _neighbour(gateway: str) -> str | None:
+def _find_neighbour(gateway: str) -> str | None:
     """Return a machine of the ARP table other than the gateway. Any port will do, because a refusal is an answer."""
     with contextlib.suppress(ToolError):
-        for address in re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", ask("/usr/sbin/arp", "-an")):
+        for address in re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", run_tool("/usr/sbin/arp", "-an")):
             if address != gateway and not address.endswith(".255") and int(address.partition(".")[0]) < 224:
                 return f"{address}:8081"
     return None
 
 
-def _reach(host: str, port: int) -> int:
+def _connect(host: str, port: int) -> int:
     """Connect, and return the errno, or 0 for success."""
     try:
-        socket.create_connection((host, port), CONNECT_SECONDS).close()
+        socket.create_connection((host, port), CONNECT_TIMEOUT_SECONDS).close()
     except TimeoutError:
         return errno.ETIMEDOUT
     except OSError as error:
@@ -136,20 +136,20 @@ def _reach(host: str, port: int) -> int:
     return 0
 
 
-def _said(code: int | None) -> str:
+def _describe_result(code: int | None) -> str:
     if code is None:
         return "none"
     return "answered" if code in (0, errno.ECONNREFUSED) else f"errno {code} ({os.strerror(code)})"
 
 
-def bonjour_both_ways() -> Outcome:
+def check_bonjour() -> Outcome:
     """Check that Macpool's search and `dns-sd -B` find an announced Bonjour record, and that `dns-sd` sees its end."""
-    return asyncio.run(_bonjour())
+    return asyncio.run(_run_bonjour())
 
 
-async def _bonjour() -> Outcome:
+async def _run_bonjour() -> Outcome:
     if not addresses():
-        return skipped("this Mac has no address that another machine could reach")
+        return create_skip("this Mac has no address that another machine could reach")
     name, identity = "mac-check", os.urandom(4).hex()
     record = instance_name(name, identity)
     browser = await asyncio.create_subprocess_exec(
@@ -159,25 +159,25 @@ async def _bonjour() -> Outcome:
     announcement.start()
     try:
         label = record.removesuffix("." + SERVICE_TYPE)
-        added = await _line(browser, "Add", label)
-        found = any(one.name == label for one in await discovery.find(LISTEN_SECONDS, role="new"))
+        added = await _wait_for_event(browser, "Add", label)
+        found = any(one.name == label for one in await discovery.find(ANSWER_TIMEOUT_SECONDS, role="new"))
         await announcement.close()
-        removed = await _line(browser, "Rmv", label)
+        removed = await _wait_for_event(browser, "Rmv", label)
     finally:
         await announcement.close()
         with contextlib.suppress(ProcessLookupError):
             browser.kill()
         await browser.wait()
-    return judged(
+    return create_outcome(
         added and found and removed, f"found by dns-sd: {added}, found by macpool: {found}, goodbye seen: {removed}"
     )
 
 
-async def _line(browser: asyncio.subprocess.Process, event: str, label: str) -> bool:
+async def _wait_for_event(browser: asyncio.subprocess.Process, event: str, label: str) -> bool:
     """Read lines until one reports this event of the record. Return False after LISTEN_SECONDS."""
     assert browser.stdout is not None  # noqa: S101  it was asked for
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LISTEN_SECONDS):
+        async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
             while line := (await browser.stdout.readline()).decode(errors="replace"):
                 if event in line and label in line:
                     return True

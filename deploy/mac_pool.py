@@ -8,29 +8,29 @@ import tempfile
 import urllib.error
 import urllib.request
 
-from deploy.outcome import ROOT, Outcome, ToolError, ask, judged
+from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, run_tool
 
 CLI = (sys.executable, "-m", "coordinator.cli")
-HELP_SECONDS = 0.15
+MAX_HELP_CPU_SECONDS = 0.15
 """Most CPU seconds of `cluster --help`, because completion and help must be fast."""
 RUNS = 5
 """Number of measured runs."""
 
 
-def help_cpu() -> Outcome:
-    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `HELP_SECONDS`."""
-    took = min(_cpu() for _ in range(RUNS))
-    return judged(took <= HELP_SECONDS, f"{took:.3f} s of CPU, {HELP_SECONDS} s allowed")
+def check_help_cpu() -> Outcome:
+    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `MAX_HELP_CPU_SECONDS`."""
+    took = min(_measure_cpu() for _ in range(RUNS))
+    return create_outcome(took <= MAX_HELP_CPU_SECONDS, f"{took:.3f} s of CPU, {MAX_HELP_CPU_SECONDS} s allowed")
 
 
-def _cpu() -> float:
+def _measure_cpu() -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ask(*CLI, "--help")
+    run_tool(*CLI, "--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def local_name() -> Outcome:
+def check_local_name() -> Outcome:
     """Check that a coordinator that listens on all interfaces answers `/livez` under the NAME.local that it prints."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         command = [
@@ -50,12 +50,12 @@ def local_name() -> Outcome:
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
             try:
-                return _fetch(_printed(child))
+                return _check_livez(_read_start_message(child))
             finally:
                 child.terminate()
 
 
-def _printed(child: subprocess.Popen[str]) -> str:
+def _read_start_message(child: subprocess.Popen[str]) -> str:
     """Read until the last line of the start message, and return the message."""
     assert child.stdout is not None  # noqa: S101  it was asked for
     lines: list[str] = []
@@ -66,18 +66,18 @@ def _printed(child: subprocess.Popen[str]) -> str:
     return "".join(lines)
 
 
-def _fetch(printed: str) -> Outcome:
+def _check_livez(printed: str) -> Outcome:
     found = re.search(r"(http://(\S+)\.local:\d+)/v1", printed)
     if found is None:
-        return judged(good=False, text="`cluster up` printed no NAME.local")
+        return create_outcome(good=False, text="`cluster up` printed no NAME.local")
     try:
-        own = ask("/usr/sbin/scutil", "--get", "LocalHostName").strip()
+        own = run_tool("/usr/sbin/scutil", "--get", "LocalHostName").strip()
     except ToolError as error:
         own = f"unknown ({error})"
     says = f"printed {found[2]}.local, this Mac's name is {own}.local"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(found[1] + "/livez", timeout=10) as answer:
-            return judged(answer.status == 200, f"{says}, /livez answers {answer.status}")
+            return create_outcome(answer.status == 200, f"{says}, /livez answers {answer.status}")
     except (OSError, urllib.error.URLError) as error:
-        return judged(good=False, text=f"{says}: {error}")
+        return create_outcome(good=False, text=f"{says}: {error}")

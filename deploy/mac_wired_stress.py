@@ -16,15 +16,15 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from deploy.mac_engine import hand_in
-from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
+from deploy.mac_engine import deliver_frame
+from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip
 from wire.units import show_size
 
-MODEL = "MACPOOL_CHECK_MODEL"
+MODEL_VARIABLE = "MACPOOL_CHECK_MODEL"
 """Environment variable with the folder of a model. Best is a model of at least a quarter of the Mac's memory."""
-SECONDS = 240.0
+RUN_SECONDS = 240.0
 """Duration of each of the two runs after the model load: more than twice the time to the panic."""
-LOAD_SECONDS = 1800.0
+LOAD_TIMEOUT_SECONDS = 1800.0
 """Longest load of the model, in seconds."""
 WORDS = 12_000
 """Words of a prompt."""
@@ -39,27 +39,29 @@ PROGRESS = Path("mac-check-wired.log")
 PROGRESS_SECONDS = 5.0
 
 
-def both_ways() -> Outcome:
+def check_wired_stress() -> Outcome:
     """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
 
     Raise `ToolError` if a process fails.
     """
-    model = os.environ.get(MODEL)
+    model = os.environ.get(MODEL_VARIABLE)
     if not model:
-        return skipped(f"set {MODEL} to the folder of a large model")
+        return create_skip(f"set {MODEL_VARIABLE} to the folder of a large model")
     says: list[str] = []
     for wire in ("off", "on"):
-        told = _run(Path(model), wire)
+        told = _run_process(Path(model), wire)
         says.append(
             f"{wire}: wired {show_size(int(told['wired']))}, {told['requests']} requests, {told['evictions']} "
             f"evictions, {told['speed']:.1f} tokens/s in {told['seconds']:.0f} s"
         )
-    return judged(good=True, text="; ".join(says))
+    return create_outcome(good=True, text="; ".join(says))
 
 
-def _run(model: Path, wire: str) -> dict[str, float]:
+def _run_process(model: Path, wire: str) -> dict[str, float]:
     command = [sys.executable, "-m", "deploy.mac_wired_stress", str(model.expanduser().resolve()), "--wire", wire]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LOAD_SECONDS + 2 * SECONDS)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=LOAD_TIMEOUT_SECONDS + 2 * RUN_SECONDS
+    )
     if done.returncode:
         raise ToolError(f"memory.wire = {wire}: the engine ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,15 +73,15 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--wire", choices=["on", "off"], required=True)
     options = parser.parse_args()
-    print(json.dumps(churn(options.model, options.wire, PROGRESS)))
+    print(json.dumps(run_churn(options.model, options.wire, PROGRESS)))
 
 
-def churn(
-    model: Path, wire: str, progress: Path, *, seconds: float = SECONDS, words: int = WORDS, cache: str = CACHE
+def run_churn(
+    model: Path, wire: str, progress: Path, *, seconds: float = RUN_SECONDS, words: int = WORDS, cache_size: str = CACHE
 ) -> dict[str, float]:
     """Run an engine in this process with two streams for `seconds` after the load of the model in a folder.
 
-    `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache` the size of the prefix cache.
+    `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache_size` the size of the prefix cache.
     Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
     evictions. Raise `ToolError` if the model cannot be loaded.
     """
@@ -102,7 +104,7 @@ def churn(
 
     settings = NodeSettings(
         memory=MemorySettings(wire=wire),
-        engine=EngineSettings(mlx=MlxSettings(prefix_cache_size=cache)),
+        engine=EngineSettings(mlx=MlxSettings(prefix_cache_size=cache_size)),
         models=ModelSettings(folders=(str(model.parent),), use_huggingface_cache=False, profile="off", trial=False),
     )
     cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
@@ -122,7 +124,7 @@ def churn(
                 ended.add(frame.request)
 
     def take(frame: Frame) -> None:
-        hear(hand_in(engine, frame))
+        hear(deliver_frame(engine, frame))
 
     def asks() -> Generate:
         text = " ".join(draw.choices(("river", "stone", "seven", "green", "ask", "who", "ten", "far"), k=words))
@@ -143,8 +145,10 @@ def churn(
         hear(engine.step(time.monotonic()))
         if now - said >= PROGRESS_SECONDS:
             said = now
-            _write(progress, f"memory.wire = {wire}: {now - begun:.0f} s, {len(ended) - 1} requests, {tokens} tokens")
-    _write(progress, f"memory.wire = {wire}: ended well after {seconds:.0f} s")
+            _append_progress(
+                progress, f"memory.wire = {wire}: {now - begun:.0f} s, {len(ended) - 1} requests, {tokens} tokens"
+            )
+    _append_progress(progress, f"memory.wire = {wire}: ended well after {seconds:.0f} s")
     report = engine.report(time.monotonic())
     return {
         "wired": report.wired,
@@ -155,7 +159,7 @@ def churn(
     }
 
 
-def _write(progress: Path, line: str) -> None:
+def _append_progress(progress: Path, line: str) -> None:
     with progress.open("a") as file:
         file.write(line + "\n")
         file.flush()

@@ -10,7 +10,7 @@ from wire.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[1]
 """Folder of the repository."""
-TOOL_SECONDS = 60.0
+TOOL_TIMEOUT_SECONDS = 60.0
 """Timeout of a system tool, in seconds."""
 _UNITS = {"": 1, "B": 1, "K": KIB, "KB": KIB, "M": MIB, "MB": MIB, "G": GIB, "GB": GIB}
 
@@ -24,12 +24,12 @@ class Outcome:
     """Numbers that decided the status, or the reason for a skip."""
 
 
-def judged(good: bool, text: str) -> Outcome:
+def create_outcome(good: bool, text: str) -> Outcome:
     """Return the outcome `pass` if `good`, otherwise `fail`."""
     return Outcome("pass" if good else "fail", text)
 
 
-def skipped(why: str) -> Outcome:
+def create_skip(why: str) -> Outcome:
     """Return the outcome `skip` with its reason."""
     return Outcome("skip", why)
 
@@ -38,13 +38,15 @@ class ToolError(Exception):
     """A system tool is missing, failed, or printed unknown output. The text names the tool and the problem."""
 
 
-def ask(*command: str) -> str:
+def run_tool(*command: str) -> str:
     """Run a tool in the repository's folder and return its standard output.
 
-    Raise `ToolError` if the tool is missing, fails, or runs longer than `TOOL_SECONDS`.
+    Raise `ToolError` if the tool is missing, fails, or runs longer than `TOOL_TIMEOUT_SECONDS`.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False, cwd=ROOT)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=False, cwd=ROOT
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ToolError(f"{command[0]}: {error}") from None
     if done.returncode:
@@ -52,7 +54,7 @@ def ask(*command: str) -> str:
     return done.stdout
 
 
-def number_in(text: str, pattern: str) -> int:
+def parse_number(text: str, pattern: str) -> int:
     """Return the first group of a pattern's first match in a text as a number. Raise `ToolError` without a match."""
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
@@ -60,7 +62,7 @@ def number_in(text: str, pattern: str) -> int:
     return int(found[1])
 
 
-def size_in(text: str, title: str) -> int:
+def parse_size(text: str, title: str) -> int:
     """Return the size after `title`, in bytes, in the format of `footprint` (`1034 MB`) or `vmmap` (`1.0G`).
 
     Both tools count in powers of 1024 with any unit name. Raise `ToolError` if there is no size.
@@ -71,6 +73,6 @@ def size_in(text: str, title: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def near(one: int, other: int, share: float) -> bool:
+def is_near(one: int, other: int, share: float) -> bool:
     """Return whether two sizes differ by at most `share` (0 to 1) of the larger."""
     return abs(one - other) <= share * max(one, other)

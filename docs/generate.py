@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from coordinator.alerts.rules import RULES, rules_file
+from coordinator.alerts.rules import RULES, render_rules_file
 from coordinator.cli import COMMANDS, cluster
 from coordinator.metrics.families import MetricFamily
 from coordinator.metrics.node import NODE
@@ -213,12 +213,12 @@ def prometheus() -> str:
 def mac_service(role: Role) -> str:
     """Return a launchd job as `cluster service install` writes it, for the user `macpool`."""
     state = "/Library/Application Support/macpool"
-    return launchd.text(launchd.job(_example(role, "/var/macpool", state)))
+    return launchd.render_property_list(launchd.build_job(_example(role, "/var/macpool", state)))
 
 
 def linux_service(role: Role) -> str:
     """Return a systemd unit as `cluster service install` writes it, for the user `macpool`."""
-    return systemd.unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
+    return systemd.render_unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
 
 
 def _example(role: Role, home: str, state: str) -> ServicePlan:
@@ -227,7 +227,7 @@ def _example(role: Role, home: str, state: str) -> ServicePlan:
 
 def wired_limit() -> str:
     """Return the launchd job that sets Metal's wired limit, for a Mac with 128 GiB of RAM."""
-    return launchd.text(launchd.wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
+    return launchd.render_property_list(launchd.build_wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
 
 
 def runbook() -> str:
@@ -282,7 +282,7 @@ PAGES = {
     "api.md": api,
     "cli.md": cli,
     "metrics.md": metrics,
-    "../deploy/prometheus/rules.yml": rules_file,
+    "../deploy/prometheus/rules.yml": render_rules_file,
     "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
     "../deploy/launchd/node/org.macpool.plist": partial(mac_service, "node"),

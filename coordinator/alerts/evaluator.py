@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import structlog
 
 from coordinator.alerts.promql import Labels, Sample, SampleHistory, Scalar
-from coordinator.alerts.rules import WATCHED, AlertRule, format_summary, windows
+from coordinator.alerts.rules import WATCHED, AlertRule, collect_windows, format_summary
 from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect_families
 from coordinator.metrics.node import NODE, NodeSnapshot
 from coordinator.metrics.pool import POOL, PoolSnapshot
 
 EVALUATION_INTERVAL_SECONDS = 5.0
 """Seconds between two evaluations; the same as Prometheus' interval."""
-_NAMES = frozenset(name for rule in WATCHED for name in rule.metrics())
+_NAMES = frozenset(name for rule in WATCHED for name in rule.list_metrics())
 _POOL = tuple(family for family in POOL if family.full_name in _NAMES)
 _NODE = tuple(family for family in NODE if family.full_name in _NAMES)
 
@@ -43,7 +43,7 @@ class Condition:
         """Name of the node; empty if the condition has none."""
         return dict(self.labels).get("node", "")
 
-    def row(self) -> dict[str, object]:
+    def to_row(self) -> dict[str, object]:
         """Return the condition as a row of the API."""
         return {
             "name": self.rule.name,
@@ -61,7 +61,7 @@ Listener = Callable[[Condition, bool], None]
 _Key = tuple[str, Labels]
 
 
-class Conditions:
+class ConditionEvaluator:
     """Evaluator of alert rules, with the state that it needs between two samples. Pure except for its listeners.
 
     A condition is active once its rule has held for `AlertRule.seconds`.
@@ -69,16 +69,16 @@ class Conditions:
 
     def __init__(self, rules: Iterable[AlertRule] = WATCHED) -> None:
         self._rules = tuple(rules)
-        self._history = SampleHistory(windows())
+        self._history = SampleHistory(collect_windows())
         self._since: dict[_Key, float] = {}
         self._active: dict[_Key, Condition] = {}
         self.listeners: list[Listener] = []
 
-    def active(self) -> list[Condition]:
+    def list_active(self) -> list[Condition]:
         """Return the active conditions: critical first, then by age."""
         return sorted(self._active.values(), key=lambda one: (one.rule.severity, one.since, one.rule.name))
 
-    def flags(self) -> Mapping[str, bool]:
+    def get_flags(self) -> Mapping[str, bool]:
         """Return by name for each rule whether it has an active condition."""
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
@@ -88,25 +88,25 @@ class Conditions:
 
         `now` is in Unix seconds.
         """
-        self._history.add(sample, now)
+        self._history.add_sample(sample, now)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
-            found = rule.holds.value(self._history)
+            found = rule.expression.evaluate(self._history)
             holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Scalar) else found)}
         self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
-            self._log_change(self._active.pop(key), began=False)
+            self._notify_listeners(self._active.pop(key), began=False)
         for key, rule in holding.items():
             if key not in self._active and now - self._since[key] >= rule.seconds:
                 self._active[key] = Condition(rule, key[1], self._since[key])
-                self._log_change(self._active[key], began=True)
+                self._notify_listeners(self._active[key], began=True)
 
-    def _log_change(self, condition: Condition, *, began: bool) -> None:
+    def _notify_listeners(self, condition: Condition, *, began: bool) -> None:
         for listener in self.listeners:
             listener(condition, began)
 
 
-def log_conditions(condition: Condition, began: bool) -> None:
+def log_condition(condition: Condition, began: bool) -> None:
     """Log the begin or end of a condition, which `cluster events` shows."""
     write = log.warning if began else log.info
     write(
@@ -118,36 +118,38 @@ def log_conditions(condition: Condition, began: bool) -> None:
     )
 
 
-def sample_of(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
+def build_sample(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
     """Return the metrics that rules use, with the names and labels that Prometheus has.
 
     Series of nodes have the label `node`. Histograms are left out.
     """
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect_families(_POOL, pool):
-        _add(sample, collected, ())
+        _add_series(sample, collected, ())
     for node in nodes:
         for collected in collect_families(_NODE, node):
-            _add(sample, collected, (("node", node.view.name),))
+            _add_series(sample, collected, (("node", node.view.name),))
     return sample
 
 
-def _add(
+def _add_series(
     sample: dict[str, dict[Labels, float]],
     collected: "CollectedFamily[PoolSnapshot] | CollectedFamily[NodeSnapshot]",
-    more: tuple[tuple[str, str], ...],
+    extra_labels: tuple[tuple[str, str], ...],
 ) -> None:
     family: MetricFamily[PoolSnapshot] | MetricFamily[NodeSnapshot] = collected.family
     series = sample.setdefault(family.full_name, {})
     for values, value in collected.rows:
         if not isinstance(value, HistogramValue):
-            series[frozenset((*zip(family.label_names, values, strict=True), *more))] = float(value)
+            series[frozenset((*zip(family.label_names, values, strict=True), *extra_labels))] = float(value)
 
 
 class AlertLoop:
     """Periodic evaluation of `conditions`. `sample` returns the current metrics, `clock` Unix seconds."""
 
-    def __init__(self, conditions: Conditions, sample: Callable[[], Sample], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, conditions: ConditionEvaluator, sample: Callable[[], Sample], clock: Callable[[], float]
+    ) -> None:
         self._conditions = conditions
         self._sample = sample
         self._clock = clock

@@ -46,7 +46,7 @@ class SampleHistory:
         self.sample: Sample = {}
         self.now = 0.0
 
-    def add(self, sample: Sample, now: float) -> None:
+    def add_sample(self, sample: Sample, now: float) -> None:
         """Add the next sample, taken at `now` (Unix seconds)."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
@@ -54,9 +54,9 @@ class SampleHistory:
             del self._last[gone]
             self._rises.pop(gone, None)
         for key in present:
-            self._note(key, sample[key[0]][key[1]], now - max(self._windows[key[0]]))
+            self._record_increase(key, sample[key[0]][key[1]], now - max(self._windows[key[0]]))
 
-    def _note(self, key: tuple[str, Labels], value: float, horizon: float) -> None:
+    def _record_increase(self, key: tuple[str, Labels], value: float, horizon: float) -> None:
         last = self._last.get(key)
         self._last[key] = value
         if last is None:
@@ -67,7 +67,7 @@ class SampleHistory:
         while rises and rises[0][0] <= horizon:
             rises.popleft()
 
-    def increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
+    def iterate_increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
         """Yield the increase of each series of a counter over the last `seconds`.
 
         Omit a series that was seen only once.
@@ -82,14 +82,14 @@ class Expression(ABC):
     """Base class of the nodes of an expression tree."""
 
     @abstractmethod
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render this expression as PromQL."""
 
     @abstractmethod
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Evaluate this expression on the newest sample of `history`."""
 
-    def parts(self) -> "tuple[Expression, ...]":
+    def get_operands(self) -> "tuple[Expression, ...]":
         """Return the operands that are expressions; empty for a leaf."""
         return ()
 
@@ -101,13 +101,13 @@ class Metric(Expression):
     name: str
     only: tuple[tuple[str, str], ...] = ()
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render the metric and its required labels as PromQL."""
         return self.name + (
             "{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only else ""
         )
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the series of the newest sample that have the required labels; empty if there are none."""
         found = history.sample.get(self.name, {})
         return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
@@ -121,15 +121,15 @@ class Increase(Expression):
     seconds: int
     without: tuple[str, ...] = ()
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render the increase, with its sum, as PromQL."""
         rise = f"increase({self.name}[{self.seconds}s])"
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the increases up to the newest sample, by their labels without those in `without`."""
         sums: dict[Labels, float] = {}
-        for labels, rise in history.increases(self.name, self.seconds):
+        for labels, rise in history.iterate_increases(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
             sums[kept] = sums.get(kept, 0.0) + rise
         return sums
@@ -139,11 +139,11 @@ class Increase(Expression):
 class CurrentTime(Expression):
     """Current time in Unix seconds."""
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Return `time()`, the current time in PromQL."""
         return "time()"
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the time of the newest sample."""
         return Scalar(history.now)
 
@@ -152,20 +152,20 @@ class CurrentTime(Expression):
 class MaxOver(Expression):
     """Maximum over all series of an expression, as one series without labels."""
 
-    of: Expression
+    operand: Expression
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render the maximum as PromQL."""
-        return f"max({self.of.promql()})"
+        return f"max({self.operand.to_promql()})"
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the maximum on the newest sample; empty if the expression has no series."""
-        found = self.of.value(history)
+        found = self.operand.evaluate(history)
         return found if isinstance(found, Scalar) else ({frozenset(): max(found.values())} if found else {})
 
-    def parts(self) -> tuple[Expression, ...]:
+    def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
-        return (self.of,)
+        return (self.operand,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +176,20 @@ class BinaryOp(Expression):
     sign: str
     right: Expression
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render the operation in parentheses as PromQL."""
-        return f"({self.left.promql()} {self.sign} {self.right.promql()})"
+        return f"({self.left.to_promql()} {self.sign} {self.right.to_promql()})"
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the result for each pair of series with equal labels, on the newest sample."""
-        return _matched(self.left.value(history), self.right.value(history), self._apply)
+        return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), self._apply)
 
     def _apply(self, left: float, right: float) -> float | None:
         if self.sign == "-":
             return left - right
         return left / right if right else None
 
-    def parts(self) -> tuple[Expression, ...]:
+    def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
         return (self.left, self.right)
 
@@ -202,57 +202,61 @@ class Comparison(Expression):
     sign: str
     right: Expression | float
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render the comparison as PromQL."""
-        right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
-        return f"{self.left.promql()} {self.sign} {right}"
+        right = self.right.to_promql() if isinstance(self.right, Expression) else f"{self.right:g}"
+        return f"{self.left.to_promql()} {self.sign} {right}"
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the series of `left` on the newest sample for which the comparison holds."""
-        right = self.right.value(history) if isinstance(self.right, Expression) else Scalar(self.right)
+        right = self.right.evaluate(history) if isinstance(self.right, Expression) else Scalar(self.right)
         holds = _COMPARE[self.sign]
-        return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
+        return _combine_matching(
+            self.left.evaluate(history), right, lambda one, other: one if holds(one, other) else None
+        )
 
-    def parts(self) -> tuple[Expression, ...]:
+    def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
         return (self.left, self.right) if isinstance(self.right, Expression) else (self.left,)
 
 
 @dataclass(frozen=True, slots=True)
-class And(Expression):
+class Intersection(Expression):
     """Series of `left` whose labels also occur in `right`."""
 
     left: Expression
     right: Expression
 
-    def promql(self) -> str:
+    def to_promql(self) -> str:
         """Render both operands with `and` as PromQL."""
-        return f"{self.left.promql()} and {self.right.promql()}"
+        return f"{self.left.to_promql()} and {self.right.to_promql()}"
 
-    def value(self, history: SampleHistory) -> Value:
+    def evaluate(self, history: SampleHistory) -> Value:
         """Return the series of `left` on the newest sample whose labels also occur in `right`."""
-        return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
+        return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), lambda one, _: one)
 
-    def parts(self) -> tuple[Expression, ...]:
+    def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
         return (self.left, self.right)
 
 
-def _matched(left: Value, right: Value, act: Callable[[float, float], float | None]) -> dict[Labels, float]:
-    """Apply `act` to pairs of values with equal labels, or of each value and a plain number. Omit results of None."""
+def _combine_matching(
+    left: Value, right: Value, combine: Callable[[float, float], float | None]
+) -> dict[Labels, float]:
+    """Apply `combine` to pairs of values with equal labels, or to each value and a plain number. Omit None."""
     found: dict[Labels, float | None] = {}
     if isinstance(left, Scalar):
         if not isinstance(right, Scalar):
-            found = {labels: act(left.value, value) for labels, value in right.items()}
+            found = {labels: combine(left.value, value) for labels, value in right.items()}
     elif isinstance(right, Scalar):
-        found = {labels: act(value, right.value) for labels, value in left.items()}
+        found = {labels: combine(value, right.value) for labels, value in left.items()}
     else:
-        found = {labels: act(value, right[labels]) for labels, value in left.items() if labels in right}
+        found = {labels: combine(value, right[labels]) for labels, value in left.items() if labels in right}
     return {labels: value for labels, value in found.items() if value is not None}
 
 
-def walk(expression: Expression) -> Iterator[Expression]:
+def walk_expression(expression: Expression) -> Iterator[Expression]:
     """Yield an expression and all of its descendants, parents first."""
     yield expression
-    for part in expression.parts():
-        yield from walk(part)
+    for part in expression.get_operands():
+        yield from walk_expression(part)

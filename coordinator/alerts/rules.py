@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coordinator.alerts.promql import (
-    And,
     BinaryOp,
     Comparison,
     CurrentTime,
     Expression,
     Increase,
+    Intersection,
     Labels,
     MaxOver,
     Metric,
-    walk,
+    walk_expression,
 )
 from wire.node_state import NodeState
 
 RUNBOOK = "docs/alerts.md#"
-PAGE = "http://127.0.0.1:8080"
+DEFAULT_PAGE_URL = "http://127.0.0.1:8080"
 """Address of the page of a coordinator with default settings."""
 
 
@@ -40,7 +40,7 @@ class AlertRule:
 
     name: str
     severity: Severity
-    holds: Expression
+    expression: Expression
     seconds: int
     """Seconds for which the expression must hold until the condition is active."""
     summary: str
@@ -53,9 +53,9 @@ class AlertRule:
         """Path of the rule's entry in the runbook, relative to the repository."""
         return RUNBOOK + self.name.lower()
 
-    def metrics(self) -> set[str]:
+    def list_metrics(self) -> set[str]:
         """Return the full names of the metrics in the rule's expression."""
-        return {part.name for part in walk(self.holds) if isinstance(part, Metric | Increase)}
+        return {part.name for part in walk_expression(self.expression) if isinstance(part, Metric | Increase)}
 
 
 def format_summary(text: str, labels: Labels) -> str:
@@ -65,18 +65,20 @@ def format_summary(text: str, labels: Labels) -> str:
     return text
 
 
-def _metric(name: str, **only: str) -> Metric:
+def _build_metric(name: str, **only: str) -> Metric:
     return Metric("macpool_" + name, tuple(only.items()))
 
 
-def _rise(name: str, seconds: int, *without: str) -> Increase:
+def _build_increase(name: str, seconds: int, *without: str) -> Increase:
     return Increase(f"macpool_{name}_total", seconds, without)
 
 
-def _left(expires: str, issued: str) -> Expression:
+def _build_remaining_share(expires: str, issued: str) -> Expression:
     """Return the remaining share of a certificate's validity."""
     return BinaryOp(
-        BinaryOp(_metric(expires), "-", CurrentTime()), "/", BinaryOp(_metric(expires), "-", _metric(issued))
+        BinaryOp(_build_metric(expires), "-", CurrentTime()),
+        "/",
+        BinaryOp(_build_metric(expires), "-", _build_metric(issued)),
     )
 
 
@@ -86,7 +88,10 @@ RULES = (
     AlertRule(
         "GateInert",
         _CRITICAL,
-        And(Comparison(_rise("engine_forwards", 30), ">", 0), Comparison(_rise("gate_checks", 30, "site"), "==", 0)),
+        Intersection(
+            Comparison(_build_increase("engine_forwards", 30), ">", 0),
+            Comparison(_build_increase("gate_checks", 30, "site"), "==", 0),
+        ),
         5,
         "{node} runs forward passes without a check by its gate: its cap is not enforced",
         "cordon the node (`cluster node cordon NAME`), then update or restart it, and report a bug",
@@ -94,7 +99,9 @@ RULES = (
     AlertRule(
         "GateUnarmed",
         _CRITICAL,
-        And(Comparison(_metric("gate_armed"), "==", 0), Comparison(_metric("gate_guard"), "==", 1)),
+        Intersection(
+            Comparison(_build_metric("gate_armed"), "==", 0), Comparison(_build_metric("gate_guard"), "==", 1)
+        ),
         30,
         "the gate of {node} is not armed: it refuses every request",
         "`cluster node show NAME` shows the cause: missing limits, or an unreadable footprint",
@@ -102,7 +109,7 @@ RULES = (
     AlertRule(
         "GuardOff",
         _CRITICAL,
-        Comparison(_metric("gate_guard"), "==", 0),
+        Comparison(_build_metric("gate_guard"), "==", 0),
         0,
         "memory.guard is off on {node}: no request is refused for memory, and the machine may panic",
         'set memory.guard = "on" and restart the node',
@@ -110,9 +117,9 @@ RULES = (
     AlertRule(
         "MarginZero",
         _WARNING,
-        And(
-            Comparison(_metric("node_memory_margin_bytes"), "==", 0),
-            Comparison(_metric("node_memory_cap_bytes"), ">", 0),
+        Intersection(
+            Comparison(_build_metric("node_memory_margin_bytes"), "==", 0),
+            Comparison(_build_metric("node_memory_cap_bytes"), ">", 0),
         ),
         10,
         "memory.margin is 0 on {node}: a memory spike between two readings can end the engine",
@@ -122,9 +129,9 @@ RULES = (
         "OverCap",
         _CRITICAL,
         Comparison(
-            _metric("node_memory_engine_phys_bytes"),
+            _build_metric("node_memory_engine_phys_bytes"),
             ">",
-            BinaryOp(_metric("node_memory_cap_bytes"), "-", _metric("node_memory_lease_bytes")),
+            BinaryOp(_build_metric("node_memory_cap_bytes"), "-", _build_metric("node_memory_lease_bytes")),
         ),
         10,
         "the engine of {node} is over its cap, and the enforcer has not brought it below",
@@ -133,7 +140,7 @@ RULES = (
     AlertRule(
         "StaleSensor",
         _CRITICAL,
-        Comparison(BinaryOp(CurrentTime(), "-", _metric("node_memory_reading_timestamp_seconds")), ">", 20),
+        Comparison(BinaryOp(CurrentTime(), "-", _build_metric("node_memory_reading_timestamp_seconds")), ">", 20),
         10,
         "the agent of {node} has not read its memory for 20 s",
         "the machine hangs or sleeps: check it and its log (`cluster logs NAME`)",
@@ -141,7 +148,7 @@ RULES = (
     AlertRule(
         "NodeDown",
         _CRITICAL,
-        Comparison(_metric("cluster_node_state", state=NodeState.LOST), "==", 1),
+        Comparison(_build_metric("cluster_node_state", state=NodeState.LOST), "==", 1),
         60,
         "{node} is lost",
         "check its power and network, then its own log; if the machine is gone, run `cluster node remove NAME`",
@@ -149,7 +156,7 @@ RULES = (
     AlertRule(
         "CutOff",
         _CRITICAL,
-        Comparison(_metric("coordinator_self_suspect"), "==", 1),
+        Comparison(_build_metric("coordinator_self_suspect"), "==", 1),
         5,
         "half of the nodes stopped reporting at once",
         "check the coordinator's own network first",
@@ -157,7 +164,7 @@ RULES = (
     AlertRule(
         "ModelConflict",
         _WARNING,
-        Comparison(_metric("cluster_model_fingerprints"), ">", 1),
+        Comparison(_build_metric("cluster_model_fingerprints"), ">", 1),
         60,
         "nodes have different models with the name {model}: requests go to one of them only",
         "`cluster models` shows which node has which: download the model again where it differs, or rename its "
@@ -166,7 +173,7 @@ RULES = (
     AlertRule(
         "BreakerOpen",
         _WARNING,
-        Comparison(_metric("router_breaker_open"), "==", 1),
+        Comparison(_build_metric("router_breaker_open"), "==", 1),
         30,
         "the engine of {node} keeps failing: the node gets no requests",
         "`cluster logs NAME` shows why it ended",
@@ -174,7 +181,7 @@ RULES = (
     AlertRule(
         "EngineCrashing",
         _WARNING,
-        Comparison(_rise("engine_restarts", 600), ">", 2),
+        Comparison(_build_increase("engine_restarts", 600), ">", 2),
         0,
         "the engine of {node} restarted more than twice in 10 minutes",
         "`cluster logs NAME` shows why it ended",
@@ -182,7 +189,7 @@ RULES = (
     AlertRule(
         "EngineKilled",
         _WARNING,
-        Comparison(_rise("node_memory_kills", 600), ">", 0),
+        Comparison(_build_increase("node_memory_kills", 600), ">", 0),
         0,
         "the engine of {node} was killed because it stayed over its cap",
         "choose a safer memory.tier or a larger memory.margin there",
@@ -190,7 +197,7 @@ RULES = (
     AlertRule(
         "WiredLeak",
         _CRITICAL,
-        Comparison(_metric("engine_leaked_wired_bytes"), ">", 0),
+        Comparison(_build_metric("engine_leaked_wired_bytes"), ">", 0),
         0,
         "engines of {node} that ended left wired memory behind",
         "restart this Mac: only a restart frees the memory; after a second leak no engine is started there",
@@ -198,9 +205,9 @@ RULES = (
     AlertRule(
         "LeaseLeak",
         _WARNING,
-        And(
-            Comparison(_metric("node_memory_lease_bytes"), ">", 0),
-            Comparison(_metric("video_worker_phys_bytes"), "==", 0),
+        Intersection(
+            Comparison(_build_metric("node_memory_lease_bytes"), ">", 0),
+            Comparison(_build_metric("video_worker_phys_bytes"), "==", 0),
         ),
         600,
         "{node} has held a lease for 10 minutes without a video process",
@@ -209,7 +216,7 @@ RULES = (
     AlertRule(
         "ReservationLeak",
         _CRITICAL,
-        Comparison(_metric("router_reservation_leaks"), ">", 0),
+        Comparison(_build_metric("router_reservation_leaks"), ">", 0),
         15,
         "the router holds reservations of requests that have ended: nodes look fuller than they are",
         "restart the coordinator, and report a bug with its log",
@@ -217,7 +224,10 @@ RULES = (
     AlertRule(
         "QueueStuck",
         _CRITICAL,
-        And(Comparison(_metric("router_queue_depth"), ">", 0), Comparison(_rise("router_attempts", 60), "==", 0)),
+        Intersection(
+            Comparison(_build_metric("router_queue_depth"), ">", 0),
+            Comparison(_build_increase("router_attempts", 60), "==", 0),
+        ),
         30,
         "requests are queued, and for 60 s none was sent to a node",
         "`cluster place MODEL` shows the refusal of each node; unload a model or add a Mac",
@@ -225,7 +235,7 @@ RULES = (
     AlertRule(
         "NoHeadroomAnywhere",
         _WARNING,
-        Comparison(MaxOver(_metric("cluster_node_headroom_bytes")), "<=", 0),
+        Comparison(MaxOver(_build_metric("cluster_node_headroom_bytes")), "<=", 0),
         60,
         "no node has headroom",
         "unload idle models, close programs on the Macs, or add a Mac",
@@ -233,10 +243,14 @@ RULES = (
     AlertRule(
         "HighRefusalRatio",
         _WARNING,
-        And(
-            Comparison(_rise("gate_refusals", 300, "reason"), ">", 10),
+        Intersection(
+            Comparison(_build_increase("gate_refusals", 300, "reason"), ">", 10),
             Comparison(
-                BinaryOp(_rise("gate_refusals", 300, "reason"), "/", _rise("gate_checks", 300, "site")), ">", 0.5
+                BinaryOp(
+                    _build_increase("gate_refusals", 300, "reason"), "/", _build_increase("gate_checks", 300, "site")
+                ),
+                ">",
+                0.5,
             ),
         ),
         60,
@@ -246,7 +260,7 @@ RULES = (
     AlertRule(
         "CertExpiry",
         _CRITICAL,
-        Comparison(_left("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2),
+        Comparison(_build_remaining_share("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2),
         0,
         "the certificate of the {certificate} has less than a fifth of its validity left and was not renewed",
         "check the coordinator's log and the clock of its machine; if the certificate is your own, replace it",
@@ -255,7 +269,7 @@ RULES = (
         "NodeCertExpiry",
         _CRITICAL,
         Comparison(
-            _left(
+            _build_remaining_share(
                 "cluster_node_certificate_expires_timestamp_seconds",
                 "cluster_node_certificate_issued_timestamp_seconds",
             ),
@@ -269,7 +283,7 @@ RULES = (
     AlertRule(
         "FilesRunOut",
         _WARNING,
-        Comparison(BinaryOp(_metric("process_open_fds"), "/", _metric("process_max_fds")), ">", 0.9),
+        Comparison(BinaryOp(_build_metric("process_open_fds"), "/", _build_metric("process_max_fds")), ">", 0.9),
         30,
         "the coordinator uses more than 90 % of the files and connections that it may open",
         "check which clients are connected; raise the coordinator's limit of open files",
@@ -283,27 +297,27 @@ RULES = (
         "check that it runs, that its address is right, and that the token is valid (`cluster key list`)",
     ),
 )
-OUTSIDE = frozenset({"CoordinatorDown"})
+EXTERNAL_RULES = frozenset({"CoordinatorDown"})
 """Rules that only an external observer can evaluate."""
-WATCHED = tuple(rule for rule in RULES if rule.name not in OUTSIDE)
+WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
 
 
-def windows() -> Mapping[str, frozenset[float]]:
+def collect_windows() -> Mapping[str, frozenset[float]]:
     """Return for each counter the windows over which rules use its increase, in seconds."""
     found: dict[str, set[float]] = {}
     for rule in WATCHED:
-        for part in walk(rule.holds):
+        for part in walk_expression(rule.expression):
             if isinstance(part, Increase):
                 found.setdefault(part.name, set()).add(part.seconds)
     return {name: frozenset(seconds) for name, seconds in found.items()}
 
 
-def runbook_url(base: str, name: str) -> str:
+def build_runbook_url(base: str, name: str) -> str:
     """Return the URL of a condition's runbook entry on the page at `base` (no path)."""
     return f"{base}/#/runbook/{name}"
 
 
-def rules_file(base: str = PAGE) -> str:
+def render_rules_file(base: str = DEFAULT_PAGE_URL) -> str:
     """Render the rules for Prometheus, with links to the page at `base` (no path)."""
     lines = [
         "# Written by `make docs` from coordinator/alerts/rules.py. Do not edit.",
@@ -312,20 +326,20 @@ def rules_file(base: str = PAGE) -> str:
         "    rules:",
     ]
     for rule in RULES:
-        lines += [f"      - alert: {rule.name}", f"        expr: {_text(rule.holds.promql())}"]
+        lines += [f"      - alert: {rule.name}", f"        expr: {_quote(rule.expression.to_promql())}"]
         lines += [f"        for: {rule.seconds}s"] if rule.seconds else []
         lines += [f"        labels: {{severity: {rule.severity}}}", "        annotations:"]
-        lines += [f"          summary: {_text(_templated(rule.summary))}"]
+        lines += [f"          summary: {_quote(_to_template(rule.summary))}"]
         lines += [
-            f"          description: {_text(rule.remedy)}",
-            f"          runbook_url: {_text(runbook_url(base, rule.name))}",
+            f"          description: {_quote(rule.remedy)}",
+            f"          runbook_url: {_quote(build_runbook_url(base, rule.name))}",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _templated(summary: str) -> str:
+def _to_template(summary: str) -> str:
     return summary.replace("{", "{{ $labels.").replace("}", " }}")
 
 
-def _text(value: str) -> str:
+def _quote(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"

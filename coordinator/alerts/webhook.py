@@ -36,7 +36,7 @@ MAX_QUEUED_MESSAGES = 64
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """Allowed characters of a URL: printable ASCII without space and backslash."""
 
-METADATA = tuple(
+METADATA_NETWORKS = tuple(
     map(
         ipaddress.ip_network,
         (
@@ -52,7 +52,7 @@ METADATA = tuple(
 )
 """Networks where clouds serve a machine's secrets: AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS
 and Google over IPv6."""
-TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
+NAT64_NETWORKS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 """NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE
 """Marker in the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address.
@@ -77,7 +77,7 @@ class WebhookAddress:
     path: str
 
 
-def parse(url: str) -> WebhookAddress:
+def parse_webhook_url(url: str) -> WebhookAddress:
     """Parse the setting `alerts.webhook_url`. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
         raise WebhookError("alerts.webhook_url contains characters that are not valid in a URL")
@@ -89,54 +89,54 @@ def parse(url: str) -> WebhookAddress:
     host = parts.hostname
     if parts.scheme not in ("https", "http") or not host or "@" in parts.netloc:
         raise WebhookError("alerts.webhook_url must have the form https://HOST/PATH, without a user name")
-    if parts.scheme == "http" and not _literal_loopback(host):
+    if parts.scheme == "http" and not _is_literal_loopback(host):
         raise WebhookError("alerts.webhook_url must be HTTPS: plain HTTP is allowed to 127.0.0.1 only")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return WebhookAddress(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
 
 
-def _literal_loopback(host: str) -> bool:
+def _is_literal_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def resolve(host: str, port: int) -> Sequence[str]:
+def resolve_host(host: str, port: int) -> Sequence[str]:
     """Return the IP addresses of a host, without duplicates. Raise `OSError` if the name cannot be resolved."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def resolve_allowed(address: WebhookAddress, found: Sequence[str]) -> str:
-    """Return the first of the IP addresses `found` of the host.
+def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
+    """Return the first of the host's IP addresses `candidates`.
 
-    Raise `WebhookError` if there are none or one is forbidden.
+    Raise `WebhookError` if there are none or any is forbidden. Without TLS, raise it also if any is not loopback.
     """
-    for text in found:
-        for one in possible_destinations(text.partition("%")[0]):
+    for text in candidates:
+        for one in find_destinations(text.partition("%")[0]):
             if is_forbidden(one):
                 raise WebhookError(f"{address.host} resolves to {one}, which is forbidden")
             if not address.tls and not one.is_loopback:
                 raise WebhookError(f"{address.host} resolves to {one}, which is not this machine")
-    if not found:
+    if not candidates:
         raise WebhookError(f"{address.host} has no address")
-    return found[0]
+    return candidates[0]
 
 
-def is_forbidden(one: Ip) -> bool:
+def is_forbidden(address: Ip) -> bool:
     """Return whether messages to an IP address are forbidden.
 
     Forbidden are addresses that serve a cloud machine's secrets, and addresses of no single host, such as multicast
     and reserved ones.
     """
-    if one.is_loopback:
+    if address.is_loopback:
         return False
-    bare = one.is_multicast or one.is_unspecified or one.is_reserved
-    return bare or any(one in network for network in METADATA)
+    bare = address.is_multicast or address.is_unspecified or address.is_reserved
+    return bare or any(address in network for network in METADATA_NETWORKS)
 
 
-def possible_destinations(text: str) -> Sequence[Ip]:
+def find_destinations(text: str) -> Sequence[Ip]:
     """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it."""
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
@@ -148,18 +148,20 @@ def possible_destinations(text: str) -> Sequence[Ip]:
     if one.teredo is not None:
         return list(one.teredo)
     number = int(one)
-    if any(one in network for network in TRANSLATED) or (number >> 32) & 0xFDFFFFFF == ISATAP:
+    if any(one in network for network in NAT64_NETWORKS) or (number >> 32) & 0xFDFFFFFF == ISATAP:
         return [ipaddress.IPv4Address(number & 0xFFFFFFFF)]
     return [one]
 
 
-def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
+def post_message(
+    address: WebhookAddress, body: bytes, resolve: Resolve = resolve_host, trust: ssl.SSLContext | None = None
+) -> int:
     """Send one message as a POST and return the HTTP status of the answer.
 
-    Raise `WebhookError` if the address is forbidden, and `OSError` if no valid answer arrives. `trust` replaces the CAs
-    of the system.
+    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system. Raise `WebhookError` if an IP
+    address is forbidden, and `OSError` if no valid answer arrives.
     """
-    where = resolve_allowed(address, find(address.host, address.port))
+    where = select_address(address, resolve(address.host, address.port))
     connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
     try:
@@ -182,23 +184,23 @@ class Webhook:
     """
 
     def __init__(
-        self, address: WebhookAddress, cluster: str, send: Callable[[WebhookAddress, bytes], int] = post
+        self, address: WebhookAddress, cluster: str, send: Callable[[WebhookAddress, bytes], int] = post_message
     ) -> None:
         self._address = address
         self._cluster = cluster
         self._send = send
-        self._waiting: deque[bytes] = deque(maxlen=MAX_QUEUED_MESSAGES)
+        self._queue: deque[bytes] = deque(maxlen=MAX_QUEUED_MESSAGES)
         self._more = asyncio.Event()
 
     @property
-    def waiting(self) -> int:
+    def queued_messages(self) -> int:
         """Number of queued messages."""
-        return len(self._waiting)
+        return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
         """Enqueue a message about the begin or end of a condition. With a full queue, discard the oldest message."""
-        message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.row()}
-        self._waiting.append(json.dumps(message).encode())
+        message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.to_row()}
+        self._queue.append(json.dumps(message).encode())
         self._more.set()
 
     async def run(self) -> None:
@@ -206,10 +208,10 @@ class Webhook:
         while True:
             await self._more.wait()
             self._more.clear()
-            while self._waiting:
-                await self._deliver(self._waiting.popleft())
+            while self._queue:
+                await self._deliver_message(self._queue.popleft())
 
-    async def _deliver(self, body: bytes) -> None:
+    async def _deliver_message(self, body: bytes) -> None:
         wait, why = FIRST_RETRY_SECONDS, ""
         for attempt in range(MAX_ATTEMPTS):
             if attempt:
@@ -218,7 +220,7 @@ class Webhook:
             try:
                 status = await asyncio.to_thread(self._send, self._address, body)
             except (OSError, WebhookError) as error:
-                why = _reason(error)
+                why = _describe_error(error)
                 continue
             if 200 <= status < 300:
                 return
@@ -228,6 +230,6 @@ class Webhook:
         log.warning("webhook failed", host=self._address.host, reason=why)
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return a description of an error without the URL that a library may quote."""
     return str(error) if isinstance(error, WebhookError) else type(error).__name__

@@ -12,7 +12,7 @@ from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.state.database import Database
-from coordinator.ui.browser_sessions import PAGE
+from coordinator.ui.browser_sessions import PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing, credential
 from router.errors import NO_KEY, WRONG_KEY, missing_scope
 
@@ -39,26 +39,26 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
             raise ProblemError(WRONG_KEY)
         if not key.allows(scope):
             raise ProblemError(missing_scope(scope))
-        ACTOR.set(key.name if key.name in (LOCAL_KEY_NAME, PAGE) else key.id)
+        ACTOR.set(key.name if key.name in (LOCAL_KEY_NAME, PAGE_KEY_NAME) else key.id)
         KEY.set(key.id)
         ADDRESS.set(request.client.host if request.client else "")
 
     return check
 
 
-def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a route handler so that each successful call is written to the audit log, under the handler's name."""
 
     @wraps(act)
     async def audited(**given: Any) -> Any:
         answer = await act(**given)
-        store.add_audit_entry(time.time(), ACTOR.get(), act.__name__, _subject(given, answer), ADDRESS.get())
+        store.add_audit_entry(time.time(), ACTOR.get(), act.__name__, _describe_subject(given, answer), ADDRESS.get())
         return answer
 
     return audited
 
 
-def _subject(given: Mapping[str, Any], answer: Any) -> str:
+def _describe_subject(given: Mapping[str, Any], answer: Any) -> str:
     """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
     named = [value for value in given.values() if isinstance(value, str)]
     body = next((value for value in given.values() if isinstance(value, Body)), None)

@@ -23,7 +23,7 @@ BODY_TIMEOUT_SECONDS = 10.0
 """Maximum seconds until the body of a control request has arrived."""
 _DIGITS = 18
 """Maximum digits of a Content-Length."""
-PLAIN = r"^[^\x00-\x1f\x7f-\x9f]*$"
+PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 """Pattern of a text without control characters, which a terminal would obey."""
 
 
@@ -52,14 +52,14 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """Route that authenticates first, and then reads its body up to `longest_body` bytes.
+    """Route that authenticates first, and then reads its body up to `max_body_bytes` bytes.
 
     FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because the body
     of a request without a valid key must not be read.
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None
-    longest_body = MAX_BODY_BYTES
+    max_body_bytes = MAX_BODY_BYTES
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, preceded by the check of the key and the read of the body.
@@ -71,37 +71,37 @@ class StrictRoute(APIRoute):
         async def handle(request: Request) -> Response:
             if self.check is not None:
                 await self.check(request)
-            body = b"" if self.body_field is None else await _read(request, self.longest_body)
+            body = b"" if self.body_field is None else await _read_body(request, self.max_body_bytes)
             return await plain(StrictRequest(request.scope, request.receive, body))
 
         return handle
 
 
-async def _read(request: Request, longest: int) -> bytes:
-    """Read a body of at most `longest` bytes. Raise `ProblemError` if the body is longer, late or incomplete."""
+async def _read_body(request: Request, max_bytes: int) -> bytes:
+    """Read a body of at most `max_bytes` bytes. Raise `ProblemError` if the body is longer, late or incomplete."""
     announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or len(announced) > _DIGITS or int(announced) > longest:
-        raise _too_long(longest)
+    if not announced.isdecimal() or len(announced) > _DIGITS or int(announced) > max_bytes:
+        raise _build_too_long(max_bytes)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-            return await _parts(request.receive, longest)
+            return await _collect_body(request.receive, max_bytes)
     except TimeoutError:
         late = Problem(408, "request_timeout", f"the body did not arrive within {BODY_TIMEOUT_SECONDS:.0f} s")
         raise ProblemError(late) from None
 
 
-async def _parts(receive: Receive, longest: int) -> bytes:
+async def _collect_body(receive: Receive, max_bytes: int) -> bytes:
     body = bytearray()
     while True:
         part = await receive()
         if part["type"] != "http.request":
             raise ProblemError(Problem(400, "client_left", "the client left before the end of its body"))
         body += part.get("body", b"")
-        if len(body) > longest:
-            raise _too_long(longest)
+        if len(body) > max_bytes:
+            raise _build_too_long(max_bytes)
         if not part.get("more_body", False):
             return bytes(body)
 
 
-def _too_long(longest: int) -> ProblemError:
-    return ProblemError(Problem(413, "request_too_large", f"a request here may have {longest} bytes"))
+def _build_too_long(max_bytes: int) -> ProblemError:
+    return ProblemError(Problem(413, "request_too_large", f"a request here may have {max_bytes} bytes"))

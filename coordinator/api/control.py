@@ -1,7 +1,7 @@
 """Control application: all control routes with their key checks, and the OpenAPI document of all routes.
 
 Only this package uses FastAPI; the inference routes are plain ASGI in `router/http/app.py`. Each group lists its
-routes in a table with their scopes, and only `_add` adds a route.
+routes in a table with their scopes, and only `_add_route` adds a route.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 
-from coordinator.alerts.evaluator import Conditions
-from coordinator.api.auth import audited, require_scope
+from coordinator.alerts.evaluator import ConditionEvaluator
+from coordinator.api.auth import require_scope, wrap_audited
 from coordinator.api.body import StrictRoute
 from coordinator.api.dispatcher_api import DispatcherApi
-from coordinator.api.errors import answer_errors
+from coordinator.api.errors import install_error_handlers
 from coordinator.api.live_snapshot import SnapshotSources
-from coordinator.api.route import OPEN, Route
+from coordinator.api.route import PUBLIC_SCOPE, Route
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.keys import KeyRoutes
 from coordinator.api.routes.logs_and_events import LogRoutes
@@ -45,7 +45,7 @@ from router.dialects.openapi import openapi_schemas
 class RouteGroup(Protocol):
     """Group of control routes for one subject, such as `NodeRoutes`."""
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of this group."""
         ...
 
@@ -55,7 +55,7 @@ class Observability:
     """Observed state of the pool: metrics, conditions, load of the last hour, events, and the coordinator's log."""
 
     metrics: MetricsService
-    conditions: Conditions
+    conditions: ConditionEvaluator
     load: LoadHistory
     events: EventLog
     log_file: Path
@@ -88,9 +88,9 @@ class ControlApi:
         models = ModelRoutes(registry, loads, ring)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
         registry.readable = {
-            "/api/v1/status": pool.row,
-            "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.rows()},
-            "/api/v1/models": lambda: {"schema": 1, "models": models.rows()},
+            "/api/v1/status": pool.build_status_row,
+            "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.build_rows()},
+            "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
         }
         sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
         subjects: tuple[RouteGroup, ...] = (
@@ -105,20 +105,20 @@ class ControlApi:
             LogRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),
         )
-        routes = [route for subject in subjects for route in subject.routes()]
-        self.app = _application(facts.version)
+        routes = [route for subject in subjects for route in subject.list_routes()]
+        self.app = _create_application(facts.version)
         for route in routes:
-            self._add(route)
-        _document(self.app, routes, paths)
+            self._add_route(route)
+        _complete_openapi(self.app, routes, paths)
 
-    def _add(self, route: Route) -> None:
-        is_open = route.scope == OPEN
+    def _add_route(self, route: Route) -> None:
+        is_open = route.scope == PUBLIC_SCOPE
         self.app.router.add_api_route(
             route.path,
-            audited(self._store, route.answer) if route.audited else route.answer,
+            wrap_audited(self._store, route.handler) if route.audited else route.handler,
             methods=[route.method],
-            route_class_override=_opened_by(
-                None if is_open else require_scope(self._ring, route.scope), route.longest_body
+            route_class_override=_create_route_class(
+                None if is_open else require_scope(self._ring, route.scope), route.max_body_bytes
             ),
             openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
             summary=route.summary,
@@ -126,13 +126,13 @@ class ControlApi:
         )
 
 
-def _opened_by(check: Callable[[Request], Awaitable[None]] | None, longest_body: int) -> type[StrictRoute]:
+def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_body_bytes: int) -> type[StrictRoute]:
     """Return a route class with this check and body limit, because FastAPI builds the instances itself."""
     opens = None if check is None else staticmethod(check)
-    return type("OpenedRoute", (StrictRoute,), {"check": opens, "longest_body": longest_body})
+    return type("OpenedRoute", (StrictRoute,), {"check": opens, "max_body_bytes": max_body_bytes})
 
 
-def _application(version: str) -> FastAPI:
+def _create_application(version: str) -> FastAPI:
     app = FastAPI(
         title="Macpool",
         version=version,
@@ -142,18 +142,18 @@ def _application(version: str) -> FastAPI:
         redirect_slashes=False,
         openapi_url="/api/v1/openapi.json",
     )
-    answer_errors(app)
+    install_error_handlers(app)
     return app
 
 
-def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
+def _complete_openapi(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
     """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
     plain = app.openapi
 
     def full_document() -> dict[str, Any]:
         document = plain()
         for route in routes:
-            document["paths"][route.path][route.method.lower()]["responses"] = route.responses()
+            document["paths"][route.path][route.method.lower()]["responses"] = route.describe_responses()
         for unused in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(unused, None)
         document["paths"].update(paths)

@@ -20,14 +20,14 @@ class ProblemError(Exception):
         self.problem = problem
 
 
-def respond(problem: Problem, request: Request) -> Response:
+def build_response(problem: Problem, request: Request) -> Response:
     """Convert a problem into an HTTP response."""
     headers = {name.decode(): value.decode() for name, value in problem.headers()}
     body = problem.body(request.headers.get("x-request-id", "")[:64])
     return Response(body, problem.status, headers, "application/json")
 
 
-def answer_errors(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Install handlers that answer every error of the application in the API's format."""
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
@@ -37,33 +37,33 @@ def answer_errors(app: FastAPI) -> None:
 
 async def _on_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)  # noqa: S101  registered for this type
-    return respond(error.problem, request)
+    return build_response(error.problem, request)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101  registered for this type
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"][1:])
-    return respond(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
+    return build_response(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
     """Answer with a 503 problem if a change could not be written to the disk."""
-    return respond(Problem(503, "state_not_written", str(error)), request)
+    return build_response(Problem(503, "state_not_written", str(error)), request)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return respond(not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request)
+        return build_response(not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request)
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return respond(wrong_method(request.method, ", ".join(_methods(request))), request)
+        return build_response(wrong_method(request.method, ", ".join(_find_allowed_methods(request))), request)
     if error.status_code == HTTPStatus.BAD_REQUEST:
-        return respond(invalid(str(error.detail)), request)
-    return respond(Problem(error.status_code, "http_error", str(error.detail)), request)
+        return build_response(invalid(str(error.detail)), request)
+    return build_response(Problem(error.status_code, "http_error", str(error.detail)), request)
 
 
-def _methods(request: Request) -> list[str]:
+def _find_allowed_methods(request: Request) -> list[str]:
     """Return the methods of all routes at a path. The framework returns those of the first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return sorted(

@@ -9,7 +9,7 @@ from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.models import ModelRoutes
 from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.pool import PoolRoutes
-from coordinator.api.routes.requests import WallClock, phase_of, summary
+from coordinator.api.routes.requests import WallClock, get_phase, summarize_request
 from router.admission.api_keys import KeyRing
 from router.dispatch.decision_log import RequestRecord
 from router.dispatch.request import ActiveRequest
@@ -37,20 +37,21 @@ class SnapshotSources:
         names = self.ring.names()
         records = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
         return {
-            "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
-            "nodes": [_steady(row) for row in self.nodes.rows()],
-            "models": self.models.rows(),
+            "status": {name: value for name, value in self.pool.build_status_row().items() if name != "uptime_seconds"},
+            "nodes": [_remove_age_noise(row) for row in self.nodes.build_rows()],
+            "models": self.models.build_rows(),
             "requests": [
-                _under_way(request, self.clock, names) for request in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
+                _build_open_row(request, self.clock, names)
+                for request in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
             ],
-            "ended": [_ended(record, self.clock, names) for record in records],
-            "joins": self.joins.rows(),
-            "conditions": self.pool.active(),
-            "load": self.pool.load(1),
+            "ended": [_build_ended_row(record, self.clock, names) for record in records],
+            "joins": self.joins.build_rows(),
+            "conditions": self.pool.list_active_conditions(),
+            "load": self.pool.read_load_history(1),
         }
 
 
-def _steady(row: dict[str, Any]) -> dict[str, Any]:
+def _remove_age_noise(row: dict[str, Any]) -> dict[str, Any]:
     """Remove values that change without meaning from a node's row: ages of a report below `SILENCE_SHOWN_SECONDS`."""
     reported_seconds = row["heard_seconds"]
     return {
@@ -64,7 +65,7 @@ def _steady(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ended(record: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _build_ended_row(record: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an ended request as a row, without its steps, which the page requests separately."""
     return {
         "request_id": record.request_id,
@@ -76,22 +77,22 @@ def _ended(record: RequestRecord, clock: WallClock, names: Mapping[str, str]) ->
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,
-        **summary(record, clock),
+        **summarize_request(record, clock),
     }
 
 
-def _under_way(request: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _build_open_row(request: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
         "id": request.job.request_id,
         "key": names.get(request.job.key, request.job.key),
         "model": request.job.demand.model,
         "node": request.node_name,
-        "phase": phase_of(request),
+        "phase": get_phase(request),
         "prompt_tokens": request.read[0],
         "cached_tokens": request.read[1],
         "completion_tokens": request.wrote,
         "attempts": request.attempts,
         "stream": request.job.stream,
-        "at": clock.unix(request.arrived),
+        "at": clock.to_unix(request.arrived),
     }

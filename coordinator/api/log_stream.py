@@ -17,7 +17,7 @@ LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
 """Number of bytes from the end of a log."""
 
 
-async def log_text(pieces: AsyncIterator[bytes]) -> Response:
+async def stream_log(pieces: AsyncIterator[bytes]) -> Response:
     """Return a response that streams the text of a log.
 
     Raise `ProblemError` (503) for an error before the first piece. A later error ends the text.

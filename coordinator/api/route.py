@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from router.dialects.openapi import ALWAYS, describe_error
 
-OPEN = ""
+PUBLIC_SCOPE = ""
 """Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
-EVENTS = "text/event-stream"
+EVENT_STREAM_TYPE = "text/event-stream"
 MAX_BODY_BYTES = 64 * 1024
 """Maximum bytes of the body of a control route that needs an API key."""
 MAX_PUBLIC_BODY_BYTES = 1024
@@ -23,7 +23,7 @@ class Content:
     schema: Mapping[str, Any]
 
     @classmethod
-    def text(cls, media: str) -> Self:
+    def of_text(cls, media: str) -> Self:
         """Return content of this media type, described as a string."""
         return cls(media, {"type": "string"})
 
@@ -34,29 +34,29 @@ JSON = Content(
 )
 """Content of most routes: a JSON object with the version of its format in `schema`."""
 LIST = Content("application/json", {"type": "array", "items": {"type": "object"}})
-EVENT_STREAM = Content(EVENTS, {"type": "object"})
-TEXT = Content.text("text/plain")
+EVENT_STREAM = Content(EVENT_STREAM_TYPE, {"type": "object"})
+TEXT = Content.of_text("text/plain")
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """Control route: method, path, required scope and handler.
 
-    FastAPI calls the handler `answer`, whose name is the action in the audit log.
+    FastAPI calls `handler`, whose name is the action in the audit log.
     """
 
     method: str
     path: str
     scope: str
-    answer: Callable[..., Any]
+    handler: Callable[..., Any]
     refusals: tuple[int, ...] = ()
     """Error statuses in addition to those that method and path imply."""
     content: Content = JSON
 
     @property
-    def longest_body(self) -> int:
+    def max_body_bytes(self) -> int:
         """Maximum bytes of the request body."""
-        return MAX_PUBLIC_BODY_BYTES if self.scope == OPEN else MAX_BODY_BYTES
+        return MAX_PUBLIC_BODY_BYTES if self.scope == PUBLIC_SCOPE else MAX_BODY_BYTES
 
     @property
     def audited(self) -> bool:
@@ -66,9 +66,9 @@ class Route:
     @property
     def summary(self) -> str:
         """First line of the handler's docstring, as the summary in the OpenAPI document."""
-        return (self.answer.__doc__ or "").splitlines()[0]
+        return (self.handler.__doc__ or "").splitlines()[0]
 
-    def responses(self) -> dict[str, Any]:
+    def describe_responses(self) -> dict[str, Any]:
         """Return the OpenAPI descriptions of all responses, by status."""
         content = {self.content.media: {"schema": dict(self.content.schema)}}
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}

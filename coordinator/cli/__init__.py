@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from coordinator.cli.group import CommandGroup, print_error
-from coordinator.client.terminal_text import harmless_output
+from coordinator.client.terminal_text import filter_output
 
 SECTIONS = {
     "Every day": {
@@ -98,7 +98,7 @@ class LazyGroup(CommandGroup):
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except click.ClickException as error:
-            with harmless_output():
+            with filter_output():
                 print_error(error)
             code = error.exit_code
         except (click.Abort, KeyboardInterrupt):
@@ -120,7 +120,7 @@ class LazyGroup(CommandGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb with its output filtered for terminal control sequences."""
-        with harmless_output():
+        with filter_output():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

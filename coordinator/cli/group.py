@@ -54,14 +54,14 @@ class CommandGroup(click.Group):
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             if ctx.parent is None:
                 _refuse_moved(ctx, args)
-            path, near = ctx.command_path, nearest(word, self.list_commands(ctx))
+            path, near = ctx.command_path, find_nearest_verb(word, self.list_commands(ctx))
             ctx.fail(f"there is no `{path} {word}`" + (f"; did you mean `{path} {near}`?" if near else ""))
         if ctx.parent is None and tuple(args[:2]) in MOVED:
             _refuse_moved(ctx, args)
         return super().resolve_command(ctx, args)
 
 
-def nearest(word: str, verbs: Sequence[str]) -> str | None:
+def find_nearest_verb(word: str, verbs: Sequence[str]) -> str | None:
     """Return the verb of `verbs` that is a synonym of `word` or similar to it; None if there is none."""
     meant = SYNONYMS.get(word)
     if meant == "remove" and "revoke" in verbs:

@@ -10,7 +10,7 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 """Guard states that need attention."""
 
 
-def ago(seconds: float | None) -> str:
+def format_age(seconds: float | None) -> str:
     """Format an age in the largest unit, as `5m`; `-` if it is unknown."""
     if seconds is None:
         return "-"
@@ -20,7 +20,7 @@ def ago(seconds: float | None) -> str:
     return f"{seconds:.0f}s"
 
 
-def guard_of(node: dict[str, Any]) -> str:
+def get_guard_state(node: dict[str, Any]) -> str:
     """Return the guard state of a node: armed, not armed, no margin or OFF; `-` if the cap is unknown."""
     if not node["cap"]:
         return "-"
@@ -31,7 +31,7 @@ def guard_of(node: dict[str, Any]) -> str:
     return "armed" if node["gate_armed"] else UNARMED
 
 
-def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
+def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
     """Describe a circuit breaker that is not closed, with its reason and end; empty if the node gets requests.
 
     `now` is in Unix seconds; None for the current time.
@@ -45,7 +45,7 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
     return f"its engine keeps failing: the node gets no requests {outcome}; last failure: {found['why'] or 'unknown'}"
 
 
-def arithmetic(node: dict[str, Any]) -> list[str]:
+def render_breakdown(node: dict[str, Any]) -> list[str]:
     """Return the lines of `cluster node show` about memory: cap, ceiling, headroom and its terms, readings, counts."""
     counts, enforcement, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {
@@ -75,7 +75,7 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         f"{size['recent']}; {node['source'] or 'no source'}, {node['age']:.1f} s old",
         f"headroom  {size['headroom']} = ceiling {size['ceiling']} − margin {size['margin']} − current "
         f"{size['current']} − reserved {size['reserved']}",
-        f"guard     {guard_of(node)}; level {enforcement['level'].replace('_', ' ')}; "
+        f"guard     {get_guard_state(node)}; level {enforcement['level'].replace('_', ' ')}; "
         f"engine seen by the agent {show_size(enforcement['phys'])}, highest {show_size(enforcement['highest'])}",
         f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}; "
         f"last reserve {size['reserve']}; wired {show_size(node['engine']['wired'])}",

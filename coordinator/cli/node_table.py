@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from coordinator.cli.commands.models import model_label
-from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
+from coordinator.cli.commands.models import format_model_label
+from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, describe_breaker, format_age, get_guard_state
 from wire.node_state import SILENT, NodeState
 from wire.units import GIB, show_size
 
@@ -28,75 +28,75 @@ WIDE = (
 """Columns of `-o wide`."""
 
 
-def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
+def build_narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
     """Return a node's cells for `NARROW`. MEMORY is current of ceiling, MODELS is loaded of known.
 
     VIDEO comes last, because the caller omits that column if no node has a video package.
     """
-    video = video_of(node.get("video")).partition(",")[0]
+    video = describe_video(node.get("video")).partition(",")[0]
     return (
         node["name"],
-        state_of(node),
-        memory_of(node),
-        headroom_of(node),
+        format_state(node),
+        format_memory(node),
+        format_headroom(node),
         str(node["in_flight"]),
-        models_of(node),
+        format_model_count(node),
         video,
     )
 
 
-def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
+def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
     """Return a node's cells for `WIDE`."""
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
-    models = ", ".join(model_label(one["name"], one) for one in node["models"]) or "-"
+    models = ", ".join(format_model_label(one["name"], one) for one in node["models"]) or "-"
     return (
         node["name"],
-        state_of(node),
+        format_state(node),
         node["chip"],
         cap,
         node["bound_by"] or "-",
         phys,
         margin,
-        headroom_of(node),
-        guard_of(node),
+        format_headroom(node),
+        get_guard_state(node),
         str(node["in_flight"]),
         models,
-        video_of(node.get("video")),
-        ago(node["heard_seconds"]),
+        describe_video(node.get("video")),
+        format_age(node["heard_seconds"]),
         node["version"],
     )
 
 
-def state_of(node: dict[str, Any]) -> str:
+def format_state(node: dict[str, Any]) -> str:
     """Return a node's state, with facts that need attention: silence, cordon, failing engine, guard not armed."""
     words = [node["state"]]
     if node["state"] in (NodeState.LOST, NodeState.SUSPECT) and node["heard_seconds"] is not None:
-        words[0] += f" {ago(node['heard_seconds'])}"
+        words[0] += f" {format_age(node['heard_seconds'])}"
     engine = node["engine"]["state"]
     if node["state"] == NodeState.READY and engine not in ("", "ready"):
         words[0] = engine
     words += ["cordoned"] if node["cordoned"] else []
-    words += ["failing"] if breaker_of(node) else []
-    guard = guard_of(node)
+    words += ["failing"] if describe_breaker(node) else []
+    guard = get_guard_state(node)
     if guard in (OFF, NO_MARGIN) or (guard == UNARMED and words == ["ready"]):
         words.append({OFF: "guard OFF", NO_MARGIN: NO_MARGIN, UNARMED: UNARMED}[guard])
     return ", ".join(words)
 
 
-def memory_of(node: dict[str, Any]) -> str:
+def format_memory(node: dict[str, Any]) -> str:
     """Return current memory of ceiling, as `12.3/24.0 GiB`; `-` if they are unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
     return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
 
 
-def models_of(node: dict[str, Any]) -> str:
+def format_model_count(node: dict[str, Any]) -> str:
     """Return the number of loaded models of all models of a node, as `1 of 3`; `-` without models."""
     known = node["models"]
     return f"{sum(one['model'] == 'loaded' for one in known)} of {len(known)}" if known else "-"
 
 
-def video_of(video: dict[str, Any] | None) -> str:
+def describe_video(video: dict[str, Any] | None) -> str:
     """Describe a node's video capability: `-` without package, leases with progress, or whether the node is ready."""
     if not video or not video["packages"]:
         return "-"
@@ -108,20 +108,20 @@ def video_of(video: dict[str, Any] | None) -> str:
     return "ready" if video["ready"] and video["ray"] else "not ready"
 
 
-def headroom_of(node: dict[str, Any]) -> str:
+def format_headroom(node: dict[str, Any]) -> str:
     """Return a node's headroom; `-` if it is outdated."""
     return "-" if node["state"] in SILENT else show_size(node["headroom"])
 
 
-def bar(node: dict[str, Any], width: int) -> str:
-    """Render a node's ceiling as a bar of `width` characters: current, reserved, margin and free.
+def render_bar(node: dict[str, Any], columns: int) -> str:
+    """Render a node's ceiling as a bar of `columns` characters: current, reserved, margin and free.
 
     The bar consists of `?` if the numbers are unknown or outdated.
     """
     ceiling = node["ceiling"] or 0
     if not ceiling or node["current"] is None or node["state"] in SILENT:
-        return "?" * width
+        return "?" * columns
     drawn = ""
     for letter, size in (("█", node["current"]), ("▒", node["reserved"]), ("░", node["margin"])):
-        drawn += letter * round(max(0, size) / ceiling * width)
-    return drawn[:width].ljust(width, "·")
+        drawn += letter * round(max(0, size) / ceiling * columns)
+    return drawn[:columns].ljust(columns, "·")

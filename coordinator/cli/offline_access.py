@@ -8,7 +8,7 @@ import msgspec
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandError
-from coordinator.client.member_client import member_of
+from coordinator.client.member_client import read_member_identity
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.access_admin import AccessAdmin, NameTakenError, load_pepper
 from coordinator.state.database import Database, StoreError
@@ -23,8 +23,8 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
     Raise `CommandError` if there is no cluster, the database cannot be opened, the id is unknown, or the name is taken.
     """
     if not (session.state / "cluster.db").exists():
-        if member_of(session.state) is not None:
-            raise CommandError(UNREACHABLE, session.no_coordinator())
+        if read_member_identity(session.state) is not None:
+            raise CommandError(UNREACHABLE, session.explain_no_coordinator())
         raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: create one with `cluster up`")
     try:
         store = Database(session.state)
@@ -34,17 +34,17 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
         authority = ClusterCa(session.state / "authority", time.time)
         pepper = load_pepper(session.state)
         tokens = JoinTokens(store, authority.ca, time.time)
-        return _do(AccessAdmin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
+        return _run_operation(AccessAdmin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
     finally:
         store.close()
 
 
-def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     path, _, query = path.removeprefix("/api/v1/").partition("?")
     kind, name, what = [*path.split("/"), "", ""][:3]
     parameters = dict(parse_qsl(query))
     if method == "GET":
-        return _look(admin, path, parameters)
+        return _answer_query(admin, path, parameters)
     if kind == "keys" and "name" in body:
         try:
             admin.check_key_name(body["name"], name)
@@ -54,21 +54,21 @@ def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dic
         time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name"))
     )
     if what:
-        return _change(admin, name, what, body)
+        return _change_key(admin, name, what, body)
     if method == "POST":
         if kind == "tokens":
             return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
-        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _limits(body))
+        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _parse_limits(body))
     if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
         raise CommandError(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
     return {"schema": 1, "id": name}
 
 
-def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+def _change_key(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
     """Change one property of a key."""
     match what:
         case "limits":
-            known = admin.set_key_limits(key, _limits(body))
+            known = admin.set_key_limits(key, _parse_limits(body))
         case "name":
             known = admin.rename_key(key, body["name"])
         case "expiry":
@@ -80,7 +80,7 @@ def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> di
     return {"schema": 1, "id": key} | ({"key": known} if isinstance(known, str) else {})
 
 
-def _look(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[str, Any]:
+def _answer_query(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[str, Any]:
     match path:
         case "tokens":
             return admin.list_tokens()
@@ -92,7 +92,7 @@ def _look(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[str, Any
             return admin.list_audit_entries(int(query["last"]))
 
 
-def _limits(body: dict[str, Any]) -> KeyLimits:
+def _parse_limits(body: dict[str, Any]) -> KeyLimits:
     try:
         return msgspec.convert(body["limits"], KeyLimits)
     except msgspec.ValidationError as error:

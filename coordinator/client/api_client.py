@@ -23,7 +23,7 @@ LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
 
-def default_state() -> Path:
+def get_default_state() -> Path:
     """Return the default state folder: `macpool` in the user's folder for data of applications."""
     import platformdirs
 
@@ -42,7 +42,7 @@ class CoordinatorAddress:
     """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
 
 
-def base_url(text: str) -> str:
+def parse_base_url(text: str) -> str:
     """Return the base URL of a coordinator, without path; `https` if the text has no scheme.
 
     Raise `click.UsageError` if the text is not such a URL.
@@ -86,17 +86,17 @@ class ApiSession:
     @property
     def running(self) -> bool:
         """Whether a coordinator is known: by --url, as running in the state folder, or by `cluster login`."""
-        return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
+        return self.url is not None or self._read_file("run.json") is not None or self.stored_login is not None
 
     @property
-    def kept_login(self) -> dict[str, Any] | None:
+    def stored_login(self) -> dict[str, Any] | None:
         """Data of `cluster login`: URL, key and CA (PEM) of a remote coordinator; None without login.
 
         Raise `CommandError` if the file cannot be read.
         """
-        return self._read(LOGIN_FILE)
+        return self._read_file(LOGIN_FILE)
 
-    def _read(self, name: str) -> dict[str, Any] | None:
+    def _read_file(self, name: str) -> dict[str, Any] | None:
         try:
             return json.loads((self.state / name).read_text())
         except FileNotFoundError:
@@ -104,28 +104,30 @@ class ApiSession:
         except (OSError, ValueError) as error:
             raise CommandError(1, f"{self.state / name} cannot be read: {error}") from None
 
-    def reached(self) -> CoordinatorAddress:
+    def select_coordinator(self) -> CoordinatorAddress:
         """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
 
         Raise `CommandError` if there is none.
         """
         if self.url is not None:
-            return CoordinatorAddress(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
-        run = self._read("run.json")
+            return CoordinatorAddress(
+                parse_base_url(self.url), self._read_key(), self._get_stored_authority(parse_base_url(self.url))
+            )
+        run = self._read_file("run.json")
         if run is not None:
             return CoordinatorAddress(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
-        kept = self.kept_login
+        kept = self.stored_login
         if kept is not None:
             return CoordinatorAddress(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
-        raise CommandError(UNREACHABLE, self.no_coordinator())
+        raise CommandError(UNREACHABLE, self.explain_no_coordinator())
 
-    def no_coordinator(self) -> str:
+    def explain_no_coordinator(self) -> str:
         """Return the error message for a state folder without known coordinator, with the next step."""
-        from coordinator.client.member_client import host_of, member_of
+        from coordinator.client.member_client import get_coordinator_host, read_member_identity
 
-        member = member_of(self.state)
+        member = read_member_identity(self.state)
         if member is not None:
-            host = host_of(member)
+            host = get_coordinator_host(member)
             return (
                 f"this Mac is a node, its coordinator runs on {host}: run this command there, or here after `cluster "
                 f"login https://{host}:8080` (the `endpoint` of `cluster up`); `cluster status`, `nodes`, `models` and "
@@ -136,26 +138,26 @@ class ApiSession:
             "`cluster login URL`, or with --url and --key-file"
         )
 
-    def target(self) -> tuple[str, str]:
-        """Return base URL (without path) and key of `reached()`. Raise `CommandError` if no coordinator is known."""
-        reached = self.reached()
+    def get_url_and_key(self) -> tuple[str, str]:
+        """Return base URL (without path) and key of the coordinator to use. Raise `CommandError` if none is known."""
+        reached = self.select_coordinator()
         return reached.url, reached.key
 
-    def authority(self) -> str:
+    def get_authority(self) -> str:
         """Return the known CA (PEM) of the endpoint; empty if the system trusts it, or without TLS.
 
         Raise `CommandError` if no coordinator is known.
         """
-        return self.reached().authority
+        return self.select_coordinator().authority
 
-    def _known_authority(self, url: str) -> str:
-        kept = self.kept_login
+    def _get_stored_authority(self, url: str) -> str:
+        kept = self.stored_login
         return str(kept.get("ca") or "") if kept is not None and kept["url"] == url else ""
 
-    def _key(self) -> str:
+    def _read_key(self) -> str:
         if self.key_file is None:
-            kept = self.kept_login
-            if kept is not None and self.url is not None and kept["url"] == base_url(self.url):
+            kept = self.stored_login
+            if kept is not None and self.url is not None and kept["url"] == parse_base_url(self.url):
                 return str(kept["key"])
             raise CommandError(
                 DENIED,
@@ -167,32 +169,34 @@ class ApiSession:
         except OSError as error:
             raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
 
-    def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
+    def send_request(
+        self, method: str, path: str, body: object = None, timeout: float = 30.0
+    ) -> http.client.HTTPResponse:
         """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
 
         Raise `CommandError` if no coordinator is known or there is no response.
         """
-        return send(self.reached(), method, path, body, timeout)
+        return send_request(self.select_coordinator(), method, path, body, timeout)
 
-    def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
+    def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
 
         On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise `CommandError`
         without a response, or with the server's message for an error status.
         """
         if method == "GET" and path in MEMBER_PATHS and not self.running:
-            from coordinator.client.member_client import member_of, query
+            from coordinator.client.member_client import query_coordinator, read_member_identity
 
-            member = member_of(self.state)
+            member = read_member_identity(self.state)
             if member is not None:
-                return query(member, path)
-        response = self.request(method, path, body, timeout)
+                return query_coordinator(member, path)
+        response = self.send_request(method, path, body, timeout)
         raw = response.read()
         if response.status >= 400:
-            raise_for(response.status, raw)
+            raise_for_status(response.status, raw)
         return json.loads(raw) if raw else {}
 
-    def show(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
+    def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
         """Print an answer: as JSON with `-o json`, otherwise by a call of `text`."""
         if self.json:
             click.echo(json.dumps(answer))
@@ -200,7 +204,7 @@ class ApiSession:
             text(answer)
 
 
-def _trust(authority: str) -> "ssl.SSLContext":
+def _create_context(authority: str) -> "ssl.SSLContext":
     """Return a TLS context that trusts the system's authorities and the coordinator's own."""
     import ssl
 
@@ -210,7 +214,7 @@ def _trust(authority: str) -> "ssl.SSLContext":
     return context
 
 
-def send(
+def send_request(
     reached: CoordinatorAddress, method: str, path: str, body: object = None, timeout: float = 30.0
 ) -> http.client.HTTPResponse:
     """Send a request to a coordinator and return the response with any status.
@@ -220,7 +224,7 @@ def send(
     """
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
-        context = _trust(reached.authority)
+        context = _create_context(reached.authority)
         connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout, context=context)
     else:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
@@ -233,12 +237,12 @@ def send(
     except TimeoutError:
         raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
     except OSError as error:
-        raise CommandError(*connection_error(base, error)) from None
+        raise CommandError(*explain_connection_error(base, error)) from None
     except http.client.HTTPException:
         raise CommandError(UNREACHABLE, f"{base} does not answer as HTTP: use the `endpoint` of `cluster up`") from None
 
 
-def connection_error(base: str, error: OSError) -> tuple[int, str]:
+def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
     """Return exit code and message for a failed connection to the URL `base`.
 
     Errno 65 on macOS means a block by local network privacy, not a network fault.
@@ -256,11 +260,11 @@ def connection_error(base: str, error: OSError) -> tuple[int, str]:
     return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
 
 
-def raise_for(status: int, raw: bytes) -> NoReturn:
+def raise_for_status(status: int, raw: bytes) -> NoReturn:
     """Raise `CommandError` for an error status, with the message in the body `raw` and the matching exit code."""
     try:
         error = json.loads(raw)["error"]
-        message = str(error["message"]) + _numbers(error.get("memory"))
+        message = str(error["message"]) + _format_numbers(error.get("memory"))
     except (ValueError, KeyError, TypeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     code = {
@@ -275,7 +279,7 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
     raise CommandError(REFUSED if status == 400 and b"memory" in raw else code, message)
 
 
-def _numbers(memory: dict[str, Any] | None) -> str:
+def _format_numbers(memory: dict[str, Any] | None) -> str:
     """Format the numbers of a refusal as a separate line."""
     if not memory:
         return ""
@@ -285,19 +289,19 @@ def _numbers(memory: dict[str, Any] | None) -> str:
     return "\n(" + ", ".join(f"{size} {show_size(memory[size])}" for size in sizes) + ")"
 
 
-def options(command: Callable[..., None]) -> Callable[..., None]:
+def session_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command with --state, --url, --key-file and -o. The command receives an `ApiSession` first."""
     return _with_session(command, ("text", "json"))
 
 
-def wide_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command as `options` does, with `wide` as a third value of -o."""
+def wide_session_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command as `session_options` does, with `wide` as a third value of -o."""
     return _with_session(command, ("text", "wide", "json"))
 
 
 def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Callable[..., None]:
     def wrapped(state: Path | None, url: str | None, key_file: Path | None, output: str, **rest: object) -> None:
-        command(ApiSession(state or default_state(), url, key_file, output), **rest)
+        command(ApiSession(state or get_default_state(), url, key_file, output), **rest)
 
     for option in (
         click.option("-o", "--output", type=click.Choice(forms), default="text", help="Output format."),
@@ -322,7 +326,7 @@ UNLIMITED_COLUMNS = 10_000
 """Line width in characters for a file or a pipe, where lines do not wrap."""
 
 
-def table(
+def print_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     alarming: Collection[str] = (),

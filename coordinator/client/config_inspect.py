@@ -27,7 +27,7 @@ class SettingsReport:
 
     rows: tuple[dict[str, Any], ...]
     """Every setting as a row: key, value, origin, description. An invalid value is ignored."""
-    wrong: tuple[Any, ...]
+    faults: tuple[Any, ...]
     """Faults as `coordinator.state.config_file.ConfigFault`."""
 
 
@@ -39,7 +39,7 @@ class RunningProcesses:
     """Running processes: `coordinator`, `node`, both or none."""
     rows: tuple[dict[str, Any], ...]
     """Their settings as rows: key, value, origin, description."""
-    drift: tuple[dict[str, Any], ...]
+    drifts: tuple[dict[str, Any], ...]
     """Settings that differ in the file since the start: `host.settings_loader.SettingDrift`, as dictionaries."""
 
     @property
@@ -50,33 +50,33 @@ class RunningProcesses:
         return [row for row in self.rows if row["origin"] in GIVEN]
 
 
-def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
+def read_running_settings(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
     """Return the settings of the running coordinator and node of a state folder.
 
     `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running.
     """
     running: dict[str, list[dict[str, Any]]] | None = node.get("running")
     halves = {} if running is None else {"node": running}
-    ours = _coordinator(session)
+    ours = _read_coordinator_settings(session)
     if ours is not None:
-        halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}
+        halves = {"coordinator": {"settings": ours, "drift": _find_drifts(session.state, ours)}, **halves}
     rows = tuple(row for half in halves.values() for row in half["settings"])
     return RunningProcesses(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
 
 
-def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
+def _read_coordinator_settings(session: ApiSession) -> list[dict[str, Any]] | None:
     from coordinator.state.config_file import redact_rows
 
     try:
         if session.url is not None or not session.running:
             return None
-        rows = session.call("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
+        rows = session.request_json("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
     except (CommandError, OSError, ValueError, KeyError):
         return None
     return list(redact_rows(rows))  # redact again: an older coordinator returns secrets
 
 
-def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _find_drifts(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the settings that differ from the file, except addresses; an empty list if the file is invalid."""
     from coordinator.state.config_file import URL_SETTINGS
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
@@ -100,7 +100,7 @@ def inspect_settings(
 ) -> SettingsReport:
     """Read all settings of coordinator and node as a start would: from `file`, `environ`, and `pairs` of --set.
 
-    `node` is the report of `node_settings`, if already read. Raise `CommandError` for an invalid --set or MACPOOL_
+    `node` is the report of `read_node_settings`, if already read. Raise `CommandError` for an invalid --set or MACPOOL_
     variable, or if the node's settings cannot be read.
     """
     from coordinator.state.config_file import ConfigFault, build_syntax_fault, locate_faults, redact_rows
@@ -130,7 +130,7 @@ def inspect_settings(
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
     except SettingsError as error:
         raise CommandError(2, str(error)) from None
-    node = node or node_settings(state, file, environ, pairs)
+    node = node or read_node_settings(state, file, environ, pairs)
     wrong: list[ConfigFault] = []
     for origin, flat in layers:
         found = faults(CoordinatorSettings, flat, NODE_SECTIONS)
@@ -148,7 +148,7 @@ def inspect_settings(
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 
-def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
+def read_node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the node, as `node.inspect.report --settings-only` prints them.
 
     Raise `CommandError` if that process fails, or does not end within `CHILD_TIMEOUT_SECONDS`.

@@ -2,7 +2,7 @@
 
 import click
 
-from coordinator.client.terminal_text import harmless
+from coordinator.client.terminal_text import replace_control_characters
 
 UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
 """Exit codes; the whole list is in `cluster --help`."""
@@ -12,5 +12,5 @@ class CommandError(click.ClickException):
     """Failure of a command: its exit code, and a message with the next step, without terminal control sequences."""
 
     def __init__(self, code: int, message: str) -> None:
-        super().__init__(harmless(message))
+        super().__init__(replace_control_characters(message))
         self.exit_code = code  # pyright: ignore[reportAttributeAccessIssue]  click reads it from the instance

@@ -41,7 +41,7 @@ class MemberIdentity:
     """Addresses of the coordinator's cluster port (HOST:PORT), that of the last link first."""
 
 
-def member_of(state: Path) -> MemberIdentity | None:
+def read_member_identity(state: Path) -> MemberIdentity | None:
     """Return the node that joined from a state folder.
 
     Return None if there is no readable identity, or if the folder holds the state of a coordinator.
@@ -64,12 +64,12 @@ def member_of(state: Path) -> MemberIdentity | None:
         return None
 
 
-def host_of(member: MemberIdentity) -> str:
+def get_coordinator_host(member: MemberIdentity) -> str:
     """Return the host of the coordinator's first known address, or a description if none is known."""
     return member.addresses[0].rpartition(":")[0] if member.addresses else "the coordinator's Mac"
 
 
-def query(member: MemberIdentity, path: str) -> dict[str, Any]:
+def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
     """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
 
     Raise `CommandError` if no address answers, if the coordinator refuses, or if the peer is not the coordinator.
@@ -77,7 +77,7 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
     failures: list[str] = []
     for address in member.addresses:
         try:
-            return json.loads(_get(member, address, path))
+            return json.loads(_query_address(member, address, path))
         except OSError as error:
             failures.append(f"{address} ({error.strerror or error})")
     tried = ", ".join(failures) or "no address is known"
@@ -86,20 +86,20 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
     )
 
 
-def _get(member: MemberIdentity, address: str, path: str) -> bytes:
+def _query_address(member: MemberIdentity, address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     with (
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS) as plain,
-        _context(member).wrap_socket(plain) as link,
+        _create_context(member).wrap_socket(plain) as link,
     ):
         shown = link.getpeercert(binary_form=True)
         if not shown or read_certificate(shown).uri != coordinator_uri(member.cluster):
             raise CommandError(DENIED, f"{address} is not the coordinator of this node's cluster")
         link.sendall(encode(MemberQuery(SPOKEN, member.node, member.machine, path)))
-        return _answer(link, address)
+        return _receive_answer(link, address)
 
 
-def _answer(link: ssl.SSLSocket, address: str) -> bytes:
+def _receive_answer(link: ssl.SSLSocket, address: str) -> bytes:
     splitter, found = Splitter(), bytearray()
     while data := link.recv(65536):
         try:
@@ -120,7 +120,7 @@ def _answer(link: ssl.SSLSocket, address: str) -> bytes:
     )
 
 
-def _context(member: MemberIdentity) -> ssl.SSLContext:
+def _create_context(member: MemberIdentity) -> ssl.SSLContext:
     """Return the node's own TLS: only the cluster's authority, no host names, because addresses change."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

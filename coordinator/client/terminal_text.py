@@ -1,9 +1,9 @@
 """Filter for untrusted text on a terminal: names, messages and logs of other machines may contain escape sequences.
 
-Such sequences can hide or forge lines, move the cursor or set the clipboard. `harmless_output` wraps the terminal
+Such sequences can hide or forge lines, move the cursor or set the clipboard. `filter_output` wraps the terminal
 output of every command, hence no command can omit it. Control characters (C0 except newline and tab, DEL, C1),
 bidirectional overrides, line separators and lone surrogates become `?`. Of escape sequences, only the colours of the
-commands pass. A screen that moves the cursor (`top`) bypasses the filter with `raw_output`, and filters each text.
+commands pass. A screen that moves the cursor (`top`) bypasses the filter with `get_raw_stream`, and filters each text.
 """
 
 import re
@@ -19,7 +19,7 @@ _TEXT = re.compile(f"[{_HARMFUL}]")
 _OUTPUT = re.compile(rf"(\x1b\[(?:{COLOURS})?m)|[{_HARMFUL}]")
 
 
-def harmless(text: str) -> str:
+def replace_control_characters(text: str) -> str:
     """Return text from another machine with each control character replaced by `?`."""
     return _TEXT.sub("?", text)
 
@@ -53,7 +53,7 @@ class SanitizedStream:
 
 
 @contextmanager
-def harmless_output() -> Generator[None]:
+def filter_output() -> Generator[None]:
     """Replace standard output and standard error by a `SanitizedStream` while the context is open."""
     streams = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in streams)
@@ -63,6 +63,6 @@ def harmless_output() -> Generator[None]:
         sys.stdout, sys.stderr = streams
 
 
-def raw_output(stream: TextIO) -> TextIO:
+def get_raw_stream(stream: TextIO) -> TextIO:
     """Return the stream without filter, for a screen or progress bar whose text is already filtered."""
     return stream.stream if isinstance(stream, SanitizedStream) else stream

@@ -26,9 +26,9 @@ from host.redaction import HIDDEN, hide, redact
 MAX_LOG_BYTES = 512 * 1024
 """Bytes read from the end of each log."""
 MAX_LINES = 2000
-LEFT_OUT = "[omitted]"
-OURS = ("coordinator", "node", "router", "host", "wire")
-KEPT = frozenset(
+OMITTED = "[omitted]"
+OWN_PACKAGES = ("coordinator", "node", "router", "host", "wire")
+KEPT_FIELDS = frozenset(
     {
         "timestamp",
         "level",
@@ -66,10 +66,10 @@ Review it before you send it: it contains names of machines and models.
 
 
 @cache
-def own_events() -> frozenset[str]:
+def find_own_events() -> frozenset[str]:
     """Return the names of all log events of this project. The names are read from its source code, to stay current."""
     found: set[str] = set()
-    for name in OURS:
+    for name in OWN_PACKAGES:
         package = find_spec(name)
         for folder in package.submodule_search_locations or () if package else ():
             for file in Path(folder).rglob("*.py"):
@@ -77,7 +77,7 @@ def own_events() -> frozenset[str]:
     return frozenset(found)
 
 
-def event_of(line: str) -> dict[str, Any] | None:
+def parse_event(line: str) -> dict[str, Any] | None:
     """Return the allowed fields of one log line in JSON; None if the line is not a JSON object."""
     try:
         record: Any = json.loads(line)
@@ -86,35 +86,35 @@ def event_of(line: str) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     fields = cast("dict[str, Any]", record)
-    own = str(fields.get("logger", "")).split(".")[0] in OURS
+    own = str(fields.get("logger", "")).split(".")[0] in OWN_PACKAGES
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         if not _WORD.fullmatch(name):
             continue
         if name == "event":
-            kept[name] = value if own and isinstance(value, str) and value in own_events() else LEFT_OUT
+            kept[name] = value if own and isinstance(value, str) and value in find_own_events() else OMITTED
         elif name == "exception":
-            kept[name] = _where(str(value))
+            kept[name] = _filter_exception(str(value))
         else:
-            kept[name] = _allowed(name, value)
+            kept[name] = _filter_value(name, value)
     return dict(redact(kept))
 
 
-def _allowed(name: str, value: object) -> object:
+def _filter_value(name: str, value: object) -> object:
     if value is None or isinstance(value, bool | int | float):
         return value
-    return value if name in KEPT and isinstance(value, str) and _WORD.fullmatch(value) else LEFT_OUT
+    return value if name in KEPT_FIELDS and isinstance(value, str) and _WORD.fullmatch(value) else OMITTED
 
 
-def _where(exception: str) -> str:
+def _filter_exception(exception: str) -> str:
     """Return an exception's type and the functions of its traceback."""
     first, *rest = exception.splitlines() or [""]
     kind = first.partition(":")[0]
     frames = [line for line in rest if _FRAME.fullmatch(line)]
-    return "\n".join([kind if _KIND.fullmatch(kind) else LEFT_OUT, *frames])
+    return "\n".join([kind if _KIND.fullmatch(kind) else OMITTED, *frames])
 
 
-def log_lines(lines: Iterable[str]) -> str:
+def render_log(lines: Iterable[str]) -> str:
     """Return the newest `MAX_LINES` events of a log, as one JSON object per line with allowed fields.
 
     The last line has the number of omitted lines.
@@ -122,7 +122,7 @@ def log_lines(lines: Iterable[str]) -> str:
     kept: list[str] = []
     left_out = 0
     for line in lines:
-        event = event_of(line) or _console(line)
+        event = parse_event(line) or _parse_console_event(line)
         if event is None:
             left_out += 1
         else:
@@ -132,17 +132,17 @@ def log_lines(lines: Iterable[str]) -> str:
     )
 
 
-def _console(line: str) -> dict[str, Any] | None:
+def _parse_console_event(line: str) -> dict[str, Any] | None:
     """Return time, level and name of an event that the engine wrote in console format."""
     found = _CONSOLE.fullmatch(line)
     return (
         None
-        if found is None or found[3] not in own_events()
+        if found is None or found[3] not in find_own_events()
         else {"timestamp": found[1], "level": found[2], "event": found[3]}
     )
 
 
-def newest(file: Path) -> list[str]:
+def read_newest_lines(file: Path) -> list[str]:
     """Return the complete lines in the last `MAX_LOG_BYTES` of a log; an empty list if the file cannot be read."""
     try:
         with file.open("rb") as opened:
@@ -154,30 +154,30 @@ def newest(file: Path) -> list[str]:
     return lines[1:] if size > MAX_LOG_BYTES else lines
 
 
-def clean(value: object, home: str) -> Any:
+def redact_value(value: object, home: str) -> Any:
     """Return a value (JSON) with possible secrets redacted at any depth, and the home folder in paths as `~`."""
     if isinstance(value, str):
         return hide(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
         inner = {str(name): one for name, one in cast("Mapping[object, object]", value).items()}
-        return redact({name: clean(one, home) for name, one in inner.items()})
+        return redact({name: redact_value(one, home) for name, one in inner.items()})
     if isinstance(value, list | tuple):
-        return [clean(one, home) for one in cast("list[object]", value)]
+        return [redact_value(one, home) for one in cast("list[object]", value)]
     return value
 
 
 def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`."""
-    return {row["key"]: {"value": _setting(row["value"]), "origin": row["origin"]} for row in rows}
+    return {row["key"]: {"value": _redact_setting(row["value"]), "origin": row["origin"]} for row in rows}
 
 
-def _setting(value: object) -> object:
+def _redact_setting(value: object) -> object:
     if isinstance(value, str):
         return value if value == "" or re.fullmatch(r"[\w.%~/:…+-]{1,200}", value) else HIDDEN
-    return [_setting(one) for one in cast("list[object]", value)] if isinstance(value, list | tuple) else value
+    return [_redact_setting(one) for one in cast("list[object]", value)] if isinstance(value, list | tuple) else value
 
 
-def write(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
+def write_bundle(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
     """Write the archive (tar.gz, mode 0600) and return the names of its files.
 
     `contents` has JSON values by file name. `logs` are the files from which events are taken. `home` is the home
@@ -185,9 +185,10 @@ def write(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home
     """
     parts = {"README.txt": README}
     parts |= {
-        name: json.dumps(clean(value, str(home)), indent=1, default=str) + "\n" for name, value in contents.items()
+        name: json.dumps(redact_value(value, str(home)), indent=1, default=str) + "\n"
+        for name, value in contents.items()
     }
-    parts |= {f"logs/{log.name}": hide(log_lines(lines)) for log in logs if (lines := newest(log))}
+    parts |= {f"logs/{log.name}": hide(render_log(lines)) for log in logs if (lines := read_newest_lines(log))}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name, text in parts.items():

@@ -50,7 +50,7 @@ def not_here(why: str) -> Finding:
     return Finding("not here", why)
 
 
-def exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
+def compute_exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
     """Return the doctor's exit code for findings with their check ids.
 
     That is `BLOCKED` if `LOCAL_NETWORK` failed, `PIN` for an unexpected peer, or `FAILED` after another failure. With

@@ -66,7 +66,7 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
     return ToolOutput(done.returncode, done.stdout, done.stderr)
 
 
-def run_dial(host: str, port: int) -> int:
+def dial_tcp(host: str, port: int) -> int:
     """Connect to a host and port by TCP, for at most `DIAL_TIMEOUT_SECONDS`, and disconnect.
 
     Return 0, the errno of the failure, or -1 after a timeout.
@@ -105,32 +105,32 @@ class HostProbe:
     platform: str = sys.platform
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: RunTool = run_tool
-    dial: Dial = run_dial
+    dial: Dial = dial_tcp
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
-    power: Callable[[], PowerState] = read_power
+    get_power: Callable[[], PowerState] = read_power
     """Reads power source and battery."""
-    seconds: float = 4.5
+    timeout_seconds: float = 4.5
     """Time limit for all checks, in seconds."""
-    examined: Lazy[dict[str, Any] | None] = field(init=False)
+    read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
-    device: Lazy[dict[str, Any] | None] = field(init=False)
-    """MLX and its device, from `node.engine.process.device_info`; None as for `examined`."""
-    version: Lazy["CoordinatorAnswer"] = field(init=False)
+    read_device: Lazy[dict[str, Any] | None] = field(init=False)
+    """MLX and its device, from `node.engine.process.device_info`; None as for `read_inspection`."""
+    read_version: Lazy["CoordinatorAnswer"] = field(init=False)
     """Answer of the coordinator's `/api/v1/version`."""
-    nodes: Lazy["CoordinatorAnswer"] = field(init=False)
+    read_nodes: Lazy["CoordinatorAnswer"] = field(init=False)
     """Answer of the coordinator's `/api/v1/nodes`."""
 
     def __post_init__(self) -> None:
         """Create the values that are computed at their first use."""
         children = {
-            "examined": ("node.inspect.report", "--state", str(self.state)),
-            "device": ("node.engine.process.device_info",),
+            "read_inspection": ("node.inspect.report", "--state", str(self.state)),
+            "read_device": ("node.engine.process.device_info",),
         }
         for name, command in children.items():
-            object.__setattr__(self, name, Lazy(partial(self._child, *command)))
+            object.__setattr__(self, name, Lazy(partial(self._run_child, *command)))
         for name in ("version", "nodes"):
-            object.__setattr__(self, name, Lazy(partial(self.get, f"/api/v1/{name}")))
+            object.__setattr__(self, f"read_{name}", Lazy(partial(self.get, f"/api/v1/{name}")))
 
     @property
     def state(self) -> Path:
@@ -160,15 +160,15 @@ class HostProbe:
     def get(self, path: str) -> "CoordinatorAnswer":
         """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message."""
         try:
-            return CoordinatorAnswer(self.session.call("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
+            return CoordinatorAnswer(self.session.request_json("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
         except (CommandError, OSError, ValueError) as error:
             code = error.exit_code if isinstance(error, CommandError) else 1
             return CoordinatorAnswer(None, code, str(getattr(error, "message", error)))
 
-    def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
+    def _run_child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run a module of this project as a child process. Return None if it does not answer in time."""
         found = self.run(
-            (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - CHILD_MARGIN_SECONDS)
+            (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.timeout_seconds - CHILD_MARGIN_SECONDS)
         )
         if found is None or found.code != 0:
             return None
@@ -178,11 +178,11 @@ class HostProbe:
             return None
         return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None
 
-    def variables(self, *names: str) -> list[str]:
+    def find_variables(self, *names: str) -> list[str]:
         """Return those of `names` that are set as environment variables, in upper or lower case."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
-    def stray_variables(self) -> list[str]:
+    def find_stray_variables(self) -> list[str]:
         """Return the names of environment variables that begin with MACPOOL_ and are settings, sorted."""
         return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 

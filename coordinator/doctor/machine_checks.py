@@ -15,7 +15,7 @@ from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.units import GIB, MIB, show_size
 
-NO_SUPPLY = "this system does not report its power source"
+NO_POWER_SOURCE = "this system does not report its power source"
 ONLY_MACOS = "only on macOS"
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 MIN_MODEL_DISK_BYTES = 20 * GIB
@@ -26,11 +26,11 @@ MAX_PANIC_AGE_DAYS = 30
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
-def system(here: HostProbe) -> Finding:
+def check_system(here: HostProbe) -> Finding:
     """Check the version of the operating system; nodes need `MIN_MACOS_VERSION`."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
-    version, build = macos.version_in(here.run_tool("/usr/bin/sw_vers"))
+    version, build = macos.parse_version(here.run_tool("/usr/bin/sw_vers"))
     if not version:
         return warn("the version of macOS cannot be read", "check that `sw_vers` works")
     text = f"macOS {version} ({build})"
@@ -39,7 +39,7 @@ def system(here: HostProbe) -> Finding:
     return ok(text, version=version)
 
 
-def python(here: HostProbe) -> Finding:
+def check_python(here: HostProbe) -> Finding:
     """Check the interpreter: native, supported, and not the one that an Xcode update replaces."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
@@ -60,9 +60,9 @@ def python(here: HostProbe) -> Finding:
     return ok(text)
 
 
-def mlx(here: HostProbe) -> Finding:
+def check_mlx(here: HostProbe) -> Finding:
     """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac."""
-    device = here.device()
+    device = here.read_device()
     if device is None:
         return warn(
             "MLX did not answer in time", "run `python -m node.engine.process.device_info` and check where it hangs"
@@ -79,11 +79,11 @@ def mlx(here: HostProbe) -> Finding:
     return ok(text, most=device["most"] or None)
 
 
-def wired_limit(here: HostProbe) -> Finding:
+def check_wired_limit(here: HostProbe) -> Finding:
     """Check Metal's wired limit. Fail above the highest safe value of this machine; warn if it limits the cap."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    inspection = here.examined()
+    inspection = here.read_inspection()
     if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
     memory = inspection["memory"]
@@ -118,9 +118,9 @@ def wired_limit(here: HostProbe) -> Finding:
     return ok(f"Metal's limit is {limit}; highest safe value {safe // MIB} MB", now=now, safe=safe)
 
 
-def memory(here: HostProbe) -> Finding:
+def check_memory(here: HostProbe) -> Finding:
     """Check that cap and margin of this machine's memory are valid, and that the guard is on."""
-    inspection = here.examined()
+    inspection = here.read_inspection()
     if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
     found = inspection["memory"]
@@ -139,26 +139,26 @@ def memory(here: HostProbe) -> Finding:
     return ok(text, **numbers)
 
 
-def disk(here: HostProbe) -> Finding:
+def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder."""
-    inspection = here.examined()
+    inspection = here.read_inspection()
     folders = [Path(one) for one in (inspection["folders"] if inspection else ())]
-    rows = [(folder, _free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
-        (here.state, _free_disk_bytes(here.state), MIN_STATE_DISK_BYTES)
+    rows = [(folder, _read_free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
+        (here.state, _read_free_disk_bytes(here.state), MIN_STATE_DISK_BYTES)
     ]
     known = [(folder, free, least) for folder, free, least in rows if free is not None]
-    text = ", ".join(dict.fromkeys(f"{show_size(free)} free for {_short(folder)}" for folder, free, _ in known))
+    text = ", ".join(dict.fromkeys(f"{show_size(free)} free for {_shorten_path(folder)}" for folder, free, _ in known))
     short = [(folder, free) for folder, free, least in known if free < least]
     numbers = {"free": min((free for _, free, _ in known), default=None)}
     if short:
         worst = min(short, key=lambda one: one[1])
-        fix = f"free space on the disk of {_short(worst[0])}, or set another folder in models.folders"
+        fix = f"free space on the disk of {_shorten_path(worst[0])}, or set another folder in models.folders"
         made = fail if worst[0] == here.state else warn
         return made(text, fix, **numbers)
     return ok(text or "there is no folder yet", **numbers)
 
 
-def _free_disk_bytes(folder: Path) -> int | None:
+def _read_free_disk_bytes(folder: Path) -> int | None:
     """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
     for place in (folder, *folder.parents):
         try:
@@ -169,28 +169,29 @@ def _free_disk_bytes(folder: Path) -> int | None:
     return None
 
 
-def _short(path: Path) -> str:
+def _shorten_path(path: Path) -> str:
     text, home = str(path), str(Path.home())
     return "~" + text[len(home) :] if home != "/" and text.startswith(home + "/") else text
 
 
-SECRET = ("pepper", "run.json", "cluster.db", "token", "identity.json")
+SECRET_FILES = ("pepper", "run.json", "cluster.db", "token", "identity.json")
 MAX_FILES_SEARCHED = 5000
 
 
-def files(here: HostProbe) -> Finding:
+def check_files(here: HostProbe) -> Finding:
     """Check that files with secrets in the state folder belong to this user, and that only this user can read them."""
     if not here.state.exists():
-        return not_here(f"there is no state folder {_short(here.state)}")
-    secrets = list(_secrets(here.state))
-    wrong = [path for path in secrets if _open(path)]
+        return not_here(f"there is no state folder {_shorten_path(here.state)}")
+    secrets = list(_find_secret_files(here.state))
+    wrong = [path for path in secrets if _is_readable_by_others(path)]
     foreign = [path for path in (here.state, *secrets) if path.lstat().st_uid != os.geteuid()]
     if foreign and os.geteuid():
         return fail(
-            f"{_short(foreign[0])} belongs to another user", f"change its owner: sudo chown -R $(id -un) '{here.state}'"
+            f"{_shorten_path(foreign[0])} belongs to another user",
+            f"change its owner: sudo chown -R $(id -un) '{here.state}'",
         )
     if wrong:
-        names = ", ".join(_short(path) for path in wrong[:3])
+        names = ", ".join(_shorten_path(path) for path in wrong[:3])
         return fail(
             f"other users can read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
             f"chmod -R go-rwx '{here.state}'",
@@ -199,7 +200,7 @@ def files(here: HostProbe) -> Finding:
     return ok(f"{len(secrets)} files with secrets, none readable by other users", secrets=len(secrets))
 
 
-def _secrets(state: Path) -> Iterator[Path]:
+def _find_secret_files(state: Path) -> Iterator[Path]:
     """Yield the files that must be private. Symbolic links are not followed."""
     looked = 0
     for folder, names, found in os.walk(state):
@@ -209,33 +210,33 @@ def _secrets(state: Path) -> Iterator[Path]:
             if looked > MAX_FILES_SEARCHED:
                 return
             path = Path(folder, name)
-            if (name in SECRET or (path.suffix in (".pem", ".key") and "trusted" not in path.parts)) and (
+            if (name in SECRET_FILES or (path.suffix in (".pem", ".key") and "trusted" not in path.parts)) and (
                 not path.is_symlink()
             ):
                 yield path
 
 
-def _open(path: Path) -> bool:
+def _is_readable_by_others(path: Path) -> bool:
     return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
 
 
-def firewall(here: HostProbe) -> Finding:
+def check_firewall(here: HostProbe) -> Finding:
     """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.firewall_in(here.run_tool(FIREWALL, "--getglobalstate"))
+    on = macos.parse_firewall(here.run_tool(FIREWALL, "--getglobalstate"))
     if on is None:
         return warn("the application firewall cannot be read", f"check `{FIREWALL} --getglobalstate`")
     if not on:
         return ok("the application firewall is off")
     program = os.path.realpath(sys.executable)
     allow = f"sudo {FIREWALL} --add '{program}' --unblockapp '{program}' (again after each update of Python)"
-    if macos.blocks_all_in(here.run_tool(FIREWALL, "--getblockall")):
+    if macos.parse_block_all(here.run_tool(FIREWALL, "--getblockall")):
         return fail(
             "the application firewall blocks all incoming connections",
             f"sudo {FIREWALL} --setblockall off, then {allow}",
         )
-    blocked = macos.blocked_in(here.run_tool(FIREWALL, "--listapps"), program)
+    blocked = macos.parse_blocked(here.run_tool(FIREWALL, "--listapps"), program)
     if blocked:
         return fail(f"the application firewall blocks {program}", allow)
     if blocked is None and here.has_cluster:
@@ -249,15 +250,15 @@ def firewall(here: HostProbe) -> Finding:
     )
 
 
-def sleep(here: HostProbe) -> Finding:
+def check_sleep(here: HostProbe) -> Finding:
     """Check the sleep settings, because a sleeping Mac serves no requests. A laptop may sleep."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    found = macos.power_settings_in(here.run_tool("/usr/bin/pmset", "-g"))
+    found = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
     if "sleep" not in found:
         return warn("the sleep settings cannot be read", "check `pmset -g`")
     text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
-    if here.power().battery is not None:
+    if here.get_power().battery is not None:
         return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and uses it again after wake", **found)
     wanted = [
         f"{name} {value}"
@@ -269,15 +270,17 @@ def sleep(here: HostProbe) -> Finding:
     return ok(text, **found)
 
 
-def power(here: HostProbe) -> Finding:
+def check_power(here: HostProbe) -> Finding:
     """Check that this machine is on mains power, and that the lid of a laptop is open."""
-    now = here.power()
+    now = here.get_power()
     if now.plugged is None:
-        return warn("the power supply cannot be read", "check `pmset -g batt`") if here.mac else not_here(NO_SUPPLY)
+        return (
+            warn("the power supply cannot be read", "check `pmset -g batt`") if here.mac else not_here(NO_POWER_SOURCE)
+        )
     text = ("on mains" if now.plugged else "on battery") + ("" if now.battery is None else f", {now.battery:.0f} %")
     if not here.mac:
         return ok(text, battery=now.battery)
-    lid = macos.lid_in(here.run_tool("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
+    lid = macos.parse_lid(here.run_tool("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
     text += ", lid closed" if lid else ""
     if not now.plugged or lid:
         return warn(
@@ -288,11 +291,11 @@ def power(here: HostProbe) -> Finding:
     return ok(text, battery=now.battery)
 
 
-def filevault(here: HostProbe) -> Finding:
+def check_filevault(here: HostProbe) -> Finding:
     """Check FileVault, because a Mac that waits for the disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.filevault_in(here.run_tool("/usr/bin/fdesetup", "status"))
+    on = macos.parse_filevault(here.run_tool("/usr/bin/fdesetup", "status"))
     if on is None:
         return warn("FileVault cannot be read", "check `fdesetup status`")
     if on:
@@ -303,7 +306,7 @@ def filevault(here: HostProbe) -> Finding:
     return ok("FileVault is off: services start without a password")
 
 
-def panics(here: HostProbe) -> Finding:
+def check_panics(here: HostProbe) -> Finding:
     """Check for reports of kernel panics in the last `MAX_PANIC_AGE_DAYS` days.
 
     Fail if one names the GPU's memory; warn about any other.
@@ -321,10 +324,10 @@ def panics(here: HostProbe) -> Finding:
         return warn(f"the panic reports cannot be read: {error.strerror}", f"list {folder} with sudo")
     if not reports:
         return ok(f"no kernel panic in {MAX_PANIC_AGE_DAYS} days", panics=0, of_gpu=0)
-    ours = [one for one in reports if macos.panic_in(one[2])[1]]
+    ours = [one for one in reports if macos.parse_panic(one[2])[1]]
     at, name, text = max(ours or reports)
     date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
-    what = f"{name} of {date}: {macos.panic_in(text)[0] or 'no message'}"
+    what = f"{name} of {date}: {macos.parse_panic(text)[0] or 'no message'}"
     numbers = {"panics": len(reports), "of_gpu": len(ours)}
     if ours:
         return fail(
@@ -339,7 +342,7 @@ def panics(here: HostProbe) -> Finding:
     )
 
 
-def started_from(here: HostProbe) -> Finding:
+def check_started_from(here: HostProbe) -> Finding:
     """Check that the program that started this process needs no permission for the local network.
 
     macOS applies the permission of that program to this process.
@@ -347,8 +350,8 @@ def started_from(here: HostProbe) -> Finding:
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)
-    app = macos.responsible(environ)
-    if macos.exempt(environ):
+    app = macos.find_responsible_program(environ)
+    if macos.is_exempt(environ):
         return ok(f"started from {app}, which needs no permission for the local network")
     return warn(
         f"started from {app}, which needs a permission for the local network",
@@ -356,7 +359,7 @@ def started_from(here: HostProbe) -> Finding:
     )
 
 
-def open_files(here: HostProbe) -> Finding:
+def check_open_files(here: HostProbe) -> Finding:
     """Check that a process may open at least `MIN_OPEN_FILES` files and connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
@@ -367,10 +370,10 @@ def open_files(here: HostProbe) -> Finding:
     return ok(f"{soft} open files, can be raised to {most}", most=most)
 
 
-def proxy(here: HostProbe) -> Finding:
+def check_proxy(here: HostProbe) -> Finding:
     """Check that the environment has no proxy, or has NO_PROXY: requests to the local network must not use a proxy."""
-    found = here.variables(*PROXIES)
-    if found and not here.variables("NO_PROXY"):
+    found = here.find_variables(*PROXIES)
+    if found and not here.find_variables("NO_PROXY"):
         return warn(
             f"{', '.join(found)} is set",
             "clients would send requests for the pool to the proxy: set NO_PROXY=*, or add the pool's host to NO_PROXY",

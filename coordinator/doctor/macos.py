@@ -20,24 +20,24 @@ GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\
 """Pattern of panics of the GPU and of wired memory (https://github.com/ml-explore/mlx/issues/3186)."""
 
 
-def version_in(listing: str) -> tuple[str, str]:
+def parse_version(listing: str) -> tuple[str, str]:
     """Return version and build from the output of `sw_vers`; empty texts if they are missing."""
     found = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
     return found.get("ProductVersion", ""), found.get("BuildVersion", "")
 
 
-def power_settings_in(listing: str) -> dict[str, int]:
+def parse_power_settings(listing: str) -> dict[str, int]:
     """Return the numeric settings in the output of `pmset -g`, by name. `sleep` is in minutes; switches are 0 or 1."""
     return {name: int(value) for name, value in re.findall(r"^ ?(\w+)\s+(\d+)\b", listing, re.MULTILINE)}
 
 
-def firewall_in(listing: str) -> bool | None:
+def parse_firewall(listing: str) -> bool | None:
     """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on; None if there is no state."""
     found = re.search(r"State = (\d)", listing)
     return None if found is None else found[1] != "0"
 
 
-def blocks_all_in(listing: str) -> bool | None:
+def parse_block_all(listing: str) -> bool | None:
     """Parse `socketfilterfw --getblockall`: whether the firewall blocks all incoming connections.
 
     Return None if the output does not mention this setting.
@@ -48,7 +48,7 @@ def blocks_all_in(listing: str) -> bool | None:
     return "enabled" in text or "set to block all" in text
 
 
-def blocked_in(listing: str, program: str) -> bool | None:
+def parse_blocked(listing: str, program: str) -> bool | None:
     """Parse `socketfilterfw --listapps`: whether the firewall blocks a program (path); None if it is not listed."""
     lines = listing.splitlines()
     for line, after in pairwise(lines):
@@ -57,25 +57,25 @@ def blocked_in(listing: str, program: str) -> bool | None:
     return None
 
 
-def filevault_in(listing: str) -> bool | None:
+def parse_filevault(listing: str) -> bool | None:
     """Parse `fdesetup status`: whether FileVault is on; None if the output has no state."""
     found = re.search(r"FileVault is (On|Off)", listing)
     return None if found is None else found[1] == "On"
 
 
-def lid_in(listing: str) -> bool | None:
+def parse_lid(listing: str) -> bool | None:
     """Parse `ioreg -r -k AppleClamshellState`: whether the lid is closed; None without a lid."""
     found = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
     return None if found is None else found[1] == "Yes"
 
 
-def gateway_in(listing: str) -> str | None:
+def parse_gateway(listing: str) -> str | None:
     """Return the address of the gateway from the output of `route -n get default`; None without one."""
     found = re.search(r"gateway:\s+(\S+)", listing)
     return None if found is None else found[1]
 
 
-def neighbours_in(listing: str, gateway: str | None) -> list[str]:
+def parse_neighbours(listing: str, gateway: str | None) -> list[str]:
     """Return the IPv4 addresses in the output of `arp -an`, without the gateway, broadcast and multicast."""
     found = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
     return [one for one in found if one != gateway and not one.endswith(".255") and int(one.split(".")[0]) < 224]
@@ -91,7 +91,7 @@ class Reachability:
     """Address and result for each other machine that was tried."""
 
 
-def answers(code: int | None) -> bool:
+def is_answer(code: int | None) -> bool:
     """Return whether a machine answered, by the result of a connection. A refused connection is an answer."""
     return code == 0 or code in REFUSED
 
@@ -103,11 +103,15 @@ def is_blocked(reach: Reachability) -> bool:
     gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.
     """
     refused = any(code == NO_ROUTE for _, code in reach.others)
-    return refused and answers(reach.gateway) and not any(answers(code) for _, code in reach.others)
+    return refused and is_answer(reach.gateway) and not any(is_answer(code) for _, code in reach.others)
 
 
-def responsible(environ: "dict[str, str]") -> str:
-    """Return the name of the program that started this process, whose permissions macOS applies."""
+def find_responsible_program(environ: "dict[str, str]") -> str:
+    """Return the name of the program, SSH session or launchd job that started a process with this environment.
+
+    macOS applies the permissions of that program. Return "the program that started this" if the environment does not
+    show it.
+    """
     if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
         return f"the launchd job {environ['XPC_SERVICE_NAME']}"
     if environ.get("SSH_CONNECTION"):
@@ -123,15 +127,15 @@ def responsible(environ: "dict[str, str]") -> str:
     return names.get(program, program) or "the program that started this"
 
 
-def exempt(environ: "dict[str, str]") -> bool:
+def is_exempt(environ: "dict[str, str]") -> bool:
     """Return whether a process with this environment needs no permission for the local network (TN3179).
 
     True for processes started from Terminal or an SSH session.
     """
-    return responsible(environ) in ("Terminal", "the SSH session")
+    return find_responsible_program(environ) in ("Terminal", "the SSH session")
 
 
-def panic_in(report: str) -> tuple[str, bool]:
+def parse_panic(report: str) -> tuple[str, bool]:
     """Return the message of a panic report (empty if there is none), and whether the message names the GPU's memory.
 
     The rest of the report is ignored, because every report lists the GPU's driver among the loaded kernel extensions.

@@ -18,7 +18,7 @@ from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
-GROUP = ("224.0.0.251", 5353)
+BONJOUR_GROUP = ("224.0.0.251", 5353)
 """Multicast group and port of Bonjour."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
 """Longest wait for the own query to return, in seconds."""
@@ -30,64 +30,64 @@ MAX_TAIL_BYTES = 256 * 1024
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
 
-def settings(here: HostProbe) -> Finding:
+def check_settings(here: HostProbe) -> Finding:
     """Check config.toml and the environment as a start would read them.
 
     Fail if a setting is invalid; warn if a running process uses another value than the file has.
     """
-    from coordinator.client.config_inspect import inspect_settings, settings_in_force
+    from coordinator.client.config_inspect import inspect_settings, read_running_settings
 
-    inspection = here.examined()
+    inspection = here.read_inspection()
     if inspection is None:
         return warn("the node's inspection did not answer in time", "run `cluster config check`")
     try:
         found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
     except CommandError as error:
         return warn(error.message, "run `cluster config check`")
-    now = settings_in_force(here.session, inspection)
+    now = read_running_settings(here.session, inspection)
     changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
     if now.given:
         flags = ", ".join(sorted(str(row["key"]) for row in now.given))
         text += f"; the running processes have {flags} from flags or their environment"
-    if found.wrong:
+    if found.faults:
         return fail(
-            "; ".join(one.render() for one in found.wrong[:3]),
+            "; ".join(one.render() for one in found.faults[:3]),
             "correct it: `cluster config check` lists all errors",
-            wrong=len(found.wrong),
+            wrong=len(found.faults),
         )
-    if now.drift:
-        one, more = now.drift[0], len(now.drift) - 1
+    if now.drifts:
+        one, more = now.drifts[0], len(now.drifts) - 1
         differs = f"config.toml has {one['key']} = {one['now']}, the running process uses {one['running']}"
         return warn(
             f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
             "settings are read at the start: run `cluster service restart`, or stop and start it",
             changed=changed,
-            drift=len(now.drift),
+            drift=len(now.drifts),
         )
     return ok(text, changed=changed)
 
 
-def coordinator(here: HostProbe) -> Finding:
+def check_coordinator(here: HostProbe) -> Finding:
     """Check whether the coordinator answers at its endpoint, or at each address that the node stored."""
-    inspection = here.examined() if here.has_node else None
+    inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
     if here.session.running or here.has_cluster:
-        return _endpoint(here)
+        return _check_endpoint(here)
     if not here.has_node:
         return not_here(NO_CLUSTER)
     if inspection is None:
         return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if inspection["identity_error"]:
         return fail(inspection["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
-    return link_finding(dialled)
+    return assess_dials(dialled)
 
 
-def _endpoint(here: HostProbe) -> Finding:
+def _check_endpoint(here: HostProbe) -> Finding:
     if not here.session.running:
         return fail(f"the coordinator of {here.state} is not running", "`cluster up`, or `cluster service restart`")
     began = time.monotonic()
-    answer = here.version()
+    answer = here.read_version()
     took = time.monotonic() - began
     if answer.value is not None:
         return ok(f"the coordinator answers, version {answer.value['version']}", seconds=round(took, 4))
@@ -100,12 +100,12 @@ def _endpoint(here: HostProbe) -> Finding:
     return fail(answer.problem, step.get(answer.code, "check its log: `cluster logs`, or STATE/logs/coordinator.log"))
 
 
-def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
+def assess_dials(dialled: Sequence[dict[str, Any]]) -> Finding:
     """Return the finding for connections to the coordinator's addresses that a node stored.
 
     `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator.
     """
-    text = "; ".join(f"{one['address']}: {_probe_text(one)}" for one in dialled) or "no address is stored"
+    text = "; ".join(f"{one['address']}: {_describe_dial(one)}" for one in dialled) or "no address is stored"
     numbers = {one["address"]: one["seconds"] for one in dialled}
     if any(one["proven"] for one in dialled):
         return Finding("ok", text, "", numbers)
@@ -126,52 +126,54 @@ def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
     )
 
 
-def _probe_text(one: dict[str, Any]) -> str:
+def _describe_dial(one: dict[str, Any]) -> str:
     if one["proven"]:
         return f"{one['seconds'] * 1000:.1f} ms"
     code = one["errno"]
     return one["error"] or (os.strerror(code) if code else "no TLS")
 
 
-def local_network(here: HostProbe) -> Finding:
+def check_local_network(here: HostProbe) -> Finding:
     """Check that macOS's local network privacy does not block this process, which would resemble a network fault."""
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
-    gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
-    inspection = here.examined() if here.has_node else None
+    gateway = macos.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
+    inspection = here.read_inspection() if here.has_node else None
     others = (
         [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in inspection["dialled"]]
         if inspection
         else []
     )
-    if not any(macos.answers(code) for _, code in others):
-        near = macos.neighbours_in(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
+    if not any(macos.is_answer(code) for _, code in others):
+        near = macos.parse_neighbours(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
         others += [(address, here.dial(address, 8081)) for address in near]
     reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
-    text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
+    text = f"gateway: {_describe_result(reach.gateway)}; " + ", ".join(
+        f"{name}: {_describe_result(code)}" for name, code in others
+    )
     if macos.is_blocked(reach):
-        app = macos.responsible(dict(here.environ))
+        app = macos.find_responsible_program(dict(here.environ))
         return fail(
             f"macOS blocks {app} from the local network (errno {macos.NO_ROUTE}): {text}",
             f"allow {app} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
             "install the service, which needs no permission: `sudo cluster service install`",
         )
     if not others:
-        return not_here(f"gateway: {_reached(reach.gateway)}; no other machine of the local network is known")
-    if not any(macos.answers(code) for _, code in others):
+        return not_here(f"gateway: {_describe_result(reach.gateway)}; no other machine of the local network is known")
+    if not any(macos.is_answer(code) for _, code in others):
         return warn(text, "no machine answers: check the cable, Wi-Fi, and whether the access point isolates clients")
     return ok(text)
 
 
-def _reached(code: int | None) -> str:
+def _describe_result(code: int | None) -> str:
     if code is None:
         return "none"
-    if macos.answers(code):
+    if macos.is_answer(code):
         return "answers"
     return "no answer" if code < 0 else f"errno {code}"
 
 
-def bonjour(here: HostProbe) -> Finding:
+def check_bonjour(here: HostProbe) -> Finding:
     """Check that multicast works: that a query to Bonjour's group and port returns to this machine."""
     question = (
         b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
@@ -187,12 +189,12 @@ def bonjour(here: HostProbe) -> Finding:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if hasattr(socket, "SO_REUSEPORT"):
                 line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            line.bind(("", GROUP[1]))
-            line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(GROUP[0]) + bytes(4))
+            line.bind(("", BONJOUR_GROUP[1]))
+            line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(BONJOUR_GROUP[0]) + bytes(4))
             line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
             line.settimeout(0.1)
-            line.sendto(question, GROUP)
-            received = _receives(line, question)
+            line.sendto(question, BONJOUR_GROUP)
+            received = _wait_for_query(line, question)
     except OSError as error:
         if here.mac and error.errno == macos.NO_ROUTE:
             return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
@@ -200,7 +202,7 @@ def bonjour(here: HostProbe) -> Finding:
     return ok("a query to Bonjour's group returns") if received else warn("a query to Bonjour's group is lost", step)
 
 
-def _receives(line: socket.socket, question: bytes) -> bool:
+def _wait_for_query(line: socket.socket, question: bytes) -> bool:
     deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -211,13 +213,13 @@ def _receives(line: socket.socket, question: bytes) -> bool:
     return False
 
 
-def certificates(here: HostProbe) -> Finding:
+def check_certificates(here: HostProbe) -> Finding:
     """Check the expiry of this machine's certificates and of the one that the coordinator presented."""
-    lives = _lives(here)
+    lives = _read_expiries(here)
     if not lives:
         return not_here(NO_CLUSTER)
     now = time.time()
-    text = ", ".join(f"{name} {_until(end, now)}" for name, end in lives.items())
+    text = ", ".join(f"{name} {_describe_expiry(end, now)}" for name, end in lives.items())
     numbers = {name: round(end - now) for name, end in lives.items()}
     over = [name for name, end in lives.items() if end <= now]
     if over:
@@ -236,11 +238,11 @@ def certificates(here: HostProbe) -> Finding:
     return ok(text, **numbers)
 
 
-def _until(end: float, now: float) -> str:
+def _describe_expiry(end: float, now: float) -> str:
     return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "has expired"
 
 
-def _lives(here: HostProbe) -> dict[str, float]:
+def _read_expiries(here: HostProbe) -> dict[str, float]:
     """Return the expiry of every certificate by the name of its holder, in Unix seconds."""
     found: dict[str, float] = {}
     if here.has_cluster:
@@ -253,7 +255,7 @@ def _lives(here: HostProbe) -> dict[str, float]:
                 text = (here.state / "authority" / f"{name}.pem").read_text()
                 pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
                 found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])).expires
-    inspection = here.examined() if here.has_node else None
+    inspection = here.read_inspection() if here.has_node else None
     if inspection and inspection["identity"]:
         found["node"] = inspection["identity"]["expires"]
         shown = [one["expires"] for one in inspection["dialled"] if one["expires"]]
@@ -261,13 +263,13 @@ def _lives(here: HostProbe) -> dict[str, float]:
     return found
 
 
-def clock(here: HostProbe) -> Finding:
+def check_clock(here: HostProbe) -> Finding:
     """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log."""
     if here.session.running:
-        skew = _api_clock_difference(here)
+        skew = _measure_clock_difference(here)
         where = "the coordinator's endpoint"
     else:
-        skew, where = _last_skew(here.state / "logs" / "node.log"), "the last link"
+        skew, where = _read_last_skew(here.state / "logs" / "node.log"), "the last link"
     if skew is None:
         return not_here("no coordinator reported its time; name one with --url")
     text = f"{skew:+.1f} s compared with {where}"
@@ -280,7 +282,7 @@ def clock(here: HostProbe) -> Finding:
     return ok(text, skew=skew)
 
 
-def _api_clock_difference(here: HostProbe) -> float | None:
+def _measure_clock_difference(here: HostProbe) -> float | None:
     """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
     began = time.time()
     answer = here.get("/api/v1/version").value
@@ -289,7 +291,7 @@ def _api_clock_difference(here: HostProbe) -> float | None:
     return round((began + time.time()) / 2 - float(answer["time"]), 3)
 
 
-def _last_skew(log: Path) -> float | None:
+def _read_last_skew(log: Path) -> float | None:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
@@ -299,14 +301,14 @@ def _last_skew(log: Path) -> float | None:
     return float(found[-1]) if found else None
 
 
-def protocol(here: HostProbe) -> Finding:
+def check_protocol(here: HostProbe) -> Finding:
     """Check that this machine, the coordinator and all nodes have the same version of macpool."""
     from importlib.metadata import version
 
     ours = version("macpool")
     if not here.session.running:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)")
-    coordinator_version, nodes = here.version(), here.nodes()
+    coordinator_version, nodes = here.read_version(), here.read_nodes()
     if coordinator_version.value is None:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version")
     versions = {node["name"]: node["version"] for node in (nodes.value or {}).get("nodes", []) if node["version"]}
@@ -322,11 +324,11 @@ def protocol(here: HostProbe) -> Finding:
     return ok(text, nodes=len(versions))
 
 
-def identity(here: HostProbe) -> Finding:
+def check_identity(here: HostProbe) -> Finding:
     """Check that the node's identity was created on this machine, and not copied from another."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
-    inspection = here.examined()
+    inspection = here.read_inspection()
     if inspection is None:
         return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if inspection["identity_error"]:
@@ -337,11 +339,11 @@ def identity(here: HostProbe) -> Finding:
     return ok(f"{known['name']} ({known['node']}) of cluster {known['cluster']}")
 
 
-def video(here: HostProbe) -> Finding:
+def check_video(here: HostProbe) -> Finding:
     """Check that the ports of this Mac's Ray are free, if video is enabled."""
     from importlib.metadata import PackageNotFoundError, version
 
-    inspection = here.examined()
+    inspection = here.read_inspection()
     if inspection is None or not inspection["video"]["enabled"]:
         return not_here("video is not enabled here" if inspection else "the node's inspection did not answer in time")
     try:
@@ -349,7 +351,7 @@ def video(here: HostProbe) -> Finding:
     except PackageNotFoundError:
         return not_here("Ray is not installed: `uv tool install 'macpool[node,video]'` for videos")
     first = int(inspection["video"]["first_port"])
-    taken = [port for port in range(first, first + 60) if _taken(port)]
+    taken = [port for port in range(first, first + 60) if _is_port_taken(port)]
     ours = here.state / "node" / "video" / "ray"
     text = f"Ray {ray}, ports {first} to {first + 59}"
     if taken and not ours.exists():
@@ -361,7 +363,7 @@ def video(here: HostProbe) -> Finding:
     return ok(f"{text}, {len(taken)} in use" if taken else f"{text}, all free", taken=len(taken))
 
 
-def _taken(port: int) -> bool:
+def _is_port_taken(port: int) -> bool:
     with socket.socket() as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -371,13 +373,13 @@ def _taken(port: int) -> bool:
     return False
 
 
-def log_errors(here: HostProbe) -> Finding:
+def check_log_errors(here: HostProbe) -> Finding:
     """Check that the logs of coordinator and node have no errors in the last hour."""
     folder = here.state / "logs"
     if not folder.is_dir():
         return not_here("there are no logs yet")
     since = datetime.fromtimestamp(time.time() - 3600, UTC).isoformat()
-    events = [event for name in ("coordinator.log", "node.log") for event in _errors(folder / name, since)]
+    events = [event for name in ("coordinator.log", "node.log") for event in _find_errors(folder / name, since)]
     if events:
         return warn(
             f"{len(events)} errors in the last hour, the last: {events[-1]}",
@@ -387,7 +389,7 @@ def log_errors(here: HostProbe) -> Finding:
     return ok("no errors in the last hour", errors=0)
 
 
-def _errors(file: Path, since: str) -> list[str]:
+def _find_errors(file: Path, since: str) -> list[str]:
     found: list[str] = []
     try:
         with file.open("rb") as opened:

@@ -27,32 +27,32 @@ class Check:
 
 
 CHECKS = (
-    Check("system", "The system's version", machine_checks.system),
-    Check("python", "The interpreter", machine_checks.python),
-    Check("mlx", "MLX and its device", machine_checks.mlx),
-    Check("memory", "RAM, cap and margin", machine_checks.memory),
-    Check("wired-limit", "Metal's wired limit", machine_checks.wired_limit),
-    Check("disk", "Free disk space", machine_checks.disk),
-    Check("files", "Permissions of the secrets", machine_checks.files),
-    Check("open-files", "Files and connections", machine_checks.open_files),
-    Check("settings", "The settings", pool_checks.settings),
-    Check("coordinator", "Coordinator reachable", pool_checks.coordinator),
-    Check("local-network", "Local network privacy", pool_checks.local_network),
-    Check("bonjour", "Multicast, on UDP 5353", pool_checks.bonjour),
-    Check("firewall", "The application firewall", machine_checks.firewall),
-    Check("certificates", "Expiry of the certificates", pool_checks.certificates),
-    Check("clock", "The clock", pool_checks.clock),
-    Check("protocol", "Versions and protocol", pool_checks.protocol),
-    Check("identity", "The node's identity", pool_checks.identity),
-    Check("service", "The service", service_checks.service),
-    Check("started-from", "Responsible program for macOS", machine_checks.started_from),
-    Check("sleep", "Sleep settings", machine_checks.sleep),
-    Check("power", "Power, battery, lid", machine_checks.power),
-    Check("filevault", "FileVault", machine_checks.filevault),
-    Check("panics", "Kernel panics", machine_checks.panics),
-    Check("video", "Ray's ports", pool_checks.video),
-    Check("proxy", "Proxies in the environment", machine_checks.proxy),
-    Check("errors", "Errors in the logs", pool_checks.log_errors),
+    Check("system", "The system's version", machine_checks.check_system),
+    Check("python", "The interpreter", machine_checks.check_python),
+    Check("mlx", "MLX and its device", machine_checks.check_mlx),
+    Check("memory", "RAM, cap and margin", machine_checks.check_memory),
+    Check("wired-limit", "Metal's wired limit", machine_checks.check_wired_limit),
+    Check("disk", "Free disk space", machine_checks.check_disk),
+    Check("files", "Permissions of the secrets", machine_checks.check_files),
+    Check("open-files", "Files and connections", machine_checks.check_open_files),
+    Check("settings", "The settings", pool_checks.check_settings),
+    Check("coordinator", "Coordinator reachable", pool_checks.check_coordinator),
+    Check("local-network", "Local network privacy", pool_checks.check_local_network),
+    Check("bonjour", "Multicast, on UDP 5353", pool_checks.check_bonjour),
+    Check("firewall", "The application firewall", machine_checks.check_firewall),
+    Check("certificates", "Expiry of the certificates", pool_checks.check_certificates),
+    Check("clock", "The clock", pool_checks.check_clock),
+    Check("protocol", "Versions and protocol", pool_checks.check_protocol),
+    Check("identity", "The node's identity", pool_checks.check_identity),
+    Check("service", "The service", service_checks.check_service),
+    Check("started-from", "Responsible program for macOS", machine_checks.check_started_from),
+    Check("sleep", "Sleep settings", machine_checks.check_sleep),
+    Check("power", "Power, battery, lid", machine_checks.check_power),
+    Check("filevault", "FileVault", machine_checks.check_filevault),
+    Check("panics", "Kernel panics", machine_checks.check_panics),
+    Check("video", "Ray's ports", pool_checks.check_video),
+    Check("proxy", "Proxies in the environment", machine_checks.check_proxy),
+    Check("errors", "Errors in the logs", pool_checks.check_log_errors),
 )
 """Every check, in the order in which it is printed."""
 
@@ -65,7 +65,7 @@ class CheckResult:
     finding: Finding
     seconds: float
 
-    def row(self) -> dict[str, Any]:
+    def to_row(self) -> dict[str, Any]:
         """Return the result as a JSON object, for `-o json` and the bundle."""
         one = self.finding
         return {
@@ -79,25 +79,25 @@ class CheckResult:
         }
 
 
-def examine(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
+def run_checks(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Start every check, and yield results in order as soon as they are done.
 
-    A check that has not ended after `here.seconds` is abandoned, and a check that raises does not end the run. Both
+    A check that has not ended after `here.timeout_seconds` is abandoned. A check that raises does not end the run. Both
     yield a warning.
     """
     began = time.monotonic()
-    running = [_Running(check, here) for check in checks]
+    running = [_RunningCheck(check, here) for check in checks]
     for one in running:
-        yield one.ended(began + here.seconds - time.monotonic())
+        yield one.wait_for_result(began + here.timeout_seconds - time.monotonic())
 
 
-class _Running:
+class _RunningCheck:
     """One check in its own thread."""
 
     def __init__(self, check: Check, here: HostProbe) -> None:
         self._check = check
         self._here = here
-        self._examined: list[CheckResult] = []
+        self._results: list[CheckResult] = []
         self._began = time.monotonic()
         self._done = threading.Event()
         threading.Thread(target=self._run, name=check.id, daemon=True).start()
@@ -110,12 +110,12 @@ class _Running:
                 f"the check itself failed: {type(error).__name__}: {error}",
                 "this is a fault of macpool: report it with `cluster doctor --bundle`",
             )
-        self._examined.append(CheckResult(self._check, found, time.monotonic() - self._began))
+        self._results.append(CheckResult(self._check, found, time.monotonic() - self._began))
         self._done.set()
 
-    def ended(self, seconds: float) -> CheckResult:
+    def wait_for_result(self, seconds: float) -> CheckResult:
         """Wait at most `seconds` for its end; below 0, do not wait."""
         if self._done.wait(seconds):
-            return self._examined[0]
+            return self._results[0]
         late = warn("the check did not end in time", "run it again; if this repeats, a system tool or disk hangs")
         return CheckResult(self._check, late, time.monotonic() - self._began)

@@ -6,22 +6,22 @@ from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from coordinator.service.launchd import parse_own_job
 from coordinator.service.service_manager import ServiceError, ServiceHost
-from coordinator.service.setup import existing
+from coordinator.service.setup import read_existing_unit
 
 REPAIR = "`sudo cluster service install` repairs it"
 
 
-def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
+def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     """Check that an installed service runs, and that its unit has an existing Python and the right ProcessType.
 
     `manager` is the service manager; None for that of this machine.
     """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:
-        found = existing(host, host.unit)
+        found = read_existing_unit(host, host.unit)
         if not found.text:
             return not_here("no service is installed: `sudo cluster service install` starts macpool at each boot")
-        service_state = host.state()
+        service_state = host.read_state()
     except ServiceError as error:
         return warn(str(error), "`cluster service status` has details")
     if found.program and not os.access(found.program[0], os.X_OK):

@@ -7,7 +7,7 @@ from msgspec.structs import asdict
 
 from coordinator.cluster.membership import Member
 from coordinator.state.database import MemberRow
-from coordinator.video.rows import video_row
+from coordinator.video.rows import build_video_row
 from router.placement.cluster_view import NodeView
 from wire.capacity.arithmetic import most_bytes
 from wire.node_state import NodeState
@@ -44,7 +44,7 @@ def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFa
         "joined": row.joined,
         "engine": _build_engine_row(view.engine, reported=facts.reported),
         "models": [_build_model_row(model) for model in view.models.values()],
-        "video": video_row(view.video, allowed=view.video_allowed),
+        "video": build_video_row(view.video, allowed=view.video_allowed),
     }
 
 

@@ -30,7 +30,7 @@ LOGS = "/Library/Logs/macpool"
 DOMAIN = "system"
 NOT_FOUND = frozenset({113, 3, 36})
 """Exit codes of launchctl for a job that is not loaded."""
-KINDS: dict[str, type | tuple[type, ...]] = {
+KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "Label": str,
     "ProgramArguments": list,
     "UserName": str,
@@ -51,10 +51,10 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 }
 """The used keys of launchd.plist(5), and their types."""
 SYSCTL = "/usr/sbin/sysctl"
-TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
+PROCESS_TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
-def job(plan: ServicePlan) -> dict[str, Any]:
+def build_job(plan: ServicePlan) -> dict[str, Any]:
     """Return the property list of the launchd job that runs the service of a plan."""
     log = f"{plan.logs}/service.log"
     return {
@@ -77,7 +77,7 @@ def job(plan: ServicePlan) -> dict[str, Any]:
     }
 
 
-def wired_job(megabytes: int) -> dict[str, Any]:
+def build_wired_job(megabytes: int) -> dict[str, Any]:
     """Return the property list of the job that sets Metal's wired limit (in MiB) at each boot.
 
     The job is necessary because macOS does not keep the limit across a boot.
@@ -90,30 +90,30 @@ def wired_job(megabytes: int) -> dict[str, Any]:
     }
 
 
-def text(made: dict[str, Any]) -> str:
+def render_property_list(made: dict[str, Any]) -> str:
     """Return a property list as XML text."""
     return plistlib.dumps(made, sort_keys=False).decode()
 
 
-def faults(content: bytes) -> list[str]:
+def find_faults(content: bytes) -> list[str]:
     """Return the faults of a property list that launchd would refuse or silently ignore; an empty list if valid.
 
     Faults are unknown keys, wrong types, missing keys, relative paths, and paths that launchd does not expand.
     """
-    made = _read(content)
+    made = _parse_property_list(content)
     if made is None:
         return ["not a property list with a dictionary"]
     found: list[str] = []
     for key, value in made.items():
-        kind = KINDS.get(key)
+        kind = KEY_TYPES.get(key)
         if kind is None:
             found.append(f"unknown key {key}")
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             found.append(f"{key} has the wrong type")
-    return found or _deeper(made)
+    return found or _find_value_faults(made)
 
 
-def _read(content: bytes) -> dict[str, Any] | None:
+def _parse_property_list(content: bytes) -> dict[str, Any] | None:
     """Parse a property list. Return None if the data is not a property list with a dictionary."""
     try:
         made: object = plistlib.loads(content)
@@ -122,7 +122,7 @@ def _read(content: bytes) -> dict[str, Any] | None:
     return cast("dict[str, Any]", made) if isinstance(made, dict) else None
 
 
-def _deeper(made: dict[str, Any]) -> list[str]:
+def _find_value_faults(made: dict[str, Any]) -> list[str]:
     found = [f"{key} is missing" for key in ("Label", "ProgramArguments") if key not in made]
     program = made.get("ProgramArguments") or [""]
     paths = [
@@ -134,14 +134,14 @@ def _deeper(made: dict[str, Any]) -> list[str]:
     variables = made.get("EnvironmentVariables", {})
     found += [f"{name} is not a string" for name, value in variables.items() if not isinstance(value, str)]
     found += [f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))]
-    if made.get("ProcessType", "Standard") not in TYPES:
+    if made.get("ProcessType", "Standard") not in PROCESS_TYPES:
         found.append(f"there is no ProcessType {made['ProcessType']}")
     return found
 
 
 def parse_own_job(content: bytes) -> dict[str, Any] | None:
     """Return the property list in a file's content; None if this program did not write the file."""
-    job = _read(content)
+    job = _parse_property_list(content)
     if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
         return None
     program: object = job.get("ProgramArguments")

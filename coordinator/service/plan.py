@@ -77,7 +77,7 @@ class ServiceState:
     """Properties in the manager's output, by name."""
 
 
-def refused_arguments(arguments: tuple[str, ...]) -> str | None:
+def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
     """Return why these arguments cannot be in a unit; None if they can. Every user of the machine can read a unit."""
     for one in arguments:
         name = one.partition("=")[0]
@@ -93,7 +93,7 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
     return None
 
 
-def clamp_wired_limit(wanted: int, safe_bytes: int) -> str | None:
+def explain_unsafe_wired_limit(wanted: int, safe_bytes: int) -> str | None:
     """Return why a wired limit of `wanted` MiB is not allowed; None if it is at most `safe_bytes`."""
     safe = safe_bytes >> 20
     if safe <= 0:

@@ -65,11 +65,11 @@ class ServiceHost:
         """Folder of the service's output under launchd. systemd has its journal."""
         return self.root / launchd.LOGS.removeprefix("/")
 
-    def text(self, plan: ServicePlan) -> str:
+    def render_unit(self, plan: ServicePlan) -> str:
         """Return the text of the launchd job or systemd unit for a plan."""
-        return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
+        return launchd.render_property_list(launchd.build_job(plan)) if self.mac else systemd.render_unit(plan)
 
-    def call(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    def run_tool(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run a tool of `tools` and return its result with any exit code.
 
         Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`.
@@ -92,61 +92,62 @@ class ServiceHost:
         except subprocess.TimeoutExpired:
             raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
-    def call_checked(self, tool: str, *arguments: str) -> None:
+    def run_tool_checked(self, tool: str, *arguments: str) -> None:
         """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0."""
-        done = self.call(tool, *arguments)
+        done = self.run_tool(tool, *arguments)
         if done.returncode:
             message = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
-            raise ServiceError(
-                1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {message}{_hint(done.returncode)}"
-            )
+            hint = _explain_code(done.returncode)
+            raise ServiceError(1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {message}{hint}")
 
     # -- commands to the manager -------------------------------------------------------------------
 
-    def state(self) -> ServiceState:
+    def read_state(self) -> ServiceState:
         """Return the state of the service. Raise `ServiceError` if the manager's tool is missing or hangs."""
         if self.mac:
-            done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
+            done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
-        return systemd.parse_state(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
+        return systemd.parse_state(
+            self.run_tool("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout
+        )
 
-    def load(self) -> None:
+    def load_unit(self) -> None:
         """Load the unit into the manager, and start it now and at each boot. Raise `ServiceError` if a tool fails."""
         if self.mac:
-            self.call("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
-            self.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
+            self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
+            self.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
             return
-        self.call_checked("systemctl", "daemon-reload")
-        self.call_checked("systemctl", "enable", UNIT)
-        self.call_checked("systemctl", "restart", UNIT)
+        self.run_tool_checked("systemctl", "daemon-reload")
+        self.run_tool_checked("systemctl", "enable", UNIT)
+        self.run_tool_checked("systemctl", "restart", UNIT)
 
-    def unload(self, label: str = LABEL) -> None:
+    def unload_unit(self, label: str = LABEL) -> None:
         """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
 
         Raise `ServiceError` if launchctl or systemctl fails.
         """
         if self.mac:
-            done = self.call("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
+            done = self.run_tool("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
             if done.returncode and done.returncode not in launchd.NOT_FOUND:
                 raise ServiceError(1, f"launchctl bootout failed with {done.returncode}: {done.stderr.strip()[:300]}")
             return
-        if self.state().loaded:
-            self.call_checked("systemctl", "disable", "--now", UNIT)
+        if self.read_state().loaded:
+            self.run_tool_checked("systemctl", "disable", "--now", UNIT)
 
-    def restart(self) -> None:
+    def restart_service(self) -> None:
         """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
         if self.mac:
-            self.call_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
+            self.run_tool_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
-            self.call_checked("systemctl", "restart", UNIT)
+            self.run_tool_checked("systemctl", "restart", UNIT)
 
     def reload_manager(self) -> None:
         """Reload systemd after the removal of the unit's file; launchd needs no reload."""
         if not self.mac:
-            self.call_checked("systemctl", "daemon-reload")
+            self.run_tool_checked("systemctl", "daemon-reload")
 
 
-def _hint(code: int) -> str:
+def _explain_code(code: int) -> str:
     """Explain launchctl's numbers, which its texts do not."""
     hints = {
         5: " (often: the job is loaded already, or users other than root can write its file)",
@@ -155,7 +156,7 @@ def _hint(code: int) -> str:
     return hints.get(code, "")
 
 
-def account(user: str) -> tuple[int, int, str]:
+def find_account(user: str) -> tuple[int, int, str]:
     """Return user id, group id and home folder of an account. Raise `ServiceError` if it is missing, or root."""
     try:
         found = pwd.getpwnam(user)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
-from coordinator.service.service_manager import ServiceError, ServiceHost, account
+from coordinator.service.service_manager import ServiceError, ServiceHost, find_account
 
 READY_TIMEOUT_SECONDS = 45.0
 """Longest wait for the service to run, in seconds."""
@@ -43,7 +43,7 @@ class ExistingUnit:
     """Command line, with systemd as quoted in the unit."""
 
 
-def existing(host: ServiceHost, file: Path) -> ExistingUnit:
+def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
     """Read an existing unit; empty if the file does not exist.
 
     Raise `ServiceError` if this program did not write the file, or if it cannot be read.
@@ -70,7 +70,7 @@ def existing(host: ServiceHost, file: Path) -> ExistingUnit:
     return ExistingUnit(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
 
 
-def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
+def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     """Check a plan and return the existing unit.
 
     Raise `ServiceError` without root, if files belong to another user, or if the existing unit is foreign or serves
@@ -78,7 +78,7 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
-    uid, _, _ = account(plan.user)
+    uid, _, _ = find_account(plan.user)
     state = Path(plan.state)
     if state.exists() and state.stat().st_uid != uid:
         raise ServiceError(
@@ -86,7 +86,7 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
             f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
             f"{plan.user} ({uid}): name that user with --user, or another folder with --state",
         )
-    found = existing(host, host.unit)
+    found = read_existing_unit(host, host.unit)
     if found.text and found.user != plan.user:
         raise ServiceError(
             6,
@@ -99,7 +99,7 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
             f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
             f"there: run `sudo chown -R {plan.user} {host.logs}`",
         )
-    if found.text and not _serves(host, found, plan.state):
+    if found.text and not _is_for_state_folder(host, found, plan.state):
         raise ServiceError(
             6,
             f"{host.unit} serves another state folder than {plan.state}: `cluster service "
@@ -108,65 +108,65 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     return found
 
 
-def _serves(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
+def _is_for_state_folder(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
     if host.mac:
         return state in found.program
-    return f" --state {systemd.quoted(state)} " in f"{' '.join(found.program)} "
+    return f" --state {systemd.quote_word(state)} " in f"{' '.join(found.program)} "
 
 
 def install(
-    host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_TIMEOUT_SECONDS
+    host: ServiceHost, plan: ServicePlan, *, timeout_seconds: float = READY_TIMEOUT_SECONDS
 ) -> tuple[list[str], ServiceState]:
-    """Carry out the plan, and wait up to `seconds` until the service runs.
+    """Carry out the plan, and wait up to `timeout_seconds` until the service runs.
 
     Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
     the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
     """
-    before, done = check(host, plan), list[str]()
-    wanted, service_state = host.text(plan), host.state()
-    done += _folders(host, plan)
-    done += _wired(host, plan.wired_limit_mb)
-    unfinished = _beside(host.unit, "unfinished")
+    before, done = check_plan(host, plan), list[str]()
+    wanted, service_state = host.render_unit(plan), host.read_state()
+    done += _create_folders(host, plan)
+    done += _install_wired_job(host, plan.wired_limit_mb)
+    unfinished = _get_auxiliary_path(host.unit, "unfinished")
     if before.text == wanted and service_state.running and not unfinished.exists():
         return done, service_state
-    _lint(host, wanted)
+    _check_unit(host, wanted)
     if before.text != wanted:
         host.unit.parent.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
-        _write(host, host.unit, wanted)
+        _write_unit(host, host.unit, wanted)
         done.append(f"{'renewed' if before.text else 'wrote'} {host.unit}")
     if host.mac and service_state.loaded:
-        host.unload()
+        host.unload_unit()
         done.append("unloaded the earlier unit")
     try:
-        host.load()
-        service_state = wait(host, seconds)
+        host.load_unit()
+        service_state = wait_until_running(host, timeout_seconds)
     except ServiceError as error:
-        _take_back(host, before)
-        raise ServiceError(error.code, f"{error}\n{last_words(host)}".rstrip()) from None
+        _restore_unit(host, before)
+        raise ServiceError(error.code, f"{error}\n{summarize_output(host)}".rstrip()) from None
     unfinished.unlink(missing_ok=True)
     return [*done, f"loaded and running, process {service_state.pid}"], service_state
 
 
-def wait(host: ServiceHost, seconds: float) -> ServiceState:
-    """Wait until the service has run as one process for `STEADY_SECONDS`, or `seconds / 4` if that is less.
+def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceState:
+    """Wait until the service has run as one process for `STEADY_SECONDS`, or `timeout_seconds / 4` if that is less.
 
-    Return the state of the service. Raise `ServiceError` if that does not happen within `seconds`.
+    Return the state of the service. Raise `ServiceError` if that does not happen within `timeout_seconds`.
     """
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
-    while (now := time.monotonic()) - began < seconds:
-        service_state = host.state()
+    while (now := time.monotonic()) - began < timeout_seconds:
+        service_state = host.read_state()
         if not service_state.running or service_state.pid != pid:
             since, pid = now, service_state.pid
-        elif now - since >= min(STEADY_SECONDS, seconds / 4):
+        elif now - since >= min(STEADY_SECONDS, timeout_seconds / 4):
             return service_state
         pause.wait(POLL_INTERVAL_SECONDS)
-    ended = f"; its last exit: {service_state.last_exit}" if (service_state := host.state()).last_exit else ""
-    raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
+    ended = f"; its last exit: {service_state.last_exit}" if (service_state := host.read_state()).last_exit else ""
+    raise ServiceError(7, f"the service does not stay up within {timeout_seconds:.0f} s{ended}")
 
 
-def last_words(host: ServiceHost) -> str:
+def summarize_output(host: ServiceHost) -> str:
     """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if there is no such file."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
@@ -174,21 +174,21 @@ def last_words(host: ServiceHost) -> str:
         return ""
 
 
-def _take_back(host: ServiceHost, before: ExistingUnit) -> None:
+def _restore_unit(host: ServiceHost, before: ExistingUnit) -> None:
     """Undo an install that did not start: restore and load the earlier unit, if any."""
-    _beside(host.unit, "unfinished").unlink(missing_ok=True)
-    host.unload()
+    _get_auxiliary_path(host.unit, "unfinished").unlink(missing_ok=True)
+    host.unload_unit()
     if before.text:
-        _write(host, host.unit, before.text)
-        host.load()
+        _write_unit(host, host.unit, before.text)
+        host.load_unit()
     else:
         host.unit.unlink(missing_ok=True)
         host.reload_manager()
 
 
-def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
+def _create_folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
     """Create the folders that launchd writes to before the program starts, owned by the service's user."""
-    uid, gid, _ = account(plan.user)
+    uid, gid, _ = find_account(plan.user)
     done: list[str] = []
     for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:
         if not folder.exists():
@@ -199,34 +199,34 @@ def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
     return done
 
 
-def _wired(host: ServiceHost, megabytes: int) -> list[str]:
+def _install_wired_job(host: ServiceHost, megabytes: int) -> list[str]:
     """Write the job of the wired limit if wanted, and run it once now."""
     if not host.mac or not megabytes:
         return []
-    wanted = launchd.text(launchd.wired_job(megabytes))
-    if existing(host, host.wired_unit).text == wanted:
+    wanted = launchd.render_property_list(launchd.build_wired_job(megabytes))
+    if read_existing_unit(host, host.wired_unit).text == wanted:
         return []
-    _lint(host, wanted)
-    host.unload(WIRED_LABEL)
-    _write(host, host.wired_unit, wanted)
-    host.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
+    _check_unit(host, wanted)
+    host.unload_unit(WIRED_LABEL)
+    _write_unit(host, host.wired_unit, wanted)
+    host.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
     return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
 
 
-def _beside(file: Path, what: str) -> Path:
+def _get_auxiliary_path(file: Path, what: str) -> Path:
     """Return the name of an auxiliary file next to a unit. Service managers ignore such names."""
     return file.with_name(f".{file.name}.{what}")
 
 
-def _lint(host: ServiceHost, text: str) -> None:
-    wrong = launchd.faults(text.encode()) if host.mac else []
+def _check_unit(host: ServiceHost, text: str) -> None:
+    wrong = launchd.find_faults(text.encode()) if host.mac else []
     if wrong:
         raise ServiceError(1, f"the unit is not valid: {'; '.join(wrong)}")
 
 
-def _write(host: ServiceHost, file: Path, text: str) -> None:
+def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
     """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
-    beside = _beside(file, "new")
+    beside = _get_auxiliary_path(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         beside.unlink(missing_ok=True)  # left by an interrupted install
@@ -237,7 +237,7 @@ def _write(host: ServiceHost, file: Path, text: str) -> None:
             os.fsync(descriptor)
             os.fchmod(descriptor, 0o644)
         if host.mac:
-            host.call_checked("plutil", "-lint", str(beside))
+            host.run_tool_checked("plutil", "-lint", str(beside))
         beside.replace(file)
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
@@ -251,17 +251,17 @@ def uninstall(host: ServiceHost) -> list[str]:
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []
-    found = existing(host, host.unit)
-    if host.state().loaded:
-        host.unload()
+    found = read_existing_unit(host, host.unit)
+    if host.read_state().loaded:
+        host.unload_unit()
         done.append("stopped and unloaded")
-    _beside(host.unit, "unfinished").unlink(missing_ok=True)
+    _get_auxiliary_path(host.unit, "unfinished").unlink(missing_ok=True)
     if found.text:
         host.unit.unlink()
         host.reload_manager()
         done.append(f"removed {host.unit}")
-    if host.mac and existing(host, host.wired_unit).text:
-        host.unload(WIRED_LABEL)
+    if host.mac and read_existing_unit(host, host.wired_unit).text:
+        host.unload_unit(WIRED_LABEL)
         host.wired_unit.unlink()
         done.append(f"removed {host.wired_unit}; the limit holds until the next start of the machine")
     return done

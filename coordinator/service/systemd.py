@@ -19,7 +19,7 @@ from coordinator.service.plan import (
 FOLDER = "etc/systemd/system"
 NOTICE = "# Written by `cluster service install`. Run it again to change this file."
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
-FINAL = "2 6 8 9"
+FINAL_EXIT_CODES = "2 6 8 9"
 """Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,
 other protocol, wrong peer."""
 HARDENING = {
@@ -37,9 +37,9 @@ HARDENING = {
 }
 
 
-def unit(plan: ServicePlan) -> str:
+def render_unit(plan: ServicePlan) -> str:
     """Return the text of the systemd unit that runs the service of a plan."""
-    pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
+    pairs = (quote_word(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
     hardening = "".join(f"{name}={value}\n" for name, value in HARDENING.items())
     return f"""{NOTICE}
@@ -54,10 +54,10 @@ Type=exec
 User={plan.user}
 Group={plan.group}
 WorkingDirectory={plan.home.replace("%", "%%")}
-ExecStart={" ".join(quoted(one) for one in plan.program)}
+ExecStart={" ".join(quote_word(one) for one in plan.program)}
 {variables}Restart=always
 RestartSec={THROTTLE_SECONDS}
-RestartPreventExitStatus={FINAL}
+RestartPreventExitStatus={FINAL_EXIT_CODES}
 TimeoutStopSec={STOP_TIMEOUT_SECONDS}
 KillMode=mixed
 UMask=0077
@@ -69,7 +69,7 @@ WantedBy=multi-user.target
 """
 
 
-def quoted(word: str, *, expanded: bool = True) -> str:
+def quote_word(word: str, *, expanded: bool = True) -> str:
     """Quote one word such that systemd neither splits nor expands it.
 
     With `expanded`, also escape `$`, because systemd expands variables in commands.

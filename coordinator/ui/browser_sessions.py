@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from router.admission.api_keys import KeyRing, new_key
 
-PAGE = "page"
+PAGE_KEY_NAME = "page"
 """Name of browser keys in the audit log. They are not listed."""
 CODE_SECONDS = 120.0
 """Validity of a sign-in code, in seconds."""
@@ -37,20 +37,20 @@ class BrowserSessions:
 
     def create_code(self) -> str:
         """Create a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest code."""
-        self._forget()
+        self._delete_expired()
         while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]
         code = secrets.token_urlsafe(24)
-        self._codes[_digest(code)] = self._clock() + CODE_SECONDS
+        self._codes[_compute_digest(code)] = self._clock() + CODE_SECONDS
         return code
 
-    def enter(self, code: str) -> tuple[str, float] | None:
+    def redeem_code(self, code: str) -> tuple[str, float] | None:
         """Exchange a sign-in code for a key. Return the key and its expiry in Unix seconds.
 
         Return None for a code that is unknown, used or expired.
         """
-        self._forget()
-        digest = _digest(code)
+        self._delete_expired()
+        digest = _compute_digest(code)
         found = next((one for one in self._codes if hmac.compare_digest(one, digest)), None)
         if found is None:
             return None
@@ -58,7 +58,7 @@ class BrowserSessions:
         while len(self._keys) >= MAX_KEYS:
             self.end_session(next(iter(self._keys)))
         now = self._clock()
-        key, text = new_key(self._pepper, PAGE, ["admin"], created=now, expires=now + KEY_SECONDS)
+        key, text = new_key(self._pepper, PAGE_KEY_NAME, ["admin"], created=now, expires=now + KEY_SECONDS)
         self._ring.put(key)
         self._keys[key.id] = now + KEY_SECONDS
         return text, now + KEY_SECONDS
@@ -70,12 +70,12 @@ class BrowserSessions:
         self._ring.drop(key)
         return True
 
-    def _forget(self) -> None:
+    def _delete_expired(self) -> None:
         now = self._clock()
         self._codes = {code: until for code, until in self._codes.items() if until > now}
         for key in [key for key, until in self._keys.items() if until <= now]:
             self.end_session(key)
 
 
-def _digest(code: str) -> bytes:
+def _compute_digest(code: str) -> bytes:
     return hashlib.sha256(code.encode(errors="replace")).digest()

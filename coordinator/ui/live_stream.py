@@ -28,10 +28,10 @@ class LiveStream:
 
     def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:
         self._sections = sections
-        self._seen: dict[str, bytes] = {}
+        self._encoded: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
-        self._looks = 0
-        self._looked = asyncio.Event()
+        self._checks = 0
+        self._checked = asyncio.Event()
         self._viewers = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -45,19 +45,19 @@ class LiveStream:
         if self._task is not None:
             await self._task
 
-    async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
-        """Yield server-sent events for one viewer while `welcome()` is true: first all sections, then changed ones.
+    async def stream_events(self, is_authorized: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
+        """Yield server-sent events for one viewer while `is_authorized()`: first all sections, then changed ones.
 
         Without `follow`, yield only the current state. The caller checks `full` first.
         """
         self._viewers += 1
         try:
             if self._task is None or self._task.done():
-                self._look()
-                self._task = asyncio.create_task(self._watch())
+                self._check_sections()
+                self._task = asyncio.create_task(self._poll_sections())
             known, silent = 0, 0.0
-            while welcome():
-                changes, known = self._changed_events(known), self._looks
+            while is_authorized():
+                changes, known = self._render_changes(known), self._checks
                 silent = 0.0 if changes else silent + POLL_INTERVAL_SECONDS
                 if silent >= KEEPALIVE_SECONDS:
                     changes, silent = b": still here\n\n", 0.0
@@ -65,32 +65,32 @@ class LiveStream:
                     yield changes
                 if not follow:
                     return
-                await self._looked.wait()
+                await self._checked.wait()
         finally:
             self._viewers -= 1
 
-    def _changed_events(self, known: int) -> bytes:
+    def _render_changes(self, known: int) -> bytes:
         return b"".join(
-            b"event: %s\ndata: %s\n\n" % (name.encode(), self._seen[name])
+            b"event: %s\ndata: %s\n\n" % (name.encode(), self._encoded[name])
             for name, changed in self._changed.items()
             if changed > known
         )
 
-    async def _watch(self) -> None:
+    async def _poll_sections(self) -> None:
         while self._viewers:
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
-            self._look()
+            self._check_sections()
 
-    def _look(self) -> None:
-        self._looks += 1
-        for name, section in self._now().items():
+    def _check_sections(self) -> None:
+        self._checks += 1
+        for name, section in self._read_sections().items():
             encoded = msgspec.json.encode(section)
-            if encoded != self._seen.get(name):
-                self._seen[name], self._changed[name] = encoded, self._looks
-        looked, self._looked = self._looked, asyncio.Event()
+            if encoded != self._encoded.get(name):
+                self._encoded[name], self._changed[name] = encoded, self._checks
+        looked, self._checked = self._checked, asyncio.Event()
         looked.set()
 
-    def _now(self) -> Mapping[str, object]:
+    def _read_sections(self) -> Mapping[str, object]:
         try:
             return self._sections()
         except Exception:  # keep the stream open, because the next check may succeed

@@ -17,7 +17,7 @@ POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-TYPES: Final = {
+CONTENT_TYPES: Final = {
     "html": "text/html; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -50,7 +50,9 @@ class PageApp:
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
-        self._files = {path: _file(path, body) for path, body in _read(files("coordinator.ui") / "static", ROOT)}
+        self._files = {
+            path: _create_file(path, body) for path, body in _read_files(files("coordinator.ui") / "static", ROOT)
+        }
         self._files["/"] = self._files.pop(ROOT + "index.html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,10 +67,10 @@ class PageApp:
         elif scope["method"] not in ("GET", "HEAD"):
             await send_problem(send, wrong_method(scope["method"], "GET, HEAD"))
         else:
-            await _send(scope, send, file)
+            await _send_file(scope, send, file)
 
 
-async def _send(scope: Scope, send: Send, file: StaticFile) -> None:
+async def _send_file(scope: Scope, send: Send, file: StaticFile) -> None:
     known = file.tag in (value for name, value in scope["headers"] if name == b"if-none-match")
     body = b"" if known or scope["method"] == "HEAD" else file.body
     about = [(b"content-type", file.kind.encode()), (b"etag", file.tag), *HEADERS]
@@ -78,16 +80,16 @@ async def _send(scope: Scope, send: Send, file: StaticFile) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _read(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
+def _read_files(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     found: list[tuple[str, bytes]] = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _read(entry, f"{path}{entry.name}/")
-        elif entry.name.rpartition(".")[2] in TYPES:
+            found += _read_files(entry, f"{path}{entry.name}/")
+        elif entry.name.rpartition(".")[2] in CONTENT_TYPES:
             found.append((path + entry.name, entry.read_bytes()))
     return found
 
 
-def _file(path: str, body: bytes) -> StaticFile:
+def _create_file(path: str, body: bytes) -> StaticFile:
     tag = b'"%s"' % hashlib.sha256(body).hexdigest()[:24].encode()
-    return StaticFile(body, TYPES[path.rpartition(".")[2]], tag)
+    return StaticFile(body, CONTENT_TYPES[path.rpartition(".")[2]], tag)

@@ -18,8 +18,8 @@ from coordinator.state.database import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
 from coordinator.video.controller import VideoController
 from coordinator.video.file_response import send_file
-from coordinator.video.multipart import boundary_of, read_form
-from coordinator.video.state.admission import admit
+from coordinator.video.multipart import get_boundary, read_form
+from coordinator.video.state.admission import admit_clip
 from coordinator.video.state.jobs import JobState, StoredFile, VideoJob, to_row
 from router.admission.api_keys import ApiKey, KeyRing
 from router.admission.rate_limits import RateLimits
@@ -86,76 +86,78 @@ class VideoApp:
         exchange = Exchange(scope, receive, send)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None))
         try:
-            await self._answer(exchange, path, query)
+            await self._dispatch(exchange, path, query)
         except StoreError as error:
             await exchange.refuse(Problem(503, "storage_failed", str(error)))
         finally:
             self._counters.answered(exchange.status)
 
-    async def _answer(self, exchange: Exchange, path: str, query: Mapping[str, str]) -> None:
+    async def _dispatch(self, exchange: Exchange, path: str, query: Mapping[str, str]) -> None:
         if path == VIDEOS:
-            await self._collection(exchange, query)
+            await self._answer_collection(exchange, query)
             return
         name, *rest = path[len(VIDEOS) + 1 :].split("/")
         below = rest[0] if len(rest) == 1 else ""
         if name in NOT_OFFERED or below == "remix":
-            await self._not_offered(exchange, "remix" if below == "remix" else name)
+            await self._answer_not_offered(exchange, "remix" if below == "remix" else name)
         elif not rest:
-            await self._one(exchange, name)
+            await self._answer_job(exchange, name)
         elif below == "content":
-            await self._content(exchange, name, query)
+            await self._answer_content(exchange, name, query)
         elif below == "cancel":
-            await self._cancel(exchange, name)
+            await self._answer_cancel(exchange, name)
         else:
             await exchange.refuse(not_found(path))
 
     # -- the collection -------------------------------------------------------------------
 
-    async def _collection(self, exchange: Exchange, query: Mapping[str, str]) -> None:
+    async def _answer_collection(self, exchange: Exchange, query: Mapping[str, str]) -> None:
         key = allowed(self._keys, exchange, (*_READ, "POST"), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
         elif exchange.method == "POST":
-            await self._create(exchange, key)
+            await self._answer_create(exchange, key)
         else:
-            await exchange.respond(self._listing(key, query))
+            await exchange.respond(self._render_list(key, query))
 
-    async def _create(self, exchange: Exchange, key: ApiKey) -> None:
-        body = await self._body(exchange)
+    async def _answer_create(self, exchange: Exchange, key: ApiKey) -> None:
+        body = await self._read_body(exchange)
         if body is None:
             return
-        parsed = body if isinstance(body, Problem) else _understood(body)
-        made = parsed if isinstance(parsed, Problem) else await self._made(exchange, key, parsed)
+        parsed = body if isinstance(body, Problem) else _parse_body(body)
+        made = parsed if isinstance(parsed, Problem) else await self._create_job(exchange, key, parsed)
         if isinstance(made, Problem):
             await exchange.refuse(made)
         else:
             await self._send_job(exchange, made)
 
-    async def _made(self, exchange: Exchange, key: ApiKey, parsed: VideoBody) -> VideoJob | Problem:
+    async def _create_job(self, exchange: Exchange, key: ApiKey, parsed: VideoBody) -> VideoJob | Problem:
         idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
         if len(idempotency) > MAX_KEY_CHARS or not idempotency.isprintable():
             return invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
         digest = hashlib.sha256(parsed.model_dump_json().encode()).hexdigest()
-        controller, owner = self._controller, _owner(key)
-        known = controller.known(owner, idempotency, digest)
+        controller, owner = self._controller, _get_owner(key)
+        known = controller.find_idempotent_job(owner, idempotency, digest)
         if known is not None and not known.same:
             return Problem(409, "idempotency_key_reused", "this Idempotency-Key was used for another request")
         if known is not None:
             return known.job
-        wanted = admit(parsed, controller.view, controller.board, controller.profiles, controller.settings, key.limits)
+        wanted = admit_clip(
+            parsed, controller.view, controller.table, controller.profiles, controller.settings, key.limits
+        )
         if isinstance(wanted, Problem):
             return wanted
-        mine = [job for job in controller.board.jobs.values() if job.open and job.key == owner]
+        mine = [job for job in controller.table.jobs.values() if job.open and job.key == owner]
         queued = sum(job.state == JobState.QUEUED for job in mine)
         refused = self._quotas.admit_video(key.id, wanted.model, len(mine), queued, time.monotonic())
         if refused is not None:
             return from_refused(refused)
-        return await controller.submit(wanted, owner, idempotency, digest)
+        return await controller.submit_job(wanted, owner, idempotency, digest)
 
-    async def _body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
+    async def _read_body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
         """Read a form or a JSON object; None if the client has disconnected."""
         settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
-        boundary = boundary_of(content_type)
+        boundary = get_boundary(content_type)
         if boundary is not None:
             return await read_form(exchange, boundary, settings.max_body_bytes, settings.body_timeout_seconds)
         if content_type.partition(b";")[0].strip().lower() != b"application/json":
@@ -165,13 +167,13 @@ class VideoApp:
         body = await exchange.body(short)
         return read_object(body) if isinstance(body, bytes) else body
 
-    def _listing(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
+    def _render_list(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
         limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
         if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
             return invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
         if order not in ("asc", "desc"):
             return invalid("order must be asc or desc", "order")
-        jobs = [job for job in self._controller.jobs() if _sees(key, job)]
+        jobs = [job for job in self._controller.list_jobs() if _can_see(key, job)]
         if order == "asc":
             jobs.reverse()
         if after is not None:
@@ -192,53 +194,53 @@ class VideoApp:
 
     # -- one video ------------------------------------------------------------------------
 
-    async def _one(self, exchange: Exchange, name: str) -> None:
-        found = self._find(exchange, (*_READ, "DELETE"), name)
+    async def _answer_job(self, exchange: Exchange, name: str) -> None:
+        found = self._find_job(exchange, (*_READ, "DELETE"), name)
         if isinstance(found, Problem):
             await exchange.refuse(found)
         elif exchange.method == "DELETE":
-            await self._controller.delete(found.id)
+            await self._controller.delete_job(found.id)
             await exchange.answer(msgspec.json.encode({"id": found.id, "object": "video.deleted", "deleted": True}))
         else:
             await self._send_job(exchange, found)
 
-    async def _cancel(self, exchange: Exchange, name: str) -> None:
-        found = self._find(exchange, ("POST",), name)
+    async def _answer_cancel(self, exchange: Exchange, name: str) -> None:
+        found = self._find_job(exchange, ("POST",), name)
         if isinstance(found, Problem):
             await exchange.refuse(found)
             return
-        await self._controller.cancel(found.id)
-        await self._send_job(exchange, self._controller.job(found.id) or found)
+        await self._controller.cancel_job(found.id)
+        await self._send_job(exchange, self._controller.find_job(found.id) or found)
 
-    async def _content(self, exchange: Exchange, name: str, query: Mapping[str, str]) -> None:
-        job = self._find(exchange, _READ, name)
-        file = job if isinstance(job, Problem) else self._file(job, query)
+    async def _answer_content(self, exchange: Exchange, name: str, query: Mapping[str, str]) -> None:
+        job = self._find_job(exchange, _READ, name)
+        file = job if isinstance(job, Problem) else self._find_file(job, query)
         if isinstance(file, Problem):
             await exchange.refuse(file)
             return
         try:
             await send_file(exchange, *file)
         except FileNotFoundError:
-            await exchange.refuse(_no_video(name))
+            await exchange.refuse(_build_not_found(name))
 
-    def _file(self, job: VideoJob, query: Mapping[str, str]) -> tuple[Path, StoredFile] | Problem:
-        kind = _wanted_kind(job, query)
+    def _find_file(self, job: VideoJob, query: Mapping[str, str]) -> tuple[Path, StoredFile] | Problem:
+        kind = _find_requested_kind(job, query)
         if isinstance(kind, Problem):
             return kind
-        found = self._controller.artifacts.find(job, kind)
+        found = self._controller.artifacts.find_file(job, kind)
         return found or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
 
-    async def _not_offered(self, exchange: Exchange, what: str) -> None:
+    async def _answer_not_offered(self, exchange: Exchange, what: str) -> None:
         key = allowed(self._keys, exchange, ("GET", "POST"), "infer")
         text = f"{what} is not offered: {NOT_OFFERED[what]}"
         await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=RefusalCode.UNSUPPORTED.value))
 
-    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> VideoJob | Problem:
+    def _find_job(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> VideoJob | Problem:
         key = allowed(self._keys, exchange, methods, "infer")
         if isinstance(key, Problem):
             return key
-        job = self._controller.job(name) if _ID.fullmatch(name) else None
-        return job if job is not None and _sees(key, job) else _no_video(name)
+        job = self._controller.find_job(name) if _ID.fullmatch(name) else None
+        return job if job is not None and _can_see(key, job) else _build_not_found(name)
 
     async def _send_job(self, exchange: Exchange, job: VideoJob) -> None:
         headers: list[Header] = []
@@ -247,21 +249,21 @@ class VideoApp:
         await exchange.answer(msgspec.json.encode(to_row(job)), headers=headers)
 
 
-def _owner(key: ApiKey) -> str:
+def _get_owner(key: ApiKey) -> str:
     """Return the owner of jobs of a key. The local key changes at every start, hence it maps to a fixed owner."""
     return key.name if key.name == LOCAL_KEY_NAME else key.id
 
 
-def _sees(key: ApiKey, job: VideoJob) -> bool:
-    return job.key == _owner(key) or key.allows("admin")
+def _can_see(key: ApiKey, job: VideoJob) -> bool:
+    return job.key == _get_owner(key) or key.allows("admin")
 
 
-def _understood(body: dict[str, Any]) -> VideoBody | Problem:
+def _parse_body(body: dict[str, Any]) -> VideoBody | Problem:
     found = video_schema.VIDEO.parse(body, strict=True)
     return found if isinstance(found, Problem) else found[0]
 
 
-def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
+def _find_requested_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
     """Return the requested kind of file, or the problem if the job has no such file."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
@@ -281,5 +283,5 @@ def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
     return VARIANTS[variant]
 
 
-def _no_video(name: str) -> Problem:
+def _build_not_found(name: str) -> Problem:
     return Problem(404, "video_not_found", f"there is no video {name[:80]!r}", "video_id")

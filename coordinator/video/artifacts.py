@@ -35,7 +35,7 @@ SUFFIXES = {
 MAX_FILES = 4
 SLACK_BYTES = 16 * 2**20
 """Bytes that a file may have beyond its uncompressed frames: headers, indexes, sound."""
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
@@ -54,38 +54,38 @@ class ArtifactFolder:
         self._folder = folder
         self._fetch_from_node = fetch
 
-    async def fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
+    async def fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Fetch all files of a job from its node and store them.
 
         Return the fault if files are invalid or cannot be stored; the job then fails. Raise `FetchInterrupted` if the
         node does not answer now.
         """
-        wanted = [one for one in artifacts[:MAX_FILES] if self._usable(one)]
+        wanted = [one for one in artifacts[:MAX_FILES] if self._is_usable(one)]
         for artifact in wanted:
-            most = most_bytes(job, kind_of(artifact.name))
+            most = compute_max_bytes(job, get_kind(artifact.name))
             if artifact.size > most:
                 return JobFault(
                     "output_invalid", f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most"
                 )
-        if not any(kind_of(one.name) == VIDEO for one in wanted):
+        if not any(get_kind(one.name) == VIDEO for one in wanted):
             return JobFault("output_invalid", "its node has made no video that can be read here")
         kept: list[StoredFile] = []
         for artifact in wanted:
-            found = await self._fetch(job, artifact)
+            found = await self._fetch_file(job, artifact)
             if isinstance(found, JobFault):
-                await self.remove(job.id)
+                await self.remove_files(job.id)
                 return found
             kept.append(found)
         return tuple(kept)
 
-    def _usable(self, artifact: Artifact) -> bool:
-        return bool(_NAME.fullmatch(artifact.name)) and kind_of(artifact.name) != "" and artifact.size > 0
+    def _is_usable(self, artifact: Artifact) -> bool:
+        return bool(_NAME.fullmatch(artifact.name)) and get_kind(artifact.name) != "" and artifact.size > 0
 
-    async def _fetch(self, job: VideoJob, artifact: Artifact) -> StoredFile | JobFault:
-        folder = self.folder(job.id)
+    async def _fetch_file(self, job: VideoJob, artifact: Artifact) -> StoredFile | JobFault:
+        folder = self.get_folder(job.id)
         beside = folder / f"{artifact.name}.part"
         try:
-            await asyncio.to_thread(_prepare, self._folder, folder)
+            await asyncio.to_thread(_create_folders, self._folder, folder)
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, reported=artifact.size)
@@ -93,10 +93,10 @@ class ArtifactFolder:
                     "artifact_broken",
                     f"{artifact.name} came with {size} of {artifact.size} bytes, or a wrong checksum",
                 )
-            await asyncio.to_thread(_finish, beside, folder / artifact.name)
+            await asyncio.to_thread(_publish_file, beside, folder / artifact.name)
         except OSError as error:
             log.exception("artifact not stored", job=job.id, name=artifact.name)
-            full = error.errno in FULL
+            full = error.errno in DISK_FULL_ERRORS
             text = "the disk of the coordinator is full" if full else f"the coordinator cannot write: {error.strerror}"
             return JobFault(
                 "storage_full" if full else "storage_failed", f"{artifact.name} could not be stored: {text}"
@@ -122,23 +122,23 @@ class ArtifactFolder:
             os.close(descriptor)
         return digest.digest(), size
 
-    async def remove(self, job: str) -> None:
+    async def remove_files(self, job: str) -> None:
         """Remove all files of a job."""
         if _JOB.fullmatch(job):
-            await asyncio.to_thread(shutil.rmtree, self.folder(job), ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self.get_folder(job), ignore_errors=True)
 
-    def folder(self, job: str) -> Path:
+    def get_folder(self, job: str) -> Path:
         """Return the folder of a job's files. Raise `ValueError` for an invalid job id."""
         if not _JOB.fullmatch(job):
             raise ValueError(f"{job!r} is no job")
         return self._folder / job
 
-    def find(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
+    def find_file(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
         """Return path and record of a job's file of a kind (`VIDEO` or `THUMBNAIL`); None if the job has none."""
-        found = next((file for file in job.files if kind_of(file.name) == kind), None)
-        return None if found is None else (self.folder(job.id) / found.name, found)
+        found = next((file for file in job.files if get_kind(file.name) == kind), None)
+        return None if found is None else (self.get_folder(job.id) / found.name, found)
 
-    def sweep(self, known: set[str]) -> None:
+    def remove_unknown(self, known: set[str]) -> None:
         """Remove the files of jobs whose ids are not in `known`. A crash may leave such files."""
         with suppress(OSError):
             for folder in self._folder.iterdir():
@@ -146,23 +146,23 @@ class ArtifactFolder:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def most_bytes(job: VideoJob, kind: str) -> int:
+def compute_max_bytes(job: VideoJob, kind: str) -> int:
     """Return the maximum bytes of a job's file of a kind: its frames without compression, and `SLACK_BYTES`."""
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 
 
-def kind_of(name: str) -> str:
+def get_kind(name: str) -> str:
     """Return the kind of a file by its suffix; empty for a file that is not kept."""
     return SUFFIXES.get(Path(name).suffix, ("", ""))[0]
 
 
-def media_type(name: str) -> str:
+def get_media_type(name: str) -> str:
     """Return the media type of a file by its suffix. Raise `KeyError` for a suffix that is not in `SUFFIXES`."""
     return SUFFIXES[Path(name).suffix][1]
 
 
-def _prepare(root: Path, folder: Path) -> None:
+def _create_folders(root: Path, folder: Path) -> None:
     private_folder(root)
     private_folder(folder)
 
@@ -173,7 +173,7 @@ def _write(descriptor: int, piece: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _finish(beside: Path, path: Path) -> None:
+def _publish_file(beside: Path, path: Path) -> None:
     beside.replace(path)
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:

@@ -1,7 +1,8 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
 The controller owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
-`apply_view`, requests of clients through `submit`, `cancel` and `delete`. `state.transitions` makes all decisions.
+`apply_view`, requests of clients through `submit_job`, `cancel_job` and `delete_job`. `state.transitions` makes all
+decisions.
 """
 
 import asyncio
@@ -17,13 +18,13 @@ import structlog
 
 from coordinator.state.database import StoreError
 from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
-from coordinator.video.metrics import VideoCounters, VideoSnapshot, snapshot
+from coordinator.video.metrics import VideoCounters, VideoSnapshot, take_video_snapshot
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
 from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, VideoJob
-from coordinator.video.state.lease_placement import LeaseChoice, choose, packages_of, profile_of
-from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, key_of
+from coordinator.video.state.lease_placement import LeaseChoice, choose_node, find_packages, get_profile
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key
 from coordinator.video.state.transitions import advance
 from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
@@ -87,12 +88,12 @@ class VideoController:
         self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = dict(self._store.profiles)
         self.view = ClusterView()
         self.counters = VideoCounters()
-        self.board = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
+        self.table = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
         self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._permits: dict[NodeId, tuple[int, bool]] = {}
+        self._sent_permissions: dict[NodeId, tuple[int, bool]] = {}
         """By node: the epoch of its link, and the permission last sent over it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -100,9 +101,9 @@ class VideoController:
         self._running = False
         self.broken = ""
         """Reason why changes cannot be stored any more; empty while writes succeed."""
-        if self.board.jobs:
+        if self.table.jobs:
             self.apply_event(events.CoordinatorRestarted())
-            self.artifacts.sweep(set(self.board.jobs))
+            self.artifacts.remove_unknown(set(self.table.jobs))
 
     async def close(self) -> None:
         """Stop the controller and close the store. Jobs continue on their nodes."""
@@ -116,17 +117,17 @@ class VideoController:
 
     # -- requests of clients --------------------------------------------------------------
 
-    def known(self, key: str, idempotency: str, digest: str) -> IdempotentJob | None:
+    def find_idempotent_job(self, key: str, idempotency: str, digest: str) -> IdempotentJob | None:
         """Return the job of an API key with this idempotency key, and whether its body has this digest.
 
         Return None if there is no such job, or `idempotency` is empty.
         """
-        for job in self.board.jobs.values():
+        for job in self.table.jobs.values():
             if idempotency and (job.key, job.idempotency) == (key, idempotency):
                 return IdempotentJob(job, job.digest == digest)
         return None
 
-    async def submit(self, wanted: RequestedClip, key: str, idempotency: str = "", digest: str = "") -> VideoJob:
+    async def submit_job(self, wanted: RequestedClip, key: str, idempotency: str = "", digest: str = "") -> VideoJob:
         """Enqueue a job and return it after it is on disk. Raise `StoreError` if it cannot be stored."""
         self._sequence += 1
         job = VideoJob(
@@ -141,37 +142,37 @@ class VideoController:
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
         self.apply_event(events.JobSubmitted(job))
-        await self._written()
-        return self.board.jobs.get(job.id, job)
+        await self._wait_stored()
+        return self.table.jobs.get(job.id, job)
 
-    async def cancel(self, job: str) -> None:
+    async def cancel_job(self, job: str) -> None:
         """Cancel a job unless it has ended or is unknown. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobCancelled(job))
-        await self._written()
+        await self._wait_stored()
 
-    async def delete(self, job: str) -> None:
+    async def delete_job(self, job: str) -> None:
         """Cancel a job if it is open, and delete it with its files. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobDeleted(job))
-        await self._written()
+        await self._wait_stored()
 
-    def job(self, name: str) -> VideoJob | None:
+    def find_job(self, name: str) -> VideoJob | None:
         """Return a job by its id; None if it is unknown."""
-        return self.board.jobs.get(name)
+        return self.table.jobs.get(name)
 
-    def jobs(self) -> list[VideoJob]:
+    def list_jobs(self) -> list[VideoJob]:
         """Return all jobs, newest first."""
-        return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
+        return sorted(self.table.jobs.values(), key=lambda job: -job.sequence)
 
-    def holds(self) -> list[LeaseHold]:
+    def list_holds(self) -> list[LeaseHold]:
         """Return all requested and granted leases, oldest first."""
-        return sorted(self.board.holds.values(), key=lambda hold: hold.since)
+        return sorted(self.table.holds.values(), key=lambda hold: hold.since)
 
-    def snapshot(self) -> VideoSnapshot:
+    def take_snapshot(self) -> VideoSnapshot:
         """Return counters and current state of all jobs, for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
-        return snapshot(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
+        return take_video_snapshot(self.counters, self.table.jobs.values(), self._wall(), offered=offered)
 
-    async def _written(self) -> None:
+    async def _wait_stored(self) -> None:
         if self.broken:
             raise StoreError(self.broken)
         await self._store.flush()
@@ -182,107 +183,111 @@ class VideoController:
         """Apply a new cluster view: update permissions and leases of nodes, and try to place the first queued job."""
         self.view = view
         for node in view.nodes:
-            self._permit(node)
-            if node.reported_at and self._reported_at.get(node.id) != node.reported_at and self._concerns(node):
+            self._send_permission(node)
+            if (
+                node.reported_at
+                and self._reported_at.get(node.id) != node.reported_at
+                and self._is_report_relevant(node)
+            ):
                 self._reported_at[node.id] = node.reported_at
                 self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
-            self._look()
-            self._run()
+            self._try_placement()
+            self._process_events()
 
-    def _permit(self, node: NodeView) -> None:
+    def _send_permission(self, node: NodeView) -> None:
         """Send a node its video permission, unless the node has it already."""
         allowed = node.video_allowed and self.settings.enabled
-        if node.video.allowed in (None, allowed) or self._permits.get(node.id) == (node.epoch, allowed):
+        if node.video.allowed in (None, allowed) or self._sent_permissions.get(node.id) == (node.epoch, allowed):
             return
         if self._links.send(node.id, AllowVideo(allowed)):
-            self._permits[node.id] = node.epoch, allowed
+            self._sent_permissions[node.id] = node.epoch, allowed
 
-    def _concerns(self, node: NodeView) -> bool:
+    def _is_report_relevant(self, node: NodeView) -> bool:
         """Return whether a node's report about leases can change anything, including a report without leases."""
-        if node.video.leases or self.board.hold_of(node.id) is not None:
+        if node.video.leases or self.table.find_hold(node.id) is not None:
             return True
-        return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.board.jobs.values())
+        return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.table.jobs.values())
 
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Apply a node's answer to a lease request, or the end of a lease."""
         log.info("lease", node=node, lease=frame.lease, frame=type(frame).__name__, code=getattr(frame, "code", ""))
         self.apply_event(events.LeaseAnswered(node, frame))
 
-    def node_gone(self, node: NodeId) -> None:
+    def handle_node_gone(self, node: NodeId) -> None:
         """Apply the end of a node's link: requeue its job, or wait for the node if the job runs."""
         self.apply_event(events.NodeAway(node))
 
-    def forget(self, node: NodeId) -> None:
+    def delete_node_data(self, node: NodeId) -> None:
         """Delete the data of a node that is no longer a member, and requeue or fail its jobs."""
         self._reported_at.pop(node, None)
-        self._permits.pop(node, None)
+        self._sent_permissions.pop(node, None)
         self.apply_event(events.NodeRemoved(node))
 
-    # -- the board -------------------------------------------------------------------------
+    # -- the job table ---------------------------------------------------------------------
 
     def apply_event(self, event: events.Event) -> None:
         """Apply an event to the job table and perform the resulting actions. Apply events of these actions as well."""
         self._events.append(event)
-        self._run()
+        self._process_events()
 
-    def _run(self) -> None:
+    def _process_events(self) -> None:
         if self._running:
             return
         self._running = True
         try:
             while self._events:
-                self._step(self._events.popleft())
+                self._process_event(self._events.popleft())
                 if not self._events:
-                    self._look()
+                    self._try_placement()
         finally:
             self._running = False
-        self._plan()
+        self._schedule_tick()
 
-    def _step(self, event: events.Event) -> None:
-        before = self.board
-        self.board, actions = advance(before, event, self._wall())
+    def _process_event(self, event: events.Event) -> None:
+        before = self.table
+        self.table, actions = advance(before, event, self._wall())
         for action in actions:
-            self._act(action)
-        if before.jobs != self.board.jobs:
+            self._perform_action(action)
+        if before.jobs != self.table.jobs:
             self._log_transitions(before)
-        if before.holds != self.board.holds:
+        if before.holds != self.table.holds:
             self._count_grants(before)
 
     def _count_grants(self, before: JobTable) -> None:
-        for hold in self.board.holds.values():
+        for hold in self.table.holds.values():
             old = before.holds.get(hold.lease)
             if hold.granted and old is not None and not old.granted:
                 self.counters.count_grant(self._wall() - hold.since)
 
     def _log_transitions(self, before: JobTable) -> None:
-        for job in self.board.jobs.values():
+        for job in self.table.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
                 self.counters.count_transition(old, job, self._wall())
                 fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
                 log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
 
-    def _look(self) -> None:
-        found = choose(self.board, self.view, self.profiles, self._wall(), self._clock())
+    def _try_placement(self) -> None:
+        found = choose_node(self.table, self.view, self.profiles, self._wall(), self._clock())
         if found is None:
             return
         if isinstance(found, LeaseChoice):
             self._events.append(events.JobPlaced(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
         elif (found.job.phase, found.job.room_by is None) != (found.phase, found.busy):
-            self._events.append(events.JobWaits(found.job.id, found.phase, found.busy))
+            self._events.append(events.JobWaited(found.job.id, found.phase, found.busy))
 
-    def _plan(self) -> None:
-        if not self.board.jobs and not self.board.holds:
-            self._stop_clock()
+    def _schedule_tick(self) -> None:
+        if not self.table.jobs and not self.table.holds:
+            self._cancel_tick()
             return
-        busy = self.board.holds or any(job.open for job in self.board.jobs.values())
+        busy = self.table.holds or any(job.open for job in self.table.jobs.values())
         due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:
-            self._stop_clock()
+            self._cancel_tick()
             self._timer, self._due = self._loop.call_at(due, self._tick), due
 
-    def _stop_clock(self) -> None:
+    def _cancel_tick(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -291,34 +296,34 @@ class VideoController:
         self._timer = None
         self.apply_event(events.JobTick())
 
-    def _act(self, action: events.Action) -> None:
+    def _perform_action(self, action: events.Action) -> None:
         match action:
             case events.SaveJob(job):
-                self._save(lambda: self._store.put_job(job))
-            case events.AskForLease(job):
+                self._write_to_store(lambda: self._store.put_job(job))
+            case events.RequestLease(job):
                 self._request_lease(job)
-            case events.GiveBackLease(node, lease, generation, cause):
+            case events.ReleaseLease(node, lease, generation, cause):
                 self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):
                 if job.id not in self._fetching:
-                    task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
+                    task = self._fetching[job.id] = self._loop.create_task(self._fetch_files(job, artifacts))
                     task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
-            case events.PeakMeasured(job, peak):
-                self._measured(job, peak)
-            case events.ForgetJob(job):
-                self._save(lambda: self._store.drop_job(job))
-                self._remove(job)
+            case events.RecordPeak(job, peak):
+                self._record_peak(job, peak)
+            case events.DeleteJob(job):
+                self._write_to_store(lambda: self._store.delete_job(job))
+                self._start_removal(job)
             case events.ExpireFiles(job):
-                self._remove(job)
+                self._start_removal(job)
 
-    def _save(self, write: Callable[[], None]) -> None:
+    def _write_to_store(self, write: Callable[[], None]) -> None:
         try:
             write()
         except StoreError as error:
             self.broken = str(error)
 
     def _request_lease(self, job: VideoJob) -> None:
-        lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
+        lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.encode_spec())
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"
             refused = LeaseRefused(
@@ -326,15 +331,15 @@ class VideoController:
             )
             self._events.append(events.LeaseAnswered(job.node, refused))
 
-    async def _fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
+    async def _fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
         while True:
             try:
-                found = await self.artifacts.fetch(job, artifacts)
+                found = await self.artifacts.fetch_files(job, artifacts)
                 break
             except FetchInterrupted as interrupted:
                 log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
             await asyncio.sleep(RETRY_SECONDS)
-            now = self.board.jobs.get(job.id)
+            now = self.table.jobs.get(job.id)
             if now is None or (now.state, now.generation) != (JobState.FINALIZING, job.generation):
                 return
         if isinstance(found, JobFault):
@@ -342,23 +347,23 @@ class VideoController:
         else:
             self.apply_event(events.FilesFetched(job.id, job.generation, found))
 
-    def _measured(self, job: VideoJob, peak: int) -> None:
-        package = next((one for node, one in packages_of(self.view, job.wanted.model) if node.id == job.node), None)
+    def _record_peak(self, job: VideoJob, peak: int) -> None:
+        package = next((one for node, one in find_packages(self.view, job.wanted.model) if node.id == job.node), None)
         if package is None or peak <= 0:
             return
-        key = key_of(package)
-        profile = self.profiles[key] = profile_of(package, self.profiles).with_measurement(job.wanted.tokens, peak)
+        key = get_profile_key(package)
+        profile = self.profiles[key] = get_profile(package, self.profiles).add_measurement(job.wanted.tokens, peak)
         log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
-        self._save(lambda: self._store.put_profile(key, profile))
+        self._write_to_store(lambda: self._store.put_profile(key, profile))
 
-    def _remove(self, job: str) -> None:
-        task = self._loop.create_task(self._removed(job))
+    def _start_removal(self, job: str) -> None:
+        task = self._loop.create_task(self._remove_files(job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _removed(self, job: str) -> None:
+    async def _remove_files(self, job: str) -> None:
         fetching = self._fetching.get(job)
         if fetching is not None and not fetching.done():
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-        await self.artifacts.remove(job)
+        await self.artifacts.remove_files(job)

@@ -32,9 +32,9 @@ class ListenerFanout:
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Report the end of a node's link to the dispatcher, with its reason, and to the video controller."""
         self._dispatcher.node_gone(node, reason)
-        self._controller.node_gone(node)
+        self._controller.handle_node_gone(node)
 
     def forget(self, node: NodeId) -> None:
         """Delete the data of a former member from the dispatcher and the video controller."""
         self._dispatcher.forget(node)
-        self._controller.forget(node)
+        self._controller.delete_node_data(node)

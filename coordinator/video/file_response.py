@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.video.artifacts import media_type
+from coordinator.video.artifacts import get_media_type
 from coordinator.video.state.jobs import StoredFile
 from router.errors import Header, Problem
 from router.http.exchange import Exchange
@@ -29,7 +29,7 @@ class ByteRange:
     last: int
 
 
-def span_of(header: str, size: int) -> ByteRange | Problem | None:
+def parse_range(header: str, size: int) -> ByteRange | Problem | None:
     """Parse a Range header for a file of `size` bytes.
 
     Return one range, None for the complete file (also for an unsupported header), or a 416 problem for a range
@@ -40,15 +40,15 @@ def span_of(header: str, size: int) -> ByteRange | Problem | None:
         return None
     if not match[1]:
         wanted = min(int(match[2]), size)
-        return ByteRange(size - wanted, size - 1) if wanted else _outside(size)
+        return ByteRange(size - wanted, size - 1) if wanted else _build_range_problem(size)
     first = int(match[1])
     last = min(int(match[2]), size - 1) if match[2] else size - 1
     if match[2] and int(match[2]) < first:
         return None
-    return ByteRange(first, last) if first < size else _outside(size)
+    return ByteRange(first, last) if first < size else _build_range_problem(size)
 
 
-def _outside(size: int) -> Problem:
+def _build_range_problem(size: int) -> Problem:
     return Problem(416, "range_not_satisfiable", f"the file has {size} bytes")
 
 
@@ -60,15 +60,15 @@ async def send_file(exchange: Exchange, path: Path, kept: StoredFile) -> None:
     """
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        await _send(exchange, descriptor, kept)
+        await _send_open_file(exchange, descriptor, kept)
     finally:
         os.close(descriptor)
 
 
-async def _send(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
+async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
     tag = f'"{kept.sha256[:32]}"'
     headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
-    span = span_of((exchange.header(b"range") or b"").decode("latin-1"), kept.size)
+    span = parse_range((exchange.header(b"range") or b"").decode("latin-1"), kept.size)
     condition = exchange.header(b"if-range")
     if condition is not None and condition.decode("latin-1").strip() != tag:
         span = None
@@ -79,16 +79,16 @@ async def _send(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
     if span is not None:
         headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, kept.size)))
     headers += [
-        (b"content-type", media_type(kept.name).encode()),
+        (b"content-type", get_media_type(kept.name).encode()),
         (b"cache-control", b"private"),
         (b"content-length", b"%d" % (piece.last - piece.first + 1)),
     ]
     exchange.status = status
     await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
-    await _pieces(exchange, descriptor, ByteRange(0, -1) if exchange.method == "HEAD" else piece)
+    await _send_chunks(exchange, descriptor, ByteRange(0, -1) if exchange.method == "HEAD" else piece)
 
 
-async def _pieces(exchange: Exchange, descriptor: int, span: ByteRange) -> None:
+async def _send_chunks(exchange: Exchange, descriptor: int, span: ByteRange) -> None:
     at = span.first
     while at <= span.last:
         found = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, span.last + 1 - at), at)

@@ -47,28 +47,28 @@ class VideoCounters:
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Failed jobs by reason, one of `REASONS`."""
-    seconds: float = 0.0
+    clip_seconds: float = 0.0
     """Total playing time of all finished clips, in seconds."""
-    waited: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
-    took: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
-    confirmed: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
+    queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    run_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
+    confirm_seconds: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
 
     def count_transition(self, old: VideoJob, job: VideoJob, now: float) -> None:
         """Count the transition of a job from its state in `old` to its state in `job`. `now` is in Unix seconds."""
         if old.state == JobState.LEASING and job.state == JobState.IN_PROGRESS:
-            self.waited.observe(max(0.0, now - job.created))
+            self.queue_seconds.observe(max(0.0, now - job.created))
         if not job.open and old.open:
-            self._ended(job)
+            self._count_end(job)
 
     def count_grant(self, seconds: float) -> None:
         """Count a lease that its node granted `seconds` after the request."""
-        self.confirmed.observe(max(0.0, seconds))
+        self.confirm_seconds.observe(max(0.0, seconds))
 
-    def _ended(self, job: VideoJob) -> None:
+    def _count_end(self, job: VideoJob) -> None:
         if job.fault is None:
             self.ends[COMPLETED] += 1
-            self.seconds += job.wanted.frames / job.wanted.fps
-            self.took.observe(max(0.0, (job.ended or job.created) - (job.started or job.created)))
+            self.clip_seconds += job.wanted.frames / job.wanted.fps
+            self.run_seconds.observe(max(0.0, (job.ended or job.created) - (job.started or job.created)))
         elif job.fault.code == CANCELLED:
             self.ends[CANCELLED] += 1
         else:
@@ -81,20 +81,22 @@ class VideoCounters:
 class VideoSnapshot:
     """Video jobs at one moment, for metrics.
 
-    `states` counts the open jobs by state. `oldest` is the longest wait of a queued job in seconds. `kept` is the bytes
-    of all kept files. `progress` is the completed share (0 to 1) of the job on each node. `used`: a node offers video
-    models, or there is or was a job.
+    `states` counts the open jobs by state. `oldest_wait_seconds` is the longest wait of a queued job. `stored_bytes` is
+    the size of all stored files. `progress` is the completed share (0 to 1) of the job on each node. `used`: a node
+    offers video models, or there is or was a job.
     """
 
     counters: VideoCounters = field(default_factory=VideoCounters)
     states: Mapping[str, int] = field(default_factory=dict[str, int])
-    oldest: float = 0.0
-    kept: int = 0
+    oldest_wait_seconds: float = 0.0
+    stored_bytes: int = 0
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
     used: bool = False
 
 
-def snapshot(counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool) -> VideoSnapshot:
+def take_video_snapshot(
+    counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool
+) -> VideoSnapshot:
     """Return the metrics of `jobs` at `now` (Unix seconds), with these counters.
 
     `offered`: a node has a video model.

@@ -45,41 +45,41 @@ class _Form:
     value: bytearray = field(default_factory=bytearray)
     disposition: bytes = b""
 
-    def callbacks(self) -> Any:
+    def get_callbacks(self) -> Any:
         return {
-            "on_part_begin": self._part,
-            "on_header_begin": self._begin,
-            "on_header_field": self._field,
-            "on_header_value": self._value,
-            "on_header_end": self._header,
-            "on_headers_finished": self._named,
-            "on_part_data": self._data,
-            "on_part_end": self._end,
-            "on_end": self._done,
+            "on_part_begin": self._begin_part,
+            "on_header_begin": self._begin_header,
+            "on_header_field": self._add_header_name,
+            "on_header_value": self._add_header_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._end_headers,
+            "on_part_data": self._add_data,
+            "on_part_end": self._end_part,
+            "on_end": self._end_form,
         }
 
-    def _part(self) -> None:
+    def _begin_part(self) -> None:
         self.parts += 1
         self.text.clear()
         self.disposition = b""
         if self.parts > MAX_PARTS:
             raise _StopParsing(invalid(f"a form here may have {MAX_PARTS} fields"))
 
-    def _begin(self) -> None:
+    def _begin_header(self) -> None:
         self.header.clear()
         self.value.clear()
 
-    def _field(self, data: bytes, start: int, end: int) -> None:
+    def _add_header_name(self, data: bytes, start: int, end: int) -> None:
         self.header += data[start:end]
 
-    def _value(self, data: bytes, start: int, end: int) -> None:
+    def _add_header_value(self, data: bytes, start: int, end: int) -> None:
         self.value += data[start:end]
 
-    def _header(self) -> None:
+    def _end_header(self) -> None:
         if bytes(self.header).lower() == b"content-disposition":
             self.disposition = bytes(self.value)
 
-    def _named(self) -> None:
+    def _end_headers(self) -> None:
         kind, options = parse_options_header(self.disposition)
         name = options.get(b"name", b"")
         if kind != b"form-data" or not name:
@@ -95,51 +95,55 @@ class _Form:
             )
         if self.name in self.fields:
             raise _StopParsing(invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
-        self._count(len(name))
+        self._count_bytes(len(name))
 
-    def _data(self, data: bytes, start: int, end: int) -> None:
-        self._count(end - start)
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        self._count_bytes(end - start)
         self.text += data[start:end]
 
-    def _end(self) -> None:
+    def _end_part(self) -> None:
         try:
             self.fields[self.name] = bytes(self.text).decode()
         except UnicodeDecodeError:
             raise _StopParsing(invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
 
-    def _done(self) -> None:
+    def _end_form(self) -> None:
         self.ended = True
 
-    def _count(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         self.size += size
         if self.size > MAX_TEXT_BYTES:
             raise _StopParsing(too_long(MAX_TEXT_BYTES))
 
 
-async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: float) -> dict[str, str] | Problem | None:
-    """Read a form of at most `limit` bytes within `seconds`, and return its fields.
+async def read_form(
+    exchange: Exchange, boundary: bytes, max_bytes: int, timeout_seconds: float
+) -> dict[str, str] | Problem | None:
+    """Read a form of at most `max_bytes` bytes within `timeout_seconds`, and return its fields.
 
     Return a problem if the form is invalid, too large or late. Return None if the client has disconnected.
     """
     declared = exchange.header(b"content-length") or b"0"
-    if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
-        return too_long(limit)
+    if not declared.isdigit() or len(declared) > 18 or int(declared) > max_bytes:
+        return too_long(max_bytes)
     form = _Form()
     try:
         parser = MultipartParser(
-            boundary, form.callbacks(), max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES
+            boundary, form.get_callbacks(), max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES
         )
-        async with asyncio.timeout(seconds):
-            return await _fed(exchange, parser, form, limit)
+        async with asyncio.timeout(timeout_seconds):
+            return await _feed_parser(exchange, parser, form, max_bytes)
     except TimeoutError:
-        return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
+        return Problem(408, "request_timeout", f"the body did not arrive within {timeout_seconds:.0f} s")
     except _StopParsing as enough:
         return enough.problem
     except FormParserError as error:
         return invalid(f"the form cannot be read: {str(error)[:200]}")
 
 
-async def _fed(exchange: Exchange, parser: MultipartParser, form: _Form, limit: int) -> dict[str, str] | Problem | None:
+async def _feed_parser(
+    exchange: Exchange, parser: MultipartParser, form: _Form, limit: int
+) -> dict[str, str] | Problem | None:
     read = 0
     while True:
         part = await exchange.receive()
@@ -155,7 +159,7 @@ async def _fed(exchange: Exchange, parser: MultipartParser, form: _Form, limit: 
             return form.fields if form.ended else invalid("the form has no end: its last boundary is missing")
 
 
-def boundary_of(content_type: bytes) -> bytes | None:
+def get_boundary(content_type: bytes) -> bytes | None:
     """Return the boundary of a content type; None if it is not a multipart form with a boundary."""
     kind, options = parse_options_header(content_type)
     return options.get(b"boundary") if kind == b"multipart/form-data" else None

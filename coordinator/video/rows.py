@@ -6,43 +6,43 @@ from msgspec.structs import asdict
 
 from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import VideoJob
-from coordinator.video.state.lease_placement import Profiles, profile_of, video_denied
+from coordinator.video.state.lease_placement import Profiles, explain_denial, get_profile
 from coordinator.video.state.memory_model import VideoMemoryProfile
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.identity import NodeId
 from wire.video import LeaseState, VideoPackage, VideoState
 
 
-def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
+def build_package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
     """Return a row for each video model, sorted by name, with its state and predicted memory on each node."""
     found: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
             row = found.setdefault(package.name, {"name": package.name, "kind": "video", "nodes": []})
-            row["nodes"].append(_package_row(node, package, profile_of(package, profiles)))
+            row["nodes"].append(_build_package_row(node, package, get_profile(package, profiles)))
     return [found[name] for name in sorted(found)]
 
 
-def _package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProfile) -> dict[str, Any]:
+def _build_package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProfile) -> dict[str, Any]:
     return {
         "id": node.id,
         "name": node.name,
         "state": str(node.state),
         "ready": node.video_allowed and node.video.ready and bool(node.video.ray),
-        "cause": package.cause or node.video.cause or video_denied(node) or node.video.ray_cause,
+        "cause": package.cause or node.video.cause or explain_denial(node) or node.video.ray_cause,
         "weights": package.weights,
         "engine": package.engine,
         "bits": package.bits,
-        "profile": _profile(profile),
+        "profile": _build_profile_fields(profile),
     }
 
 
-def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
+def build_profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
     """Return a row for each stored memory profile."""
-    return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
+    return [{**key._asdict(), **_build_profile_fields(profile)} for key, profile in sorted(profiles.items())]
 
 
-def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
+def _build_profile_fields(profile: VideoMemoryProfile) -> dict[str, Any]:
     return {
         "base": profile.base,
         "slope": round(profile.slope),
@@ -52,10 +52,10 @@ def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
     }
 
 
-def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, Any]:
+def build_lease_row(hold: LeaseHold, table: JobTable, view: ClusterView) -> dict[str, Any]:
     """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node."""
-    node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
-    state = _reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
+    node, job = view.node(NodeId(hold.node)), table.jobs.get(hold.job)
+    state = _find_reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
         "id": hold.lease,
         "node": hold.node,
@@ -69,19 +69,19 @@ def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, 
         "progress": state.progress,
         "footprint": state.footprint,
         "peak": state.peak,
-        "orphan": not _runs(hold, job),
+        "orphan": not _is_running(hold, job),
     }
 
 
-def _reported_state(hold: LeaseHold, video: VideoState) -> LeaseState:
+def _find_reported_state(hold: LeaseHold, video: VideoState) -> LeaseState:
     return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
 
 
-def _runs(hold: LeaseHold, job: VideoJob | None) -> bool:
+def _is_running(hold: LeaseHold, job: VideoJob | None) -> bool:
     return job is not None and job.lease == hold.lease and job.generation == hold.generation
 
 
-def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
+def build_video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
     """Return a node's video state as a row. `allowed`: the node has permission for video jobs."""
     return {
         "ready": video.ready,

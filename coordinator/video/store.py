@@ -48,19 +48,19 @@ class VideoStore:
         self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = {}
         """Memory profiles that the database had when it was opened."""
         if self._file.exists():
-            self._open()
+            self._open_connection()
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_connection(self) -> sqlite3.Connection:
         if self._connection is None:
             connection = self._connection = open_database(self._file, MIGRATIONS)
             try:
-                self._load(connection)
+                self._load_rows(connection)
             except (sqlite3.Error, msgspec.MsgspecError) as error:
                 connection.close()
                 raise StoreError(f"{self._file} cannot be used: {error}; move it away, or restore a backup") from None
         return self._connection
 
-    def _load(self, connection: sqlite3.Connection) -> None:
+    def _load_rows(self, connection: sqlite3.Connection) -> None:
         rows: Sequence[tuple[str]] = connection.execute("SELECT record FROM jobs ORDER BY sequence").fetchall()
         self.jobs = tuple(msgspec.json.decode(record, type=VideoJob) for (record,) in rows)
         for package, engine, bits, record in connection.execute("SELECT * FROM profiles"):
@@ -72,20 +72,20 @@ class VideoStore:
         Raise `StoreError` if the database cannot be opened or an earlier change was not written.
         """
         record = msgspec.json.encode(job).decode()
-        self._put("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
+        self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
-    def drop_job(self, job: str) -> None:
+    def delete_job(self, job: str) -> None:
         """Delete a job. Raise `StoreError` as `put_job`."""
-        self._put("DELETE FROM jobs WHERE id = ?", job)
+        self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
 
     def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
         """Add or replace the memory profile of a package. Raise `StoreError` as `put_job`."""
         record = msgspec.json.encode(profile).decode()
-        self._put("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
+        self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
     async def flush(self) -> None:
         """Wait until all changes so far are on the disk. Raise `StoreError` if one of them could not be written."""
-        await asyncio.wrap_future(self._writer.submit(_nothing))
+        await asyncio.wrap_future(self._writer.submit(_do_nothing))
         if self._failure is not None:
             raise self._failure
 
@@ -96,10 +96,10 @@ class VideoStore:
             self._connection.close()
             self._connection = None
 
-    def _put(self, statement: str, *values: object) -> None:
+    def _enqueue_write(self, statement: str, *values: object) -> None:
         if self._failure is not None:
             raise self._failure
-        connection = self._open()
+        connection = self._open_connection()
         self._writer.submit(self._execute, connection, statement, values)
 
     def _execute(self, connection: sqlite3.Connection, statement: str, values: tuple[object, ...]) -> None:
@@ -112,5 +112,5 @@ class VideoStore:
             self._failure = StoreError(f"a video job could not be written down ({error}): make room, then restart")
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return

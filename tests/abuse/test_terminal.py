@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from coordinator.cli import COMMANDS, cluster
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
-from coordinator.client.terminal_text import SanitizedStream, harmless
+from coordinator.client.terminal_text import SanitizedStream, replace_control_characters
 from tests.contract.test_conventions import ARGUMENTS, READING
 from tests.support.cluster.whole_pool import Served, served
 from tests.support.processes import ROOT
@@ -93,13 +93,13 @@ def pool() -> Iterator[Served]:
 def hostile(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Poison every answer that a command gets; return the requested paths."""
     asked: list[str] = []
-    plain = ApiSession.request
+    plain = ApiSession.send_request
 
     def request(self: ApiSession, method: str, path: str, *rest: Any, **more: Any) -> Any:
         asked.append(path)
         return Poisoned(plain(self, method, path, *rest, **more))
 
-    monkeypatch.setattr(ApiSession, "request", request)
+    monkeypatch.setattr(ApiSession, "send_request", request)
     return asked
 
 
@@ -147,7 +147,7 @@ def test_every_verb_writes_through_one_place(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_errors_are_harmless() -> None:
     assert OBEYED.search(CommandError(1, ATTACK).message) is None
-    assert harmless("plain\n\täöü 漢字 ✓") == "plain\n\täöü 漢字 ✓"
+    assert replace_control_characters("plain\n\täöü 漢字 ✓") == "plain\n\täöü 漢字 ✓"
 
 
 def test_a_stream_of_another_encoding_is_written_all_the_same() -> None:

@@ -33,13 +33,13 @@ async def asked(one: Pool, **fields: Any) -> str:
 
 
 def state(one: Pool, video: str) -> JobState:
-    job = one.conductor.job(video)
+    job = one.conductor.find_job(video)
     assert job is not None
     return job.state
 
 
 def fault(one: Pool, video: str) -> str:
-    job = one.conductor.job(video)
+    job = one.conductor.find_job(video)
     assert job is not None
     assert job.fault is not None
     return job.fault.code
@@ -52,8 +52,8 @@ async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
         first, second = one.peers
         await one.port.until(lambda: [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 1])
         assert state(one, videos[2]) == JobState.QUEUED
-        waits = one.conductor.job(videos[2])
-        await one.port.until(lambda: "makes another video" in one.conductor.board.jobs[videos[2]].phase)
+        waits = one.conductor.find_job(videos[2])
+        await one.port.until(lambda: "makes another video" in one.conductor.table.jobs[videos[2]].phase)
         assert waits is not None
         holder = first if first.of(LeaseRequest)[0].job == videos[0] else second
         holder.finish(holder.of(LeaseRequest)[0].lease)
@@ -70,7 +70,7 @@ async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
 async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_on(tmp_path: Path):
     async with pool(tmp_path, peer={"refusal": NO}) as one:
         first, second = await asked(one), await asked(one)
-        await one.port.until(lambda: one.conductor.board.jobs[first].phase == NO.waiting_for)
+        await one.port.until(lambda: one.conductor.table.jobs[first].phase == NO.waiting_for)
         assert [lease.job for lease in one.peer.of(LeaseRequest)] == [first], "the second does not overtake"
         one.peer.refusal = None
         await one.until(first, "completed")
@@ -96,10 +96,10 @@ async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
         video = await asked(one)
         await one.until(video, "in_progress")
         await one.peer.cut()
-        assert one.conductor.board.jobs[video].away
-        assert one.conductor.board.hold_of(one.peer.who.node if one.peer.who else "") is not None
+        assert one.conductor.table.jobs[video].away
+        assert one.conductor.table.find_hold(one.peer.who.node if one.peer.who else "") is not None
         await one.peer.link()
-        await one.port.until(lambda: not one.conductor.board.jobs[video].away)
+        await one.port.until(lambda: not one.conductor.table.jobs[video].away)
         one.peer.finish(next(iter(one.peer.leases)))
         await one.until(video, "completed")
 
@@ -113,7 +113,7 @@ async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Pa
         other.plays = True
         await holder.cut()
         await one.until(video, ended)
-        assert one.conductor.board.holds == {}
+        assert one.conductor.table.holds == {}
         if rule == "fail":
             assert fault(one, video) == "node_lost"
         else:
@@ -138,13 +138,13 @@ async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path
 @pytest.mark.parametrize("peer", [{"refuses": "Ray has no room"}, {"starts": False}])
 async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_path: Path, peer: dict[str, Any]):
     async with pool(tmp_path, peer={"plays": False, **peer}, start_timeout_seconds=0.2) as one:
-        one.conductor.board = type(one.conductor.board)(
-            type(one.conductor.board.rules)(attempts=0, start_seconds=0.2), {}, {}, {}
+        one.conductor.table = type(one.conductor.table)(
+            type(one.conductor.table.rules)(attempts=0, start_seconds=0.2), {}, {}, {}
         )
         video = await asked(one)
         await one.until(video, "failed")
         assert fault(one, video) == "start_failed"
-        await one.port.until(lambda: not one.conductor.board.holds)
+        await one.port.until(lambda: not one.conductor.table.holds)
 
 
 async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_gets_a_job(tmp_path: Path):
@@ -163,7 +163,7 @@ async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_g
         await one.port.until(lambda: not second.allowed)
         second.finish(next(iter(second.leases)))
         await one.until(video, "completed")
-        await one.port.until(lambda: "allow-video" in one.conductor.board.jobs[waiting].phase)
+        await one.port.until(lambda: "allow-video" in one.conductor.table.jobs[waiting].phase)
         assert first.of(AllowVideo) == [], "the node had been allowed before"
         assert [frame.allowed for frame in second.of(AllowVideo)] == [True, False]
         await second.cut()
@@ -201,7 +201,7 @@ async def test_a_broken_file_fails_the_job_and_is_not_kept(tmp_path: Path):
             video = await asked(one)
             await one.until(video, "failed")
             assert fault(one, video) == ("output_invalid" if "other.bin" in wrong else "artifact_broken")
-            folder = one.conductor.artifacts.folder(video)
+            folder = one.conductor.artifacts.get_folder(video)
             await one.port.until(lambda: not folder.exists())  # noqa: B023  waited for at once
 
 
@@ -239,12 +239,12 @@ async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
         for _ in range(2):
             await asked(one)
-        await one.port.until(lambda: len(one.conductor.board.holds) == 2)
+        await one.port.until(lambda: len(one.conductor.table.holds) == 2)
         who = one.peer.who
         assert who is not None
         assert list(found(one.conductor, who.node, "conductor", set())) != []
         one.port.application.registry.remove_node(who.node)
-        one.conductor.forget(who.node)
+        one.conductor.delete_node_data(who.node)
         one.conductor.apply_view(
             type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node))
         )
@@ -277,27 +277,29 @@ def asks(data: bytes) -> Any:
 
 async def test_a_file_is_kept_for_its_owner_alone(tmp_path: Path):
     artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
-    kept = await artifacts.fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
+    kept = await artifacts.fetch_files(a_job(1), artifacts_of({"video.mp4": CLIP}))
     assert not isinstance(kept, JobFault)
     assert kept[0].sha256 == hashlib.sha256(CLIP).hexdigest()
-    folder = artifacts.folder("video_1")
+    folder = artifacts.get_folder("video_1")
     assert [(file.name, file.stat().st_mode & 0o777) for file in folder.iterdir()] == [("video.mp4", 0o600)]
     assert folder.stat().st_mode & 0o777 == 0o700
-    artifacts.sweep({"video_2"})
+    artifacts.remove_unknown({"video_2"})
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("name", ["../video.mp4", "/etc/x.mp4", ".mp4", "a/b.mp4", "x" * 99 + ".mp4", "a.mp4\n", ""])
 async def test_names_of_files_are_never_paths(tmp_path: Path, name: str):
     artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
-    found = await artifacts.fetch(a_job(1), (Artifact(name, len(CLIP), hashlib.sha256(CLIP).digest()),))
+    found = await artifacts.fetch_files(a_job(1), (Artifact(name, len(CLIP), hashlib.sha256(CLIP).digest()),))
     assert isinstance(found, JobFault)
     assert not (tmp_path / "videos").exists()
 
 
 async def test_a_disk_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     (tmp_path / "videos").write_text("in the way")
-    found = await ArtifactFolder(tmp_path / "videos", asks(CLIP)).fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
+    found = await ArtifactFolder(tmp_path / "videos", asks(CLIP)).fetch_files(
+        a_job(1), artifacts_of({"video.mp4": CLIP})
+    )
     assert isinstance(found, JobFault)
     assert found.code == "storage_failed"
     assert "the coordinator cannot write" in found.message
@@ -316,5 +318,5 @@ async def test_a_full_disk_is_a_clear_error_and_the_node_may_drop_its_files(
         assert failed["error"]["code"] == "storage_full"
         assert "the disk of the coordinator is full" in failed["error"]["message"]
         await one.port.until(lambda: one.peer.ended == {})
-        folder = one.conductor.artifacts.folder(video)
+        folder = one.conductor.artifacts.get_folder(video)
         await one.port.until(lambda: not folder.exists())

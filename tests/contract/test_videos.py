@@ -71,7 +71,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool
     """Yield one pool for all refused requests: none may ever become a job."""
     async with pool(tmp_path_factory.mktemp("shared")) as one:
         yield one
-        assert one.conductor.board.jobs == {}
+        assert one.conductor.table.jobs == {}
         assert one.peer.of(LeaseRequest) == []
 
 
@@ -247,7 +247,7 @@ async def test_cancel_and_delete_while_it_waits_and_while_it_is_made(tmp_path: P
         again = await http.post(f"/v1/videos/{waiting.id}/cancel")
         assert again.json() == answer.json(), "it has ended already"
         await client.videos.delete(running.id)
-        await one.port.until(lambda: not one.conductor.board.holds)
+        await one.port.until(lambda: not one.conductor.table.holds)
         await one.port.until(lambda: len(one.peer.of(LeaseRelease)) > 1)
         assert [said.cause for said in one.peer.of(LeaseRelease)][:2] == ["cancelled", "acknowledged"]
 
@@ -376,7 +376,7 @@ async def test_a_body_that_cannot_be_is_refused_by_name(
         assert (error.status_code, error.param) == (status, param), error.message
         assert words in error.message
         assert shared.peer.of(LeaseRequest) == []
-        assert shared.conductor.board.jobs == {}
+        assert shared.conductor.table.jobs == {}
 
 
 async def test_what_is_rounded_is_said(tmp_path: Path):

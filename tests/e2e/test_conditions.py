@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.alerts.rules import rules_file
+from coordinator.alerts.rules import render_rules_file
 from coordinator.metrics.prometheus import render_configuration
 from tests.support.cluster.engine_pool import said
 from tests.support.processes import ROOT, Pool, environment, pool, until
@@ -70,7 +70,7 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
         )
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
         rules = tmp_path / "rules.yml"
-        rules.write_text(rules_file())
+        rules.write_text(render_rules_file())
         text = render_configuration(made.base, str(token_file(tmp_path, key))).replace("interval: 15s", "interval: 5s")
         with prometheus(tmp_path / "prometheus", text, rules) as found:
             until(lambda: found.up() == {"macpool": "1", "broken": "1"}, 40, "all is scraped")

@@ -165,7 +165,7 @@ def _seen(found: Prometheus) -> bool:
 def _lines(board: Board, found: Prometheus) -> Iterator[str]:
     """Yield the numbers of series and values of each query."""
     values = chosen(board, found)
-    for panel in board.panels():
+    for panel in board.list_panels():
         for query, _ in panel.queries:
             series, points = evaluate(found, panel, query, values)
             reason = EMPTY.get(panel.title)

@@ -190,7 +190,7 @@ def busy_counters(models: int, nodes: int) -> Counters:
 def busy_video() -> VideoSnapshot:
     """Return the picture of videos with every event."""
     counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
-    for buckets in (counters.waited, counters.took, counters.confirmed):
+    for buckets in (counters.queue_seconds, counters.run_seconds, counters.confirm_seconds):
         buckets.observe(0.1)
     states = {"queued": 1, "leasing": 0, "in_progress": 1, "finalizing": 0}
     return VideoSnapshot(counters, states, 3.0, 1_000_000, {NodeId("n0"): 0.5}, used=True)

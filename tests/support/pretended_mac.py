@@ -99,7 +99,7 @@ def pretended(
         ask,
         dial,
         state,
-        power=lambda: power,
+        get_power=lambda: power,
     )
     if state.is_dir():
         state.chmod(0o700)

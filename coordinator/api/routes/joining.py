@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from coordinator.api.body import PLAIN, Body
+from coordinator.api.body import PLAIN_TEXT_PATTERN, Body
 from coordinator.api.errors import ProblemError
-from coordinator.api.qr import qr_matrix
+from coordinator.api.qr import build_qr_matrix
 from coordinator.api.route import Route
 from coordinator.joining.join_approvals import ApprovalLock, ApprovalQueue, DecidedApproval, WrongCode
 from coordinator.joining.join_tokens import build_join_command
@@ -15,12 +15,12 @@ from coordinator.state.access_admin import AccessAdmin
 from router.errors import Problem
 
 
-class NewToken(Body):
+class NewTokenBody(Body):
     """Body of a request for a new join token: lifetime in seconds, number of uses, and a name."""
 
     ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
     uses: Annotated[int, Field(ge=1, le=1000)] = 1
-    name: Annotated[str, Field(max_length=100, pattern=PLAIN)] = ""
+    name: Annotated[str, Field(max_length=100, pattern=PLAIN_TEXT_PATTERN)] = ""
 
 
 class JoinRoutes:
@@ -31,7 +31,7 @@ class JoinRoutes:
         self._approvals = approvals
         self._url = url
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of joining."""
         return (
             Route("GET", "/api/v1/tokens", "admin", self.list_tokens),
@@ -46,12 +46,12 @@ class JoinRoutes:
         """List join tokens without their secrets."""
         return self._admin.list_tokens()
 
-    async def create_token(self, body: NewToken) -> dict[str, Any]:
+    async def create_token(self, body: NewTokenBody) -> dict[str, Any]:
         """Create a join token. Only this response contains its secret."""
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = build_join_command(self._url, answer["token"])
-        return {**answer, "join": join, "qr": qr_matrix(join)}
+        return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Revoke a join token at once."""
@@ -62,9 +62,9 @@ class JoinRoutes:
 
     async def joins(self) -> dict[str, Any]:
         """List the machines waiting for approval of their code. The response contains no codes."""
-        return {"schema": 1, "joins": self.rows()}
+        return {"schema": 1, "joins": self.build_rows()}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def build_rows(self) -> list[dict[str, Any]]:
         """Return the machines that wait for approval as rows, oldest first."""
         waiting = self._approvals.list_waiting(asyncio.get_running_loop().time())
         return [
@@ -73,14 +73,14 @@ class JoinRoutes:
 
     async def approve(self, code: str) -> dict[str, Any]:
         """Approve the waiting machine with this code. Too many wrong codes block decisions for a while."""
-        return _decided(self._approvals.approve(code, asyncio.get_running_loop().time()))
+        return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
         """Reject the waiting machine with this code. Too many wrong codes block decisions for a while."""
-        return _decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
+        return _build_decision_answer(self._approvals.reject(code, asyncio.get_running_loop().time()))
 
 
-def _decided(decided: DecidedApproval | WrongCode | ApprovalLock) -> dict[str, Any]:
+def _build_decision_answer(decided: DecidedApproval | WrongCode | ApprovalLock) -> dict[str, Any]:
     if isinstance(decided, DecidedApproval):
         return {"schema": 1, "name": decided.waiting.name, "decision": decided.decision.value}
     if isinstance(decided, ApprovalLock):

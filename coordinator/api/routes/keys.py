@@ -8,12 +8,12 @@ from fastapi import Query
 from pydantic import Field
 
 from coordinator.api.auth import KEY
-from coordinator.api.body import PLAIN, Body
+from coordinator.api.body import PLAIN_TEXT_PATTERN, Body
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
 from coordinator.state.access_admin import LOCAL_KEY_NAME, AccessAdmin, NameTakenError
-from coordinator.ui.browser_sessions import PAGE
+from coordinator.ui.browser_sessions import PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, invalid
@@ -22,15 +22,15 @@ MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 """A day, or empty for all stored days."""
-Life = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
+LifetimeSeconds = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
 
 
-class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied
+class NewKeyBody(Body):  # ruff does not see that it is a model, whose defaults are copied
     """Body of a request for a new API key."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
     scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]  # noqa: RUF012
-    ttl_seconds: Life | None = None
+    ttl_seconds: LifetimeSeconds | None = None
     limits: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -40,16 +40,16 @@ class KeyLimitsBody(Body):
     limits: dict[str, Any]
 
 
-class NewName(Body):
+class KeyNameBody(Body):
     """Body with the new name of a key."""
 
-    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN)]
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
 
 
-class Expiry(Body):
+class KeyExpiryBody(Body):
     """Body with the new expiry of a key, in seconds from now; null: never."""
 
-    ttl_seconds: Life | None
+    ttl_seconds: LifetimeSeconds | None
 
 
 class KeyRoutes:
@@ -60,7 +60,7 @@ class KeyRoutes:
         self._ring = ring
         self._traffic = traffic
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of API keys."""
         return (
             Route("GET", "/api/v1/keys", "admin", self.list_keys),
@@ -79,44 +79,44 @@ class KeyRoutes:
         """List API keys without their secrets."""
         return self._admin.list_keys()
 
-    async def create_key(self, body: NewKey) -> dict[str, Any]:
+    async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
         """Create an API key. Only this response contains its secret."""
-        self._check_name(body.name)
-        answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
+        self._check_key_name(body.name)
+        answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _parse_limits(body.limits))
         await self._admin.store.flush()
         return answer
 
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Change the limits of a key at once: models, node labels, rates, running and queued requests, priority."""
-        return await self._changed(key, self._admin.set_key_limits(key, _limits(body.limits)))
+        return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
-    async def rename_key(self, key: str, body: NewName) -> dict[str, Any]:
+    async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
         """Rename a key. Its secret, limits and usage stay; names of keys are unique."""
-        self._check_name(body.name, apart_from=key)
-        return await self._changed(key, self._admin.rename_key(key, body.name))
+        self._check_key_name(body.name, except_key=key)
+        return await self._confirm_change(key, self._admin.rename_key(key, body.name))
 
-    def _check_name(self, name: str, apart_from: str = "") -> None:
-        if name in (LOCAL_KEY_NAME, PAGE):
+    def _check_key_name(self, name: str, except_key: str = "") -> None:
+        if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
             raise ProblemError(invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name"))
         try:
-            self._admin.check_key_name(name, apart_from)
+            self._admin.check_key_name(name, except_key)
         except NameTakenError as error:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 
-    async def expire_key(self, key: str, body: Expiry) -> dict[str, Any]:
+    async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
         """Set when a key expires, counted from now."""
-        return await self._changed(key, self._admin.set_key_expiry(key, body.ttl_seconds))
+        return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
         """Replace the secret of a key. Only this response contains the new secret; the old secret stops working."""
         text = self._admin.rotate_key(key)
-        return {**await self._changed(key, text), "key": text}
+        return {**await self._confirm_change(key, text), "key": text}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
         """Revoke an API key at once."""
-        return await self._changed(key, self._admin.revoke_key(key))
+        return await self._confirm_change(key, self._admin.revoke_key(key))
 
-    async def _changed(self, key: str, known: object) -> dict[str, Any]:
+    async def _confirm_change(self, key: str, known: object) -> dict[str, Any]:
         if not known:
             raise ProblemError(Problem(404, "key_not_found", f"there is no key {key[:40]!r}"))
         await self._admin.store.flush()
@@ -126,11 +126,11 @@ class KeyRoutes:
         """Return the requests and tokens of each key by model; with `daily`, per day.
 
         `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included."""
-        return self._used(key, since, daily=daily)
+        return self._sum_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
         """Return the requests and tokens of the calling key by model; with `daily`, per day."""
-        return self._used(KEY.get(), since, daily=daily)
+        return self._sum_usage(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:
         """Return the calling key without its secret: name, scopes, expiry and limits."""
@@ -146,12 +146,12 @@ class KeyRoutes:
             "limits": msgspec.to_builtins(key.limits or NO_LIMITS),
         }
 
-    def _used(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
+    def _sum_usage(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
         self._admin.store_usage(self._traffic.usage)  # up to now
         return self._admin.sum_usage(key, since, daily=daily)
 
 
-def _limits(given: Mapping[str, Any]) -> KeyLimits:
+def _parse_limits(given: Mapping[str, Any]) -> KeyLimits:
     try:
         return msgspec.convert(given, KeyLimits)
     except msgspec.ValidationError as error:

@@ -7,8 +7,8 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from coordinator.api.errors import ProblemError
-from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
-from coordinator.api.route import EVENT_STREAM, EVENTS, TEXT, Route
+from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
+from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, TEXT, Route
 from coordinator.observe import log_reader
 from coordinator.observe.event_log import MAX_EVENTS, EventLog
 from coordinator.state.access_admin import AccessAdmin
@@ -24,7 +24,7 @@ class LogRoutes:
         self._events = events
         self._admin = admin
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of logs, events and the audit log."""
         return (
             Route("GET", "/api/v1/logs", "admin", self.own_logs, (503,), TEXT),
@@ -34,7 +34,7 @@ class LogRoutes:
 
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the end of the coordinator's log as text. With `follow`, stream new lines."""
-        return await log_text(
+        return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
         )
 
@@ -51,7 +51,7 @@ class LogRoutes:
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
         lines = self._events.stream_events(number, last, follow=follow)
-        return StreamingResponse(lines, media_type=EVENTS, headers={"cache-control": "no-cache"})
+        return StreamingResponse(lines, media_type=EVENT_STREAM_TYPE, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
         """List the newest joins, key changes and administrative actions, oldest first; times in Unix seconds."""

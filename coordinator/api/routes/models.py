@@ -22,11 +22,11 @@ from router.placement.cluster_view import NodeView
 from wire.identity import valid_model
 from wire.refusals import Refused
 
-_ORDERED = (404, 409, 429, 500, 502, 503, 504)
+_COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
 """Possible error statuses of a command to a node."""
 
 
-class OneModel(Body):
+class ModelBody(Body):
     """Body of a command for a model: the model, and optionally the node (name or id)."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
@@ -38,19 +38,19 @@ class ModelRoutes:
 
     def __init__(self, registry: Registry, loads: ModelOperations, ring: KeyRing) -> None:
         self._registry = registry
-        self._loads = loads
+        self._operations = loads
         self._ring = ring
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of models."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
-            Route("POST", "/api/v1/models/load", "admin", self.load, _ORDERED),
-            Route("POST", "/api/v1/models/unload", "admin", self.unload, _ORDERED),
-            Route("POST", "/api/v1/models/profile", "admin", self.profile, _ORDERED),
+            Route("POST", "/api/v1/models/load", "admin", self.load, _COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/unload", "admin", self.unload, _COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/profile", "admin", self.profile, _COMMAND_ERRORS),
         )
 
-    def rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
+    def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
         """Return a row for each model that a key with these limits may use, sorted by name.
 
         `fingerprint` identifies the version that new requests use. `conflict`: nodes have different models of this
@@ -80,41 +80,45 @@ class ModelRoutes:
 
     async def models(self) -> dict[str, Any]:
         """List the models that the key may use, and their state on each node; sizes in bytes."""
-        return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
+        return {"schema": 1, "models": self.build_rows(self._ring.limits(KEY.get()))}
 
-    async def load(self, body: OneModel) -> dict[str, Any]:
+    async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
-        answer = await self._loads.load_model(_model(body), self._node(body))
+        answer = await self._operations.load_model(_check_model_name(body), self._find_node_view(body))
         if not isinstance(answer, CommandResult):
-            raise ProblemError(_problem(answer))
+            raise ProblemError(_to_problem(answer))
         return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
-    async def unload(self, body: OneModel) -> dict[str, Any]:
+    async def unload(self, body: ModelBody) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded."""
-        return _command_result(body, *await self._loads.unload_model(_model(body), self._node(body)))
+        return _build_command_answer(
+            body, *await self._operations.unload_model(_check_model_name(body), self._find_node_view(body))
+        )
 
-    async def profile(self, body: OneModel) -> dict[str, Any]:
+    async def profile(self, body: ModelBody) -> dict[str, Any]:
         """Measure the memory of a model again: on a node, all nodes that have it loaded, or the best node."""
-        return _command_result(body, *await self._loads.profile_model(_model(body), self._node(body)))
+        return _build_command_answer(
+            body, *await self._operations.profile_model(_check_model_name(body), self._find_node_view(body))
+        )
 
-    def _node(self, body: OneModel) -> NodeView | None:
+    def _find_node_view(self, body: ModelBody) -> NodeView | None:
         return None if body.node is None else self._registry.build_view().node(find_node(self._registry, body.node))
 
 
-def _model(body: OneModel) -> str:
+def _check_model_name(body: ModelBody) -> str:
     if not valid_model(body.model):
         raise ProblemError(invalid("model: this cannot be the name of a model", "model"))
     return body.model
 
 
-def _command_result(
-    body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None
+def _build_command_answer(
+    body: ModelBody, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
-        raise ProblemError(_problem(wrong))
+        raise ProblemError(_to_problem(wrong))
     return {"schema": 1, "model": body.model, "nodes": [one.to_row() for one in done]}
 
 
-def _problem(answer: Refused | RequestFailure) -> Problem:
+def _to_problem(answer: Refused | RequestFailure) -> Problem:
     return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)

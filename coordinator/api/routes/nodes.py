@@ -10,7 +10,7 @@ from pydantic import Field
 from coordinator.api.body import Body
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
-from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
+from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
 from coordinator.api.route import TEXT, Route
 from coordinator.cluster.membership import DELETE_AFTER_SECONDS
 from coordinator.cluster.registry import Registry
@@ -58,7 +58,7 @@ class NodeRoutes:
         self._traffic = traffic
         self._store = store
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of nodes."""
         return (
             Route("GET", "/api/v1/nodes", "metrics", self.nodes),
@@ -75,14 +75,16 @@ class NodeRoutes:
             Route("DELETE", "/api/v1/nodes/{node}", "admin", self.remove, (409,)),
         )
 
-    def rows(self) -> list[dict[str, Any]]:
+    def build_rows(self) -> list[dict[str, Any]]:
         """Return a row for each member."""
-        return [self._row(node) for node in self._registry.pool.members]
+        return [self._build_row(node) for node in self._registry.pool.members]
 
-    def _row(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.build_node_row(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
+    def _build_row(self, node: NodeId) -> dict[str, Any]:
+        return self._registry.build_node_row(node, self._traffic.in_flight(node)) | {
+            "breaker": self._build_breaker_row(node)
+        }
 
-    def _breaker(self, node: NodeId) -> dict[str, Any]:
+    def _build_breaker_row(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
         now = self._traffic.now()
         found = self._traffic.breakers.state_of(node, now)
@@ -91,35 +93,35 @@ class NodeRoutes:
         until = round(time.time() + found.until - now)
         return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
 
-    def _find(self, node: str) -> NodeId:
+    def _find_node(self, node: str) -> NodeId:
         return find_node(self._registry, node)
 
     def _find_member(self, node: str) -> NodeId:
         """Return the id of a node that has not left. Raise `ProblemError` with 404 or 409."""
-        found = self._find(node)
+        found = self._find_node(node)
         if self._registry.pool.members[found].state == NodeState.LEFT:
             minutes = DELETE_AFTER_SECONDS / 60
-            text = f"{self._row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
+            text = f"{self._build_row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
             raise ProblemError(Problem(409, "node_left", text))
         return found
 
     async def nodes(self) -> dict[str, Any]:
         """List the nodes with their memory arithmetic; sizes in bytes."""
-        return {"schema": 1, "nodes": self.rows()}
+        return {"schema": 1, "nodes": self.build_rows()}
 
     async def node(self, node: str) -> dict[str, Any]:
         """Return all details of a node."""
-        return {"schema": 1, "node": self._row(self._find(node))}
+        return {"schema": 1, "node": self._build_row(self._find_node(node))}
 
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
-        links, found = self._registry.links, self._find(node)
+        links, found = self._registry.links, self._find_node(node)
         pieces = (
             links.follow_source(found, "logs", size, FOLLOW_INTERVAL_SECONDS)
             if follow
             else links.fetch_source(found, "logs", size)
         )
-        return await log_text(pieces)
+        return await stream_log(pieces)
 
     # -- whether it is given work -----------------------------------------------------------------
 
@@ -165,13 +167,13 @@ class NodeRoutes:
         """Pause a node: migrate its requests and free its memory for its owner.
 
         The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume."""
-        return await self._pause(node, body.seconds)
+        return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused."""
-        return await self._pause(node, 0.0)
+        return await self._set_pause(node, 0.0)
 
-    async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
+    async def _set_pause(self, node: str, seconds: float | None) -> dict[str, Any]:
         found = self._find_member(node)
         try:
             sharing = await self._registry.pause_node(found, seconds, "an administrator of the pool")

@@ -11,15 +11,15 @@ from pydantic import Field
 from coordinator.api.auth import KEY
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
-from coordinator.api.route import EVENT_STREAM, EVENTS, OPEN, Route
+from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, PUBLIC_SCOPE, Route
 from coordinator.state.database import Database
-from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE, BrowserSessions
+from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE_KEY_NAME, BrowserSessions
 from coordinator.ui.live_stream import LiveStream
 from router.admission.api_keys import KeyRing, credential
 from router.errors import Problem
 
 
-class LoginCode(Body):
+class LoginCodeBody(Body):
     """Body with the code of a sign-in link from `cluster open`."""
 
     code: Annotated[str, Field(min_length=1, max_length=100)]
@@ -45,11 +45,11 @@ class PageRoutes:
         self._store = store
         self._live = LiveStream(sections)
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of the web page."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
-            Route("POST", "/api/v1/page/visits", OPEN, self.enter, (401,)),
+            Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401,)),
             Route("DELETE", "/api/v1/page/visit", "admin", self.leave, (404,)),
             Route("GET", "/api/v1/live", "metrics", self.live, (503,), EVENT_STREAM),
         )
@@ -58,12 +58,12 @@ class PageRoutes:
         """Create a link that signs in to the page as an administrator, once, within 2 minutes."""
         return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
 
-    async def enter(self, body: LoginCode) -> dict[str, Any]:
+    async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key."""
-        entered = self._sessions.enter(body.code)
+        entered = self._sessions.redeem_code(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
-        self._store.add_audit_entry(time.time(), PAGE, "entered", "")
+        self._store.add_audit_entry(time.time(), PAGE_KEY_NAME, "entered", "")
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class PageRoutes:
             return key is not None and key.allows("metrics")
 
         return StreamingResponse(
-            self._live.stream(welcome, follow=follow),
-            media_type=EVENTS,
+            self._live.stream_events(welcome, follow=follow),
+            media_type=EVENT_STREAM_TYPE,
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )

@@ -7,11 +7,11 @@ import msgspec
 from fastapi import Query
 from fastapi.responses import Response
 
-from coordinator.alerts.evaluator import Conditions
+from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.alerts.rules import WATCHED
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
-from coordinator.api.route import OPEN, Content, Route
+from coordinator.api.route import PUBLIC_SCOPE, Content, Route
 from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.registry import Registry
 from coordinator.observe.load_history import MAX_POINTS, LoadHistory
@@ -25,7 +25,12 @@ class PoolRoutes:
     """Routes of the pool as a whole, such as the one of `cluster status`."""
 
     def __init__(
-        self, facts: ServerInfo, registry: Registry, traffic: DispatcherApi, conditions: Conditions, load: LoadHistory
+        self,
+        facts: ServerInfo,
+        registry: Registry,
+        traffic: DispatcherApi,
+        conditions: ConditionEvaluator,
+        load: LoadHistory,
     ) -> None:
         self._facts = facts
         self._registry = registry
@@ -33,7 +38,7 @@ class PoolRoutes:
         self._conditions = conditions
         self._load = load
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of the pool."""
         return (
             Route("GET", "/api/v1/status", "metrics", self.status),
@@ -41,14 +46,14 @@ class PoolRoutes:
             Route("GET", "/api/v1/conditions", "metrics", self.conditions),
             Route("GET", "/api/v1/history", "metrics", self.history),
             Route("GET", "/api/v1/settings", "admin", self.settings),
-            Route("GET", "/api/v1/ca.pem", OPEN, self.ca, (404,), Content.text(CERTIFICATE)),
+            Route("GET", "/api/v1/ca.pem", PUBLIC_SCOPE, self.ca, (404,), Content.of_text(CERTIFICATE)),
         )
 
     async def status(self) -> dict[str, Any]:
         """Return the status of the pool, with its warnings and conditions."""
-        return self.row()
+        return self.build_status_row()
 
-    def row(self) -> dict[str, Any]:
+    def build_status_row(self) -> dict[str, Any]:
         """Return the current status of the pool as a row of the API."""
         facts = self._facts
         return {
@@ -67,12 +72,12 @@ class PoolRoutes:
             "self_suspect": self._registry.pool.self_suspect,
             "warnings": self._registry.list_warnings(),
             "dangers": self._registry.list_dangers(),
-            "conditions": self.active(),
+            "conditions": self.list_active_conditions(),
         }
 
-    def active(self) -> list[dict[str, Any]]:
+    def list_active_conditions(self) -> list[dict[str, Any]]:
         """Return the active conditions as rows of the API."""
-        return [one.row() for one in self._conditions.active()]
+        return [one.to_row() for one in self._conditions.list_active()]
 
     async def version(self) -> dict[str, Any]:
         """Return version, protocol and clock (Unix seconds) of the coordinator."""
@@ -80,13 +85,15 @@ class PoolRoutes:
 
     async def conditions(self) -> dict[str, Any]:
         """List active conditions: start (Unix seconds), meaning and next step. Alerts use the same rules."""
-        return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
+        return {"schema": 1, "conditions": self.list_active_conditions(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
         """Return the load of the last hour, of the pool and of each node: a point every 10 seconds, null for a gap."""
-        return Response(msgspec.json.encode({"schema": 1, **self.load(points)}), media_type="application/json")
+        return Response(
+            msgspec.json.encode({"schema": 1, **self.read_load_history(points)}), media_type="application/json"
+        )
 
-    def load(self, points: int) -> dict[str, Any]:
+    def read_load_history(self, points: int) -> dict[str, Any]:
         """Return the newest `points` points of the load history, one per 10 seconds."""
         return self._load.to_row(points)
 

@@ -19,7 +19,7 @@ class PrometheusRoutes:
         self._metrics = metrics
         self._registry = registry
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes for Prometheus."""
         return (
             Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),

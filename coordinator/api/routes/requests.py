@@ -20,14 +20,14 @@ from router.errors import Problem
 from router.errors import from_refused as problem_of
 from router.placement.place import Placement, ResourceDemand, explain
 
-LINES = "application/jsonl"
+JSON_LINES_TYPE = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
 """Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
 """Change of the offset between monotonic and Unix time, in seconds, above which `WallClock` updates its offset."""
 
 
-class DryRun(Body):
+class PlacementBody(Body):
     """Body of a dry run of placement: a hypothetical request by its model and token counts."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -43,16 +43,16 @@ class RequestRoutes:
         self._ring = ring
         self._clock = WallClock(traffic.now)
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of requests."""
         return (
             Route("POST", "/api/v1/place", "metrics", self.place),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
             Route("GET", "/api/v1/requests/{request_id}", "metrics", self.request),
-            Route("GET", "/api/v1/decisions", "admin", self.decisions, content=Content.text(LINES)),
+            Route("GET", "/api/v1/decisions", "admin", self.decisions, content=Content.of_text(JSON_LINES_TYPE)),
         )
 
-    async def place(self, body: DryRun) -> dict[str, Any]:
+    async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
         result = self._traffic.preview(demand)
@@ -70,12 +70,12 @@ class RequestRoutes:
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
         """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
-        return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
+        return {"schema": 1, "requests": self._build_rows(self._traffic.history.newest(last))}
 
-    def _rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
+    def _build_rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
         names = self._ring.names()
         return [
-            {**record_row(record, self._clock), "key_name": names.get(record.key, f"{record.key} (ended)")}
+            {**build_record_row(record, self._clock), "key_name": names.get(record.key, f"{record.key} (ended)")}
             for record in records
         ]
 
@@ -96,8 +96,8 @@ class RequestRoutes:
             )
         return {
             "schema": 1,
-            "under_way": [_under_way(one, self._traffic.now()) for one in open_requests],
-            "requests": self._rows(records),
+            "under_way": [_build_open_row(one, self._traffic.now()) for one in open_requests],
+            "requests": self._build_rows(records),
             "decisions": [
                 {
                     "seconds_ago": round(self._traffic.now() - one.at, 3),
@@ -113,7 +113,7 @@ class RequestRoutes:
 
     async def decisions(self) -> Response:
         """Return every kept placement decision as JSON lines, for `cluster replay`."""
-        return StreamingResponse(self._traffic.history.lines(), media_type=LINES)
+        return StreamingResponse(self._traffic.history.lines(), media_type=JSON_LINES_TYPE)
 
 
 class WallClock:
@@ -123,7 +123,7 @@ class WallClock:
         self._now = now
         self._offset = 0.0
 
-    def unix(self, at: float) -> float:
+    def to_unix(self, at: float) -> float:
         """Convert a time on the clock of requests to Unix seconds, rounded to milliseconds."""
         offset = time.time() - self._now()
         if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
@@ -131,18 +131,18 @@ class WallClock:
         return round(at + self._offset, 3)
 
 
-def record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
+def build_record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return an ended request as a row of the API, with its steps."""
     row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,
-        **summary(record, clock),
-        "steps": _steps(record.steps),
+        **summarize_request(record, clock),
+        "steps": _build_step_rows(record.steps),
         "timings": None if record.timings is None else msgspec.structs.asdict(record.timings),
     }
 
 
-def summary(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
+def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
 
     Absent values are None.
@@ -155,31 +155,31 @@ def summary(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     tokens = record.completion_tokens - 1
     rate = round(tokens / decoding, 1) if tokens > 0 and decoding >= MIN_DECODE_SECONDS else None
     return {
-        "at": clock.unix(record.arrived),
+        "at": clock.to_unix(record.arrived),
         "node": nodes[-1] if nodes else "",
         "ttft_seconds": None if first is None else round(first, 3),
         "tokens_per_second": rate,
     }
 
 
-def phase_of(request: ActiveRequest) -> str:
+def get_phase(request: ActiveRequest) -> str:
     """Return the phase of an open request: queue, model swap, prefill or decode."""
     if request.node is None:
         return request.swap or "queued"
     return "prefill" if request.first_at is None else "decode"
 
 
-def _under_way(request: ActiveRequest, now: float) -> dict[str, Any]:
+def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:
     """Return an open request as a row. `now` is on the clock of requests."""
     return {
         "request_id": request.job.request_id,
         "key": request.job.key,
         "model": request.job.demand.model,
-        "phase": phase_of(request),
+        "phase": get_phase(request),
         "seconds": now - request.arrived,
-        "steps": _steps(request.steps),
+        "steps": _build_step_rows(request.steps),
     }
 
 
-def _steps(steps: Iterable[tuple[float, str, str]]) -> list[dict[str, Any]]:
+def _build_step_rows(steps: Iterable[tuple[float, str, str]]) -> list[dict[str, Any]]:
     return [{"at": at, "what": what, "node": node} for at, what, node in steps]

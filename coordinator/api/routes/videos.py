@@ -6,7 +6,7 @@ from coordinator.api.auth import KEY
 from coordinator.api.route import Route
 from coordinator.cluster.registry import Registry
 from coordinator.video.controller import VideoController
-from coordinator.video.rows import lease_row, package_rows, profile_rows
+from coordinator.video.rows import build_lease_row, build_package_rows, build_profile_rows
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
 from router.admission.rate_limits import NO_LIMITS
@@ -20,7 +20,7 @@ class VideoRoutes:
         self._controller = controller
         self._ring = ring
 
-    def routes(self) -> tuple[Route, ...]:
+    def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of video models and leases."""
         return (
             Route("GET", "/api/v1/videos/models", "infer", self.video_models),
@@ -30,16 +30,19 @@ class VideoRoutes:
     async def video_models(self) -> dict[str, Any]:
         """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
         controller, limits = self._controller, self._ring.limits(KEY.get()) or NO_LIMITS
-        models = package_rows(visible(self._registry.build_view(), limits), controller.profiles)
+        models = build_package_rows(visible(self._registry.build_view(), limits), controller.profiles)
         profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}
         return {
             "schema": 1,
             "lease": controller.settings.lease_bytes,
             "models": models,
-            "profiles": profile_rows(profiles),
+            "profiles": build_profile_rows(profiles),
         }
 
     async def leases(self) -> dict[str, Any]:
         """List the memory leases for video jobs, oldest first; sizes in bytes."""
         view, controller = self._registry.build_view(), self._controller
-        return {"schema": 1, "leases": [lease_row(hold, controller.board, view) for hold in controller.holds()]}
+        return {
+            "schema": 1,
+            "leases": [build_lease_row(hold, controller.table, view) for hold in controller.list_holds()],
+        }

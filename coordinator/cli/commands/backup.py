@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coordinator.cli.commands.tokens_and_keys import format_minute
-from coordinator.client.api_client import default_state
+from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, CommandError
 from wire.units import show_size
 
@@ -41,8 +41,8 @@ def backup(
     """
     from coordinator.backup.backup import BackupError, back_up
 
-    passphrase = _new_passphrase(passphrase_file) if encrypt or passphrase_file else None
-    folder = state or default_state()
+    passphrase = _read_new_passphrase(passphrase_file) if encrypt or passphrase_file else None
+    folder = state or get_default_state()
     try:
         made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
@@ -52,7 +52,7 @@ def backup(
         "file": str(made.file),
         "bytes": made.size,
         "encrypted": made.encrypted,
-        **_described(made.manifest),
+        **_summarize_manifest(made.manifest),
     }
     if output == "json":
         _print_json(summary)
@@ -93,11 +93,11 @@ def restore(
     from coordinator.backup.restore import restore as put_in_place
     from coordinator.state.database import StateLockedError
 
-    folder = state or default_state()
-    passphrase = _passphrase(file, passphrase_file)
+    folder = state or get_default_state()
+    passphrase = _read_needed_passphrase(file, passphrase_file)
     try:
         if check:
-            _print_checked(file, _described(look_at(file, passphrase)), output)
+            _print_checked(file, _summarize_manifest(look_at(file, passphrase)), output)
             return
         done = put_in_place(file, folder, time.time(), passphrase=passphrase, replace=replace)
     except RestoreError as error:
@@ -114,7 +114,7 @@ def restore(
                 **counts,
                 "aside": str(done.aside or ""),
                 "config": done.config,
-                **_described(done.manifest),
+                **_summarize_manifest(done.manifest),
             }
         )
         return
@@ -145,7 +145,7 @@ def _print_checked(file: Path, summary: dict[str, Any], output: str) -> None:
     )
 
 
-def _described(manifest: Any) -> dict[str, Any]:
+def _summarize_manifest(manifest: Any) -> dict[str, Any]:
     return {
         "cluster": manifest.cluster,
         "name": manifest.name,
@@ -163,12 +163,12 @@ def _print_json(summary: dict[str, Any]) -> None:
     click.echo(json.dumps(summary))
 
 
-def _new_passphrase(file: Path | None) -> bytes:
+def _read_new_passphrase(file: Path | None) -> bytes:
     """Read the passphrase from its file, or ask for it twice."""
-    return _read(file) if file is not None else _read_passphrase(twice=True)
+    return _read_passphrase_file(file) if file is not None else _ask_passphrase(twice=True)
 
 
-def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
+def _read_needed_passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
     """Return the passphrase of an encrypted backup; None if the file is not encrypted."""
     from coordinator.backup.encryption import MAGIC, is_encrypted
 
@@ -179,25 +179,25 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
         raise CommandError(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
     if not needed:
         return None
-    return _read(passphrase_file) if passphrase_file is not None else _read_passphrase(twice=False)
+    return _read_passphrase_file(passphrase_file) if passphrase_file is not None else _ask_passphrase(twice=False)
 
 
-def _read_passphrase(*, twice: bool) -> bytes:
+def _ask_passphrase(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
         raise CommandError(2, "there is no terminal to ask for the passphrase: use --passphrase-file FILE")
     found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
-    return _usable(str(found).encode())
+    return _check_passphrase(str(found).encode())
 
 
-def _read(file: Path) -> bytes:
+def _read_passphrase_file(file: Path) -> bytes:
     try:
         line = sys.stdin.buffer.readline() if str(file) == "-" else file.open("rb").readline()
     except OSError as error:
         raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
-    return _usable(line.rstrip(b"\r\n"))
+    return _check_passphrase(line.rstrip(b"\r\n"))
 
 
-def _usable(passphrase: bytes) -> bytes:
+def _check_passphrase(passphrase: bytes) -> bytes:
     if not passphrase:
         raise CommandError(DENIED, "the passphrase is empty")
     return passphrase

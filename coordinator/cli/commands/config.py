@@ -10,8 +10,13 @@ from typing import Any
 import click
 
 from coordinator.cli.group import CommandGroup
-from coordinator.client.api_client import ApiSession, default_state, table
-from coordinator.client.config_inspect import SettingsReport, inspect_settings, node_settings, settings_in_force
+from coordinator.client.api_client import ApiSession, get_default_state, print_table
+from coordinator.client.config_inspect import (
+    SettingsReport,
+    inspect_settings,
+    read_node_settings,
+    read_running_settings,
+)
 from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 
 
@@ -35,21 +40,25 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
 
     Exit codes: 2 a setting is wrong and a start would fail; 3 with --running, no process runs here.
     """
-    folder = state or default_state()
+    folder = state or get_default_state()
     if running and pairs:
         raise click.UsageError(
             "--running and --set exclude each other: running processes have the flags of their start"
         )
-    found = _in_force(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
+    found = (
+        _read_running_report(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
+    )
     rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
         raise CommandError(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
     if output == "json":
-        wrong = [asdict(one) for one in found.wrong]
+        wrong = [asdict(one) for one in found.faults]
         click.echo(json.dumps({"schema": 1, "settings": rows, "wrong": wrong}, default=str))
     else:
-        table(("KEY", "VALUE", "ORIGIN"), [(row["key"], _value(row["value"]), row["origin"]) for row in rows])
-    _refuse(found.wrong)
+        print_table(
+            ("KEY", "VALUE", "ORIGIN"), [(row["key"], _format_value(row["value"]), row["origin"]) for row in rows]
+        )
+    _raise_faults(found.faults)
 
 
 @config.command()
@@ -62,7 +71,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     The default is STATE/config.toml together with the settings of the environment. Each error is printed with its line,
     its key and the expected value. Exit code 0: valid; 2: not valid; 5: there is no such file.
     """
-    folder = state or default_state()
+    folder = state or get_default_state()
     place = file or folder / "config.toml"
     if not place.is_file():
         if file is not None:
@@ -71,19 +80,19 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
             click.echo(f"there is no {place}: every setting has its default")
     found = inspect_settings(folder, place, os.environ if file is None else {}, ())
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.wrong]}))
-    _refuse(found.wrong)
+        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.faults]}))
+    _raise_faults(found.faults)
     if output == "text":
         changed = sum(row["origin"] != "default" for row in found.rows)
         click.echo(f"{place}: valid, {changed} settings are not the default")
 
 
-def _refuse(wrong: Sequence[Any]) -> None:
+def _raise_faults(wrong: Sequence[Any]) -> None:
     if wrong:
         raise CommandError(2, "\n".join(one.render() for one in wrong))
 
 
-def _value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -91,9 +100,9 @@ def _value(value: object) -> str:
     return str(value) if value != "" else '""'
 
 
-def _in_force(folder: Path) -> SettingsReport:
-    found = settings_in_force(
-        ApiSession(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ())
+def _read_running_report(folder: Path) -> SettingsReport:
+    found = read_running_settings(
+        ApiSession(folder, None, None, "json"), read_node_settings(folder, folder / "config.toml", os.environ, ())
     )
     if not found.roles:
         raise CommandError(

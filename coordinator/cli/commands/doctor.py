@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.client.api_client import ApiSession, options
+from coordinator.client.api_client import ApiSession, session_options
 from coordinator.client.errors import CommandError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
     "--seconds", type=click.FloatRange(1, 600), default=4.5, show_default=True, help="Time limit for all checks."
 )
 @click.option("--list", "only_list", is_flag=True, help="List the checks without running them.")
-@options
+@session_options
 def doctor(
     session: ApiSession,
     as_json: bool,
@@ -48,26 +48,26 @@ def doctor(
     The bundle contains versions, settings, findings, conditions, node reports and log events. It contains no key, no
     token, no prompt and no answer.
     """
-    from coordinator.doctor.finding import exit_code
+    from coordinator.doctor.finding import compute_exit_code
     from coordinator.doctor.host_probe import HostProbe
-    from coordinator.doctor.runner import CHECKS, examine
+    from coordinator.doctor.runner import CHECKS, run_checks
 
     if only_list:
         for one in CHECKS:
             click.echo(f"{one.id:<14} {one.title}")
         return
-    here: HostProbe = HostProbe(session, seconds=seconds)
+    here: HostProbe = HostProbe(session, timeout_seconds=seconds)
     found: list[CheckResult] = []
     as_json = as_json or session.json
-    for one in examine(here):
+    for one in run_checks(here):
         found.append(one)
         if not as_json and (everything or one.finding.result != "not here"):
-            _print(one)
-    written = _bundle(here, bundle, found) if bundle is not None else None
-    code = exit_code(((one.check.id, one.finding) for one in found), strict=strict)
+            _print_result(one)
+    written = _write_bundle(here, bundle, found) if bundle is not None else None
+    code = compute_exit_code(((one.check.id, one.finding) for one in found), strict=strict)
     counts = {result: sum(one.finding.result == result for one in found) for result in COLOURS}
     if as_json:
-        checks = [one.row() for one in found]
+        checks = [one.to_row() for one in found]
         click.echo(json.dumps({"schema": 1, "checks": checks, "counts": counts, "exit": code, "bundle": written}))
     else:
         more = "" if everything else " (--all prints them)"
@@ -80,47 +80,47 @@ def doctor(
     sys.exit(code)
 
 
-def _print(one: "CheckResult") -> None:
+def _print_result(one: "CheckResult") -> None:
     found = one.finding
     click.echo(click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {found.text}")
     if found.fix:
         click.echo(f"{'':23} → {found.fix}")
 
 
-def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
+def _write_bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
     import platform
     from importlib.metadata import version
 
-    from coordinator.client.config_inspect import inspect_settings, settings_in_force
-    from coordinator.doctor.bundle import redact_settings, write
+    from coordinator.client.config_inspect import inspect_settings, read_running_settings
+    from coordinator.doctor.bundle import redact_settings, write_bundle
 
     settings: dict[str, Any] = {}
-    inspection = here.examined() or {}
+    inspection = here.read_inspection() or {}
     try:
         settings = redact_settings(
             inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection).rows
         )
     except CommandError as error:
         settings = {"problem": error.message}
-    now = settings_in_force(here.session, inspection)
+    now = read_running_settings(here.session, inspection)
     contents = {
-        "findings.json": [one.row() for one in found],
+        "findings.json": [one.to_row() for one in found],
         "versions.json": {
             "macpool": version("macpool"),
             "python": platform.python_version(),
             "system": platform.platform(),
             "machine": platform.machine(),
             "hardware": inspection.get("hardware"),
-            "device": here.device(),
-            "coordinator": here.version().value,
+            "device": here.read_device(),
+            "coordinator": here.read_version().value,
         },
         "settings.json": settings,
         "running.json": {"who": now.roles, "settings": redact_settings(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
-        "nodes.json": here.nodes().value if here.session.running else None,
+        "nodes.json": here.read_nodes().value if here.session.running else None,
     }
     try:
-        write(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())
+        write_bundle(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())
     except OSError as error:
         raise CommandError(1, f"{file} cannot be written: {error.strerror}") from None
     return str(file)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import click
 
 from coordinator.cli.group import confirm, yes_option
-from coordinator.client.api_client import default_state
+from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
 LEAVE_TIMEOUT_SECONDS = 60.0
@@ -57,7 +57,7 @@ def join(
             "complete command, with a token"
         )
     secret = token_file.readline() if token_file else ""
-    arguments = ["--state", str(state or default_state()), "--output", output]
+    arguments = ["--state", str(state or get_default_state()), "--output", output]
     if url:
         arguments += ["--url", url]
     for model in models:
@@ -85,22 +85,22 @@ def _become_node(arguments: list[str], secret: str) -> NoReturn:
 @yes_option
 def leave(state: Path | None, force: bool, yes: bool) -> None:
     """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
-    folder = state or default_state()
+    folder = state or get_default_state()
     if not (folder / "node" / "identity" / "identity.json").exists():
         raise CommandError(NOT_FOUND, f"there is no node in {folder}")
     confirm("Remove this machine from its cluster? It needs a new token or code to join again.", yes=yes)
-    process = _running(folder / "node" / "lock")
+    process = _find_lock_holder(folder / "node" / "lock")
     if process is None:
         _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
     os.kill(process, signal.SIGUSR1)
-    if not _wait(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
+    if not _wait_for_lock(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
         raise CommandError(
             TIMED_OUT, f"the node (process {process}) did not leave within {LEAVE_TIMEOUT_SECONDS:.0f} s"
         )
     click.echo("left the cluster")
 
 
-def _running(lock: Path) -> int | None:
+def _find_lock_holder(lock: Path) -> int | None:
     """Return the id of the process that holds the node's lock; None if no process holds it."""
     import fcntl
 
@@ -115,7 +115,7 @@ def _running(lock: Path) -> int | None:
     return None
 
 
-def _wait(lock: Path, seconds: float) -> bool:
+def _wait_for_lock(lock: Path, seconds: float) -> bool:
     """Wait at most `seconds` until the lock is free, and return whether it is. An alarm ends the blocking wait."""
     import fcntl
 

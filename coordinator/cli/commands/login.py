@@ -6,8 +6,15 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.commands.trust_ca import confirmed_authority
-from coordinator.client.api_client import LOGIN_FILE, ApiSession, CoordinatorAddress, base_url, default_state, send
+from coordinator.cli.commands.trust_ca import fetch_confirmed_authority
+from coordinator.client.api_client import (
+    LOGIN_FILE,
+    ApiSession,
+    CoordinatorAddress,
+    get_default_state,
+    parse_base_url,
+    send_request,
+)
 from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
 
 
@@ -31,18 +38,18 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     Later commands without --url use it, unless a coordinator runs in the state folder. A key of the scope `admin`
     allows every command, `metrics` the read-only commands, `infer` allows `chat`. The key is never an argument.
     """
-    folder, base = state or default_state(), base_url(url)
+    folder, base = state or get_default_state(), parse_base_url(url)
     if (folder / "run.json").exists():
         raise CommandError(
             REFUSED,
             f"a coordinator runs in {folder}, and commands use it: run `cluster login` on "
             "another machine, or with another --state",
         )
-    reached = CoordinatorAddress(base, _key(key_file), _authority(base, fingerprint))
-    _check(reached)
-    _keep(folder, reached)
+    reached = CoordinatorAddress(base, _read_key(key_file), _confirm_authority(base, fingerprint))
+    _check_key(reached)
+    _store_login(folder, reached)
     answer = {"schema": 1, "url": base, "file": str(folder / LOGIN_FILE)}
-    ApiSession(folder, None, None, output).show(
+    ApiSession(folder, None, None, output).print_answer(
         answer, lambda _: click.echo(f"logged in to {base}; commands use it until `cluster logout`")
     )
 
@@ -51,7 +58,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
     """Delete the login that `cluster login` stored. The key stays valid until `cluster key revoke`."""
-    file = (state or default_state()) / LOGIN_FILE
+    file = (state or get_default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")
         return
@@ -59,16 +66,16 @@ def logout(state: Path | None) -> None:
     click.echo("logged out")
 
 
-def _authority(base: str, fingerprint: str | None) -> str:
+def _confirm_authority(base: str, fingerprint: str | None) -> str:
     """Return the confirmed authority (PEM) of an HTTPS endpoint that has its own; empty otherwise."""
     if base.startswith("https://"):
-        return confirmed_authority(base, fingerprint)
+        return fetch_confirmed_authority(base, fingerprint)
     if fingerprint is not None:
         raise click.UsageError(f"{base} is not an HTTPS endpoint and has no authority: omit --fingerprint")
     return ""
 
 
-def _key(file: Path | None) -> str:
+def _read_key(file: Path | None) -> str:
     if file is None and sys.stdin.isatty():
         text = str(click.prompt("API key", hide_input=True, err=True))
     elif file is None:
@@ -86,9 +93,9 @@ def _key(file: Path | None) -> str:
     return key
 
 
-def _check(reached: CoordinatorAddress) -> None:
+def _check_key(reached: CoordinatorAddress) -> None:
     """Check that the coordinator accepts the key. Raise `CommandError` if it does not, or does not answer."""
-    status = send(reached, "GET", "/v1/models", timeout=10.0).status
+    status = send_request(reached, "GET", "/v1/models", timeout=10.0).status
     if status == 401:
         raise CommandError(DENIED, f"{reached.url} refuses this key: it may be revoked, expired, or of another pool")
     if status not in (200, 403):  # 403: the key is known, its scope is another
@@ -97,8 +104,8 @@ def _check(reached: CoordinatorAddress) -> None:
         )
 
 
-def _keep(folder: Path, reached: CoordinatorAddress) -> None:
-    """Write the login where `ApiSession.kept_login` reads it."""
+def _store_login(folder: Path, reached: CoordinatorAddress) -> None:
+    """Write the login where `ApiSession.stored_login` reads it."""
     from host.private_files import private_folder, write_private
 
     kept = {"url": reached.url, "key": reached.key, "ca": reached.authority}

@@ -14,11 +14,11 @@ from urllib.parse import quote, urlsplit
 
 import click
 
-from coordinator.cli.memory_breakdown import ago, guard_of
-from coordinator.cli.node_table import bar, headroom_of, memory_of, models_of, state_of
-from coordinator.client.api_client import ApiSession, options, raise_for
+from coordinator.cli.memory_breakdown import format_age, get_guard_state
+from coordinator.cli.node_table import format_headroom, format_memory, format_model_count, format_state, render_bar
+from coordinator.client.api_client import ApiSession, raise_for_status, session_options
 from coordinator.client.errors import CommandError
-from coordinator.client.terminal_text import harmless, raw_output
+from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.node_state import NodeState
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def print_log(session: ApiSession, response: HTTPResponse) -> None:
     Raise `CommandError` for an error status.
     """
     if response.status >= 400:
-        raise_for(response.status, response.read())
+        raise_for_status(response.status, response.read())
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     while piece := response.read1(65536):
         text = decoder.decode(piece)
@@ -47,18 +47,18 @@ def print_log(session: ApiSession, response: HTTPResponse) -> None:
             continue
         *lines, rest = (rest + text).split("\n")
         for line in lines:
-            click.echo(log_line(line))
+            click.echo(format_log_line(line))
     if rest:
-        click.echo(log_line(rest))
+        click.echo(format_log_line(rest))
 
 
-def log_line(line: str) -> str:
+def format_log_line(line: str) -> str:
     """Format a log line for people: time, level, event and fields. A line that is not a JSON object is unchanged."""
     try:
         event = json.loads(line)
     except ValueError:
         return line
-    return _line(cast("dict[str, Any]", event)) if isinstance(event, dict) else line
+    return _format_event(cast("dict[str, Any]", event)) if isinstance(event, dict) else line
 
 
 @click.command()
@@ -72,7 +72,7 @@ def log_line(line: str) -> str:
     show_default=True,
     help="Maximum number of bytes from the end of the log.",
 )
-@options
+@session_options
 def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None:
     """Print the newest lines of a NODE's log, fetched over its link; without NODE, of the coordinator's log.
 
@@ -80,38 +80,40 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
-    print_log(session, session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
+    print_log(session, session.send_request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
 
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Print new events as they arrive.")
 @click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="Number of newest events.")
-@options
+@session_options
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    response = session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)
+    response = session.send_request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)
     if response.status >= 400:
-        raise_for(response.status, response.read())
-    for event in _events(response):
-        click.echo(json.dumps(event) if session.json else _line(event))
+        raise_for_status(response.status, response.read())
+    for event in _iterate_events(response):
+        click.echo(json.dumps(event) if session.json else _format_event(event))
 
 
-def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
+def _iterate_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
     for line in response:
         if line.startswith(b"data: "):
             yield json.loads(line[6:])
 
 
-def _line(event: dict[str, Any]) -> str:
+def _format_event(event: dict[str, Any]) -> str:
     """Render an event for a person, without control characters."""
     known = ("timestamp", "level", "logger", "event")
     when, level, _, what = (str(event.get(name, "")) for name in known)
     rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
-    return harmless(f"{_local(when)}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip())
+    return replace_control_characters(
+        f"{_format_local_time(when)}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip()
+    )
 
 
-def _local(when: str) -> str:
+def _format_local_time(when: str) -> str:
     """Return a time stamp in local time, to the second."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M:%S")
@@ -127,55 +129,63 @@ def _local(when: str) -> str:
 @click.option(
     "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two updates."
 )
-@options
+@session_options
 def top(session: ApiSession, once: bool, every: float) -> None:
     """Show the pool live: a memory bar for each node, requests, and conditions."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     if session.json:
-        click.echo(json.dumps({**session.call("GET", "/api/v1/status"), **session.call("GET", "/api/v1/nodes")}))
+        click.echo(
+            json.dumps(
+                {**session.request_json("GET", "/api/v1/status"), **session.request_json("GET", "/api/v1/nodes")}
+            )
+        )
         return
     if once or not sys.stdout.isatty():
-        console.print(_picture(session, console.width))
+        console.print(_render_pool(session, console.width))
         return
     from rich.live import Live
 
-    console.file = raw_output(sys.stdout)
+    console.file = get_raw_stream(sys.stdout)
     pause = threading.Event()
-    with Live(_picture(session, console.width), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_render_pool(session, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             pause.wait(every)
-            live.update(_picture(session, console.width), refresh=True)
+            live.update(_render_pool(session, console.width), refresh=True)
 
 
-def _picture(session: ApiSession, width: int) -> "Group":
+def _render_pool(session: ApiSession, width: int) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
-    status, nodes = session.call("GET", "/api/v1/status"), session.call("GET", "/api/v1/nodes")["nodes"]
+    status, nodes = session.request_json("GET", "/api/v1/status"), session.request_json("GET", "/api/v1/nodes")["nodes"]
     states = ", ".join(f"{count} {state}" for state, count in status["nodes"].items() if count) or "no nodes"
     head = Text(
-        f"{harmless(status['cluster']['name'])}  up {ago(status['uptime_seconds'])}  {states}  "
+        f"{replace_control_characters(status['cluster']['name'])}  up {format_age(status['uptime_seconds'])}  "
+        f"{states}  "
         f"{status['in_flight']} in flight  {status['queued']} queued"
     )
     found: list[RenderableType] = [head, Text()]
     found += [
-        Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else "yellow")
+        Text(
+            replace_control_characters(f"{one['name']}: {one['summary']}"),
+            "bold red" if one["severity"] == "critical" else "yellow",
+        )
         for one in status["conditions"]
     ]
-    return Group(*found, table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
+    return Group(*found, render_node_table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 
 
-def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
-    """Render nodes (objects of `/api/v1/nodes`) as a table for a screen of `width` characters.
+def render_node_table(nodes: list[dict[str, Any]], screen_columns: int) -> "RenderableType":
+    """Render nodes (objects of `/api/v1/nodes`) as a table for a screen of `screen_columns` characters.
 
     The last four columns are omitted below `WIDE_SCREEN_COLUMNS`.
     """
     from rich.table import Table
     from rich.text import Text
 
-    wide = width >= WIDE_SCREEN_COLUMNS
+    wide = screen_columns >= WIDE_SCREEN_COLUMNS
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "STATE", "MEMORY", "USED", "HEADROOM", "RUN", "QUEUE"):
         grid.add_column(
@@ -186,21 +196,26 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
         )
     for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
         grid.add_column(column, no_wrap=True)
-    letters = max(NARROW_BAR_COLUMNS, min(BAR_COLUMNS, width - 80 + NARROW_BAR_COLUMNS))
+    letters = max(NARROW_BAR_COLUMNS, min(BAR_COLUMNS, screen_columns - 80 + NARROW_BAR_COLUMNS))
     for node in nodes:
         cells = [
             node["name"],
-            state_of(node),
-            bar(node, letters),
-            memory_of(node),
-            headroom_of(node),
+            format_state(node),
+            render_bar(node, letters),
+            format_memory(node),
+            format_headroom(node),
             str(node["running"]),
             str(node["waiting"]),
         ]
         if wide:
-            cells += [guard_of(node), str(node["in_flight"]), models_of(node), ago(node["heard_seconds"])]
+            cells += [
+                get_guard_state(node),
+                str(node["in_flight"]),
+                format_model_count(node),
+                format_age(node["heard_seconds"]),
+            ]
         lost = node["state"] in (NodeState.LOST, NodeState.SUSPECT)
-        grid.add_row(*(Text(harmless(cell), "red" if lost else "") for cell in cells))  # never markup
+        grid.add_row(*(Text(replace_control_characters(cell), "red" if lost else "") for cell in cells))  # never markup
     return grid
 
 
@@ -215,7 +230,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
     "--host", help="Name or address at which Prometheus reaches the coordinator; default: that of the endpoint."
 )
 @click.option("--renew", is_flag=True, help="Create a new token and revoke the existing one.")
-@options
+@session_options
 def metrics_config(session: ApiSession, folder: Path | None, host: str | None, renew: bool) -> None:
     """Write the files with which Prometheus scrapes this pool, and print the configuration.
 
@@ -223,43 +238,43 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     endpoint has its own authority, the folder has its certificate. The files refer to each other without a path: the
     folder can be moved, or mounted into a container.
     """
-    from coordinator.alerts.rules import rules_file
+    from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
     from host.private_files import private_folder, write_private
 
     try:
         place = private_folder((folder or session.state / "prometheus").absolute())
         token, authority = place / "macpool.token", place / "macpool-ca.pem"
-        ca = session.authority()
+        ca = session.get_authority()
         if ca:
             authority.write_text(ca)
         if renew or not token.exists():
-            write_private(token, _scrape_token(session, token).encode())
-        page = session.call("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
-        text = render_configuration(_at(page, host), token.name, authority.name if ca else "")
+            write_private(token, _create_scrape_token(session, token).encode())
+        page = session.request_json("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
+        text = render_configuration(_replace_host(page, host), token.name, authority.name if ca else "")
         (place / "prometheus.yml").write_text(text)
-        (place / "rules.yml").write_text(rules_file(page))
+        (place / "rules.yml").write_text(render_rules_file(page))
     except OSError as error:
         raise CommandError(1, f"{error.filename} cannot be written: {error.strerror}") from None
     answer = {"schema": 1, "folder": str(place), "config": str(place / "prometheus.yml"), "token_file": str(token)}
-    session.show(answer, lambda made: click.echo(f"# {made['config']}\n{text}", nl=False))
+    session.print_answer(answer, lambda made: click.echo(f"# {made['config']}\n{text}", nl=False))
 
 
-def _at(base: str, host: str | None) -> str:
+def _replace_host(base: str, host: str | None) -> str:
     """Return a base URL with another host, if one is given."""
     where = urlsplit(base)
     named = f"[{host}]" if host and ":" in host else host
     return base if named is None else f"{where.scheme}://{named}:{where.port}"
 
 
-def _scrape_token(session: ApiSession, before: Path) -> str:
+def _create_scrape_token(session: ApiSession, before: Path) -> str:
     """Create the key with which Prometheus scrapes, and revoke the one that the file `before` holds."""
-    keys = session.call("GET", "/api/v1/keys")["keys"]
+    keys = session.request_json("GET", "/api/v1/keys")["keys"]
     old = before.read_text().split("_")[1] if before.exists() else ""
     for key in keys:
         if key["id"] == old:
-            session.call("DELETE", f"/api/v1/keys/{quote(old, safe='')}")
+            session.request_json("DELETE", f"/api/v1/keys/{quote(old, safe='')}")
     taken = {key["name"].casefold() for key in keys if key["id"] != old}
     names = ("prometheus" if number == 1 else f"prometheus-{number}" for number in itertools.count(1))
     name = next(name for name in names if name not in taken)
-    return str(session.call("POST", "/api/v1/keys", {"name": name, "scopes": ["metrics"]})["key"])
+    return str(session.request_json("POST", "/api/v1/keys", {"name": name, "scopes": ["metrics"]})["key"])

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from coordinator.cli.group import CommandGroup
-from coordinator.client.api_client import ApiSession, options, table, wide_options
+from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
-from coordinator.client.terminal_text import raw_output
+from coordinator.client.terminal_text import get_raw_stream
 from wire.node_state import NodeState
 from wire.units import show_size
 
@@ -21,14 +21,16 @@ SPINNER_DELAY_SECONDS = 1.0
 
 
 @click.command()
-@wide_options
+@wide_session_options
 def models(session: ApiSession) -> None:
     """List the models and the nodes that have them.
 
     For each model: where it is loaded, how many nodes have it, and why a node cannot load it. `-o wide` names every
     node with the speeds and sizes that were measured there.
     """
-    session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
+    session.print_answer(
+        session.request_json("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide)
+    )
 
 
 @click.group(cls=CommandGroup)
@@ -41,15 +43,17 @@ model.add_command(models, "list")
 
 @model.command("show")
 @click.argument("name", metavar="MODEL")
-@options
+@session_options
 def show_model(session: ApiSession, name: str) -> None:
     """Show one model, with its sizes and speeds on each node."""
-    answer = session.call("GET", "/api/v1/models")
+    answer = session.request_json("GET", "/api/v1/models")
     found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
     if not found:
         known = ", ".join(one["name"] for one in answer["models"]) or "none"
         raise CommandError(NOT_FOUND, f"no node has the model {name}; models: {known}")
-    session.show({"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True))
+    session.print_answer(
+        {"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True)
+    )
 
 
 def print_models(answer: dict[str, Any], *, wide: bool) -> None:
@@ -59,44 +63,46 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
     """
     if wide:
         rows = [
-            (m["name"], ", ".join(_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
+            (m["name"], ", ".join(_format_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
             for m in answer["models"]
         ]
-        table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, full_width=True)
+        print_table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, full_width=True)
     else:
         rows = [
-            (m["name"], _loaded_on(m), str(_holders(m)), show_size(m["weights"]), str(m["context"]))
+            (m["name"], _format_loaded_on(m), str(_count_holders(m)), show_size(m["weights"]), str(m["context"]))
             for m in answer["models"]
         ]
-        table(("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT"))
+        print_table(
+            ("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT")
+        )
     for model in answer["models"]:
         if model.get("conflict"):
-            click.echo(_conflict(model))
+            click.echo(_describe_conflict(model))
         for node in model["nodes"]:
             if node["cause"]:
                 click.echo(f"{node['name']} cannot load {model['name']}: {node['cause']}")
             if not wide:
                 continue
-            speeds = [_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
-            speeds += [_measured(node["measured"])] if node.get("measured") else []
+            speeds = [_format_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
+            speeds += [_format_measured(node["measured"])] if node.get("measured") else []
             if speeds:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(speeds)}")
 
 
-def _loaded_on(model: dict[str, Any]) -> str:
+def _format_loaded_on(model: dict[str, Any]) -> str:
     """Return the nodes that have a model in memory, or load it now."""
     loading = [
         one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != NodeState.LEFT
     ]
-    return ", ".join(_place(one) for one in loading) or "-"
+    return ", ".join(_format_place(one) for one in loading) or "-"
 
 
-def _holders(model: dict[str, Any]) -> int:
+def _count_holders(model: dict[str, Any]) -> int:
     """Return how many nodes have a model on their disk."""
     return sum(one["state"] != NodeState.LEFT for one in model["nodes"])
 
 
-def _conflict(model: dict[str, Any]) -> str:
+def _describe_conflict(model: dict[str, Any]) -> str:
     """Describe which nodes have which model under one name, with the next step."""
     holders: dict[str, list[str]] = {}
     for node in model["nodes"]:
@@ -113,12 +119,12 @@ def _conflict(model: dict[str, Any]) -> str:
     )
 
 
-def _speeds(node: dict[str, Any]) -> str:
+def _format_speeds(node: dict[str, Any]) -> str:
     """Format the speeds of prefill and decode of a model on a node."""
     return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
 
 
-def _measured(found: dict[str, Any]) -> str:
+def _format_measured(found: dict[str, Any]) -> str:
     """Format the measured memory of a model."""
     sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
     return (
@@ -127,11 +133,11 @@ def _measured(found: dict[str, Any]) -> str:
     )
 
 
-def _place(node: dict[str, Any]) -> str:
-    return model_label(node["name"], node) + ("" if node["state"] == NodeState.READY else f" {node['state']}")
+def _format_place(node: dict[str, Any]) -> str:
+    return format_model_label(node["name"], node) + ("" if node["state"] == NodeState.READY else f" {node['state']}")
 
 
-def model_label(name: str, row: dict[str, Any]) -> str:
+def format_model_label(name: str, row: dict[str, Any]) -> str:
     """Format the name of a model or node with the model's state in `row`; the name alone if the model is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
@@ -141,12 +147,14 @@ def model_label(name: str, row: dict[str, Any]) -> str:
 @model.command()
 @click.argument("model")
 @click.option("--node", help="Load on this node; default: the node with enough memory that would answer first.")
-@options
+@session_options
 def load(session: ApiSession, model: str, node: str | None) -> None:
     """Load a model into the memory of a node and wait for it. Ctrl-C ends the wait, not the load."""
-    with spinner(f"loading {model}"):
-        answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
-    session.show(answer, _print_load)
+    with show_spinner(f"loading {model}"):
+        answer = session.request_json(
+            "POST", "/api/v1/models/load", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS
+        )
+    session.print_answer(answer, _print_load)
 
 
 def _print_load(answer: dict[str, Any]) -> None:
@@ -160,12 +168,14 @@ def _print_load(answer: dict[str, Any]) -> None:
 @model.command()
 @click.argument("model")
 @click.option("--node", help="Only on this node; default: all nodes where it is loaded.")
-@options
+@session_options
 def unload(session: ApiSession, model: str, node: str | None) -> None:
     """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
-    with spinner(f"unloading {model}"):
-        answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
-    session.show(answer, _print_unload)
+    with show_spinner(f"unloading {model}"):
+        answer = session.request_json(
+            "POST", "/api/v1/models/unload", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS
+        )
+    session.print_answer(answer, _print_unload)
 
 
 def _print_unload(answer: dict[str, Any]) -> None:
@@ -176,26 +186,28 @@ def _print_unload(answer: dict[str, Any]) -> None:
 @model.command()
 @click.argument("model")
 @click.option("--node", help="Only on this node; default: where it is loaded, else where it would be loaded.")
-@options
+@session_options
 def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node.
 
     It measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes and
     uses free memory only; requests are slower meanwhile. Ctrl-C ends it.
     """
-    with spinner(f"measuring {model}"):
-        answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
-    session.show(answer, _print_profile)
+    with show_spinner(f"measuring {model}"):
+        answer = session.request_json(
+            "POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS
+        )
+    session.print_answer(answer, _print_profile)
 
 
 def _print_profile(answer: dict[str, Any]) -> None:
     for node in answer["nodes"]:
-        found = _measured(node["measured"]) if node.get("measured") else "done"
+        found = _format_measured(node["measured"]) if node.get("measured") else "done"
         click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {found}")
 
 
 @contextmanager
-def spinner(text: str) -> Generator[None]:
+def show_spinner(text: str) -> Generator[None]:
     """Show a spinner with `text` and the elapsed time while the context is open, after `SPINNER_DELAY_SECONDS`.
 
     Do nothing if standard error is not a terminal.
@@ -207,7 +219,7 @@ def spinner(text: str) -> Generator[None]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    progress = Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True)
+    progress = Progress(*columns, console=Console(file=get_raw_stream(sys.stderr)), transient=True)
     progress.add_task(text, total=None)
     timer = threading.Timer(SPINNER_DELAY_SECONDS, progress.start)
     timer.daemon = True

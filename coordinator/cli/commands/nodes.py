@@ -6,13 +6,13 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import spinner
+from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.commands.pause import describe_sharing
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup, confirm, yes_option
-from coordinator.cli.memory_breakdown import ALARMING, ago, arithmetic, breaker_of, guard_of
-from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
-from coordinator.client.api_client import ApiSession, options, table, wide_options
+from coordinator.cli.memory_breakdown import ALARMING, describe_breaker, format_age, get_guard_state, render_breakdown
+from coordinator.cli.node_table import NARROW, WIDE, build_narrow_row, build_wide_row
+from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import REFUSED, CommandError
 from wire.node_state import NodeState
 from wire.units import show_size
@@ -24,19 +24,21 @@ MAX_MODELS_SHOWN = 6
 
 
 @click.command()
-@options
+@session_options
 def status(session: ApiSession) -> None:
     """Print the state of the pool and its conditions in a few lines."""
-    session.show(session.call("GET", "/api/v1/status"), print_status)
+    session.print_answer(session.request_json("GET", "/api/v1/status"), print_status)
 
 
 def print_status(answer: dict[str, Any]) -> None:
     """Print an answer of `/api/v1/status`: cluster, endpoint, nodes, models, requests, conditions and warnings."""
     states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
-    click.echo(f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {ago(answer['uptime_seconds'])}")
+    click.echo(
+        f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {format_age(answer['uptime_seconds'])}"
+    )
     click.echo(f"endpoint  {answer['base_url']}")
     click.echo(f"nodes     {states}")
-    click.echo(f"models    {_few(answer['models'])}")
+    click.echo(f"models    {_shorten_names(answer['models'])}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
     for one in answer.get("conditions", []):
         click.secho(
@@ -48,20 +50,22 @@ def print_status(answer: dict[str, Any]) -> None:
         click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
 
 
-def _few(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - MAX_MODELS_SHOWN} more: `cluster models`" if len(names) > MAX_MODELS_SHOWN else ""
     return (", ".join(names[:MAX_MODELS_SHOWN]) or "none") + more
 
 
 @click.command()
-@wide_options
+@wide_session_options
 def nodes(session: ApiSession) -> None:
     """List the nodes with their state and memory.
 
     Memory is shown as current of ceiling, models as loaded of known. `-o wide` shows every column.
     """
-    session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
+    session.print_answer(
+        session.request_json("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide)
+    )
 
 
 @click.group(cls=CommandGroup)
@@ -78,17 +82,17 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
     With `wide`, print every column.
     """
     if wide:
-        table(WIDE, [wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
+        print_table(WIDE, [build_wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
     else:
-        columns, rows = NARROW, [narrow_row(one) for one in answer["nodes"]]
+        columns, rows = NARROW, [build_narrow_row(one) for one in answer["nodes"]]
         if all(row[-1] == "-" for row in rows):
             columns, rows = columns[:-1], [row[:-1] for row in rows]
-        table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
+        print_table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
     for one in answer["nodes"]:
-        if broken := breaker_of(one):
+        if broken := describe_breaker(one):
             click.secho(f"{one['name']}: {broken}", fg="red")
-        if guard_of(one) in ALARMING:
-            click.secho(f"{one['name']}: guard {guard_of(one)}: `cluster node show {one['name']}`", fg="red")
+        if get_guard_state(one) in ALARMING:
+            click.secho(f"{one['name']}: guard {get_guard_state(one)}: `cluster node show {one['name']}`", fg="red")
         if one["state"] == NodeState.READY and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
             click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
         if one["state"] == NodeState.PAUSED:
@@ -97,19 +101,19 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
 
 @node.command("show")
 @click.argument("node")
-@options
+@session_options
 def show_node(session: ApiSession, node: str) -> None:
     """Show one node, with the memory terms of its gate."""
-    session.show(
-        session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
+    session.print_answer(
+        session.request_json("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
     )
 
 
 def print_node(node: dict[str, Any]) -> None:
     """Print a node (object of `/api/v1/nodes/NODE`): its memory, faults, and then all fields as an indented list."""
-    for line in arithmetic(node):
+    for line in render_breakdown(node):
         click.echo(line)
-    if broken := breaker_of(node):
+    if broken := describe_breaker(node):
         click.secho(f"breaker   {broken}", fg="red")
     for danger in node["enforcement"]["warnings"]:
         click.secho(f"warning   {danger}", fg="red")
@@ -123,13 +127,13 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
         items = cast("list[Any]", item) if isinstance(item, list) else [item]
         trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
         if not trees:
-            click.echo(f"{indent}{name:<16} {_shown(name, found)}")
+            click.echo(f"{indent}{name:<16} {_format_value(name, found)}")
         for tree in trees:
             click.echo(f"{indent}{name}")
             _print_tree(tree, indent + "  ")
 
 
-def _shown(name: str, item: object) -> str:
+def _format_value(name: str, item: object) -> str:
     sizes = {
         "cap",
         "ceiling",
@@ -163,43 +167,44 @@ def _shown(name: str, item: object) -> str:
 
 @node.command()
 @click.argument("node")
-@options
+@session_options
 def cordon(session: ApiSession, node: str) -> None:
     """Send no new requests to a node; running ones end."""
-    session.show(
-        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"), lambda _: click.echo(f"{node} cordoned")
+    session.print_answer(
+        session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"),
+        lambda _: click.echo(f"{node} cordoned"),
     )
 
 
 @node.command()
 @click.argument("node")
-@options
+@session_options
 def uncordon(session: ApiSession, node: str) -> None:
     """Send requests to a node again."""
-    session.show(
-        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/uncordon"),
+    session.print_answer(
+        session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/uncordon"),
         lambda _: click.echo(f"{node} uncordoned"),
     )
 
 
 @node.command("allow-video")
 @click.argument("node")
-@options
+@session_options
 def allow_video(session: ApiSession, node: str) -> None:
     """Allow a node to make videos. If the node has a video package, it starts Ray."""
-    session.show(
-        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
+    session.print_answer(
+        session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
         lambda _: click.echo(f"{node} may make videos"),
     )
 
 
 @node.command("deny-video")
 @click.argument("node")
-@options
+@session_options
 def deny_video(session: ApiSession, node: str) -> None:
     """Stop placing videos on a node. A running video job is finished."""
-    session.show(
-        session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
+    session.print_answer(
+        session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
         lambda _: click.echo(f"{node} makes no new videos"),
     )
 
@@ -207,7 +212,7 @@ def deny_video(session: ApiSession, node: str) -> None:
 @node.command()
 @click.argument("node")
 @click.option("--wait", type=Duration(), help="Longest wait until the node has no requests (30s, 5m).")
-@options
+@session_options
 def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
 
@@ -215,11 +220,11 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     requests, and they end where they are.
     """
     seconds = wait or 0.0
-    with spinner(f"draining {node}"):
-        answer = session.call(
+    with show_spinner(f"draining {node}"):
+        answer = session.request_json(
             "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
         )
-    session.show(answer, lambda _: None)
+    session.print_answer(answer, lambda _: None)
     if answer["left"]:
         raise CommandError(
             REFUSED,
@@ -233,7 +238,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
 @node.command()
 @click.argument("node")
 @click.argument("labels", nargs=-1)
-@options
+@session_options
 def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
     """Replace the LABELS of a node. API keys can be limited to labels."""
     wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
@@ -241,24 +246,24 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
         raise click.UsageError(
             f"{wrong!r} is not a valid label: use 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large"
         )
-    answer = session.call("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
-    session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
+    answer = session.request_json("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
+    session.print_answer(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
 
 
 @node.command()
 @click.argument("node")
 @yes_option
-@options
+@session_options
 def remove(session: ApiSession, node: str, yes: bool) -> None:
     """Revoke a node's certificate at once and forget the node.
 
     The node can join again with a new token or code.
     """
     path = f"/api/v1/nodes/{quote(node, safe='')}"
-    name = session.call("GET", path)["node"]["name"]
+    name = session.request_json("GET", path)["node"]["name"]
     confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
-    session.show(
-        session.call("DELETE", f"/api/v1/nodes/{quote(node, safe='')}"), lambda _: click.echo(f"{node} removed")
+    session.print_answer(
+        session.request_json("DELETE", f"/api/v1/nodes/{quote(node, safe='')}"), lambda _: click.echo(f"{node} removed")
     )
 
 
@@ -272,28 +277,28 @@ def remove(session: ApiSession, node: str, yes: bool) -> None:
     show_default=True,
     help="Maximum number of bytes from the end of the log.",
 )
-@options
+@session_options
 def logs(session: ApiSession, node: str, size: int) -> None:
     """Print the newest lines of a node's log. They are fetched over its link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
-    print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
+    print_log(session, session.send_request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
 
 
 @click.command()
 @click.argument("code", required=False)
 @click.option("--reject", is_flag=True, help="Reject the machine instead.")
-@options
+@session_options
 def approve(session: ApiSession, code: str | None, reject: bool) -> None:
     """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines."""
     if code is None:
-        session.show(
-            session.call("GET", "/api/v1/joins"),
-            lambda answer: table(
+        session.print_answer(
+            session.request_json("GET", "/api/v1/joins"),
+            lambda answer: print_table(
                 ("NAME", "ADDRESS", "CHIP", "REPLACES"),
                 [(j["name"], j["address"], j["chip"], j["replaces"]) for j in answer["joins"]],
             ),
         )
         return
-    answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
-    session.show(answer, lambda made: click.echo(f"{made['name']} {'rejected' if reject else 'joined'}"))
+    answer = session.request_json("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
+    session.print_answer(answer, lambda made: click.echo(f"{made['name']} {'rejected' if reject else 'joined'}"))

@@ -8,7 +8,7 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
-from coordinator.client.api_client import ApiSession, options
+from coordinator.client.api_client import ApiSession, session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from host.pause_file import PauseFile, PauseRecord
 
@@ -16,7 +16,7 @@ from host.pause_file import PauseFile, PauseRecord
 @click.command()
 @click.argument("node", required=False)
 @click.argument("duration", required=False)
-@options
+@session_options
 def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
 
@@ -30,27 +30,29 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     Running requests continue on other Macs, or have `sharing.grace_seconds` to end on this Mac. Then the models are
     unloaded. The pause persists across restarts.
     """
-    name, seconds = _read(node, duration)
+    name, seconds = _parse_arguments(node, duration)
     if name is None:
         _pause_here(session, seconds)
         return
-    answer = session.call("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
-    session.show(answer, lambda told: click.echo(f"{name} is {describe_sharing(told['sharing'])}{_left(told)}"))
+    answer = session.request_json("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
+    session.print_answer(
+        answer, lambda told: click.echo(f"{name} is {describe_sharing(told['sharing'])}{_describe_running(told)}")
+    )
 
 
 @click.command()
 @click.argument("node", required=False)
-@options
+@session_options
 def resume(session: ApiSession, node: str | None) -> None:
     """End the pause of this Mac, or of another Mac by name. The setting `sharing.when` applies again."""
     if node is None:
-        there = _file(session.state).remove()
+        there = _open_pause_file(session.state).remove()
         text = "this Mac accepts requests again within 1 s, if sharing.when permits"
         answer = {"schema": 1, "paused": False, "was_paused": there}
-        session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
+        session.print_answer(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return
-    answer = session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
-    session.show(answer, lambda told: click.echo(f"{node} is {describe_sharing(told['sharing'])}"))
+    answer = session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
+    session.print_answer(answer, lambda told: click.echo(f"{node} is {describe_sharing(told['sharing'])}"))
 
 
 def describe_sharing(sharing: dict[str, Any]) -> str:
@@ -61,11 +63,11 @@ def describe_sharing(sharing: dict[str, Any]) -> str:
     return f"paused{until}: {sharing['why']}"
 
 
-def _left(answer: dict[str, Any]) -> str:
+def _describe_running(answer: dict[str, Any]) -> str:
     return f"; {answer['in_flight']} requests still run, and move or end soon" if answer["in_flight"] else ""
 
 
-def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
+def _parse_arguments(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
     """Return name and seconds from the arguments; None for a missing one. A single word may be either.
 
     Raise `click.UsageError` for an invalid duration.
@@ -83,14 +85,14 @@ def _read(node: str | None, duration: str | None) -> tuple[str | None, float | N
 
 
 def _pause_here(session: ApiSession, seconds: float | None) -> None:
-    file = _file(session.state)
+    file = _open_pause_file(session.state)
     until = None if seconds is None else time.time() + seconds
     try:
         file.write(PauseRecord(until))
     except OSError as error:
         raise CommandError(1, f"{file.path} cannot be written: {error.strerror}") from None
     end = "until `cluster resume`" if until is None else f"until {format_minute(until)}"
-    session.show(
+    session.print_answer(
         {"schema": 1, "paused": True, "until": until},
         lambda _: click.echo(
             f"this Mac accepts no new requests, {end}; running requests move or end, then the models are unloaded"
@@ -98,7 +100,7 @@ def _pause_here(session: ApiSession, seconds: float | None) -> None:
     )
 
 
-def _file(state: Path) -> PauseFile:
+def _open_pause_file(state: Path) -> PauseFile:
     folder = state / "node"
     if not (folder / "identity" / "identity.json").exists():
         raise CommandError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import spinner
+from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.group import CommandGroup
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 
@@ -61,11 +61,11 @@ def install(
     from coordinator.service.setup import install as carry_out
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    plan = _plan(host, user, state, coordinator, wired_limit_mb or 0, arguments)
+    plan = _create_plan(host, user, state, coordinator, wired_limit_mb or 0, arguments)
     if dry_run:
-        _preview(host, plan, output)
+        _print_units(host, plan, output)
         return
-    with _refusals(), spinner("installing and starting the service"):
+    with _convert_errors(), show_spinner("installing and starting the service"):
         done, service_state = carry_out(host, plan)
     answer = {
         "schema": 1,
@@ -84,7 +84,7 @@ def install(
     click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` shows its state")
 
 
-def _plan(
+def _create_plan(
     host: "ServiceHost", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
 ) -> "ServicePlan":
     """Choose user, role and program of the service.
@@ -94,14 +94,14 @@ def _plan(
     """
     import grp
 
-    from coordinator.service.plan import ServicePlan, refused_arguments
-    from coordinator.service.service_manager import account
+    from coordinator.service.plan import ServicePlan, explain_refused_arguments
+    from coordinator.service.service_manager import find_account
 
     name = user or os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
-    with _refusals():
-        _, gid, home = account(name)
-    folder = (state or Path(home) / _data_folder(host)).absolute()
-    refused = refused_arguments(arguments)
+    with _convert_errors():
+        _, gid, home = find_account(name)
+    folder = (state or Path(home) / _get_data_folder(host)).absolute()
+    refused = explain_refused_arguments(arguments)
     if refused is not None:
         raise CommandError(2, refused)
     role = "coordinator" if coordinator or (folder / "cluster.db").exists() else "node"
@@ -111,9 +111,9 @@ def _plan(
             f"{folder} has neither a joined node nor a cluster: join once by hand "
             "(`cluster join URL --token-file FILE`, Ctrl-C), or create a cluster with --coordinator",
         )
-    _understood(role, arguments)
+    _check_arguments(role, arguments)
     if wired:
-        _safe(host, folder, wired)
+        _check_wired_limit(host, folder, wired)
     return ServicePlan(
         role,
         sys.executable,
@@ -127,12 +127,12 @@ def _plan(
     )
 
 
-def _data_folder(host: "ServiceHost") -> str:
+def _get_data_folder(host: "ServiceHost") -> str:
     """Return the state folder below a home folder, as platformdirs does for the current user."""
     return "Library/Application Support/macpool" if host.mac else ".local/share/macpool"
 
 
-def _understood(role: str, arguments: tuple[str, ...]) -> None:
+def _check_arguments(role: str, arguments: tuple[str, ...]) -> None:
     """Check the arguments with the parser of `up` or `join`, because a service with wrong ones exits at once."""
     from coordinator.cli.commands.join import join
     from coordinator.cli.commands.up import up
@@ -141,25 +141,25 @@ def _understood(role: str, arguments: tuple[str, ...]) -> None:
     verb.make_context(verb.name or "", list(arguments), help_option_names=["-h", "--help"])
 
 
-def _safe(host: "ServiceHost", folder: Path, wired: int) -> None:
+def _check_wired_limit(host: "ServiceHost", folder: Path, wired: int) -> None:
     from coordinator.client.api_client import ApiSession
     from coordinator.doctor.host_probe import HostProbe
-    from coordinator.service.plan import clamp_wired_limit
+    from coordinator.service.plan import explain_unsafe_wired_limit
 
     if not host.mac:
         raise CommandError(2, "--wired-limit-mb is for macOS: other systems have no Metal")
-    inspection = HostProbe(ApiSession(folder, None, None, "json")).examined()
-    refused = clamp_wired_limit(wired, int(inspection["memory"]["safe"]) if inspection else 0)
+    inspection = HostProbe(ApiSession(folder, None, None, "json")).read_inspection()
+    refused = explain_unsafe_wired_limit(wired, int(inspection["memory"]["safe"]) if inspection else 0)
     if refused is not None:
         raise CommandError(REFUSED, refused)
 
 
-def _preview(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
-    from coordinator.service.launchd import text, wired_job
+def _print_units(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
+    from coordinator.service.launchd import build_wired_job, render_property_list
 
-    units = {str(host.unit): host.text(plan)}
+    units = {str(host.unit): host.render_unit(plan)}
     if plan.wired_limit_mb:
-        units[str(host.wired_unit)] = text(wired_job(plan.wired_limit_mb))
+        units[str(host.wired_unit)] = render_property_list(build_wired_job(plan.wired_limit_mb))
     if output == "json":
         click.echo(json.dumps({"schema": 1, "units": units, "role": plan.role, "user": plan.user}))
         return
@@ -173,12 +173,12 @@ def _preview(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
 def uninstall(ctx: click.Context, output: str) -> None:
     """Stop the service and remove it. Cluster, node, models and logs are kept, and their folders are printed."""
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import existing
+    from coordinator.service.setup import read_existing_unit
     from coordinator.service.setup import uninstall as take_away
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    with _refusals(), spinner("stopping the service"):
-        state = _state_of(existing(host, host.unit).program)
+    with _convert_errors(), show_spinner("stopping the service"):
+        state = _get_state_folder(read_existing_unit(host, host.unit).program)
         done = take_away(host)
     kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
     if output == "json":
@@ -190,7 +190,7 @@ def uninstall(ctx: click.Context, output: str) -> None:
         click.echo(f"kept      {one}")
 
 
-def _state_of(program: tuple[str, ...]) -> str:
+def _get_state_folder(program: tuple[str, ...]) -> str:
     return program[program.index("--state") + 1] if "--state" in program[:-1] else ""
 
 
@@ -200,11 +200,11 @@ def _state_of(program: tuple[str, ...]) -> str:
 def status(ctx: click.Context, output: str) -> None:
     """Print whether the service runs. Exit code 0: running; 1: installed, not running; 5: not installed."""
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import existing
+    from coordinator.service.setup import read_existing_unit
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    with _refusals():
-        found, now = existing(host, host.unit), host.state()
+    with _convert_errors():
+        found, now = read_existing_unit(host, host.unit), host.read_state()
     answer: dict[str, Any] = {
         "schema": 1,
         "installed": bool(found.text),
@@ -212,16 +212,16 @@ def status(ctx: click.Context, output: str) -> None:
         "running": now.running,
         "pid": now.pid,
         "user": found.user,
-        "state": _state_of(found.program),
+        "state": _get_state_folder(found.program),
         "unit": str(host.unit),
         "last_exit": now.last_exit,
     }
-    click.echo(json.dumps(answer) if output == "json" else _state_text(answer))
+    click.echo(json.dumps(answer) if output == "json" else _render_state(answer))
     if not now.running:
         sys.exit(INSTALLED_NOT_RUNNING if found.text or now.loaded else NOT_FOUND)
 
 
-def _state_text(answer: dict[str, Any]) -> str:
+def _render_state(answer: dict[str, Any]) -> str:
     if not answer["installed"]:
         rest = ", but its unit is missing: `cluster service install` repairs that" if answer["loaded"] else ""
         return f"not installed{rest}"
@@ -243,14 +243,14 @@ def restart(ctx: click.Context) -> None:
     Running requests may end before it stops.
     """
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import existing, wait
+    from coordinator.service.setup import read_existing_unit, wait_until_running
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    with _refusals(), spinner("restarting the service"):
-        if not existing(host, host.unit).text:
+    with _convert_errors(), show_spinner("restarting the service"):
+        if not read_existing_unit(host, host.unit).text:
             raise CommandError(NOT_FOUND, "no service is installed: `sudo cluster service install`")
-        host.restart()
-        service_state = wait(host, 45.0)
+        host.restart_service()
+        service_state = wait_until_running(host, 45.0)
     click.echo(f"running, process {service_state.pid}")
 
 
@@ -280,7 +280,7 @@ def logs(ctx: click.Context, follow: bool, lines: int) -> None:
         raise CommandError(1, f"{command[0]}: {error.strerror}") from None
 
 
-class _refusals:  # noqa: N801  used as a with-statement's word
+class _convert_errors:  # noqa: N801  used as a with-statement's word
     """Context manager that converts errors of the service package into the command's exit codes."""
 
     def __enter__(self) -> None:

@@ -8,18 +8,18 @@ from urllib.parse import quote, urlencode
 import click
 
 from coordinator.cli.group import CommandGroup, confirm, yes_option
-from coordinator.client.api_client import ApiSession, options, table
+from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 
 
-def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Call an API route of the running coordinator, and return its JSON.
 
     If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
     call fails.
     """
     if session.running:
-        return session.call(method, path, body)
+        return session.request_json(method, path, body)
     from coordinator.cli.offline_access import run_offline as offline
 
     return offline(session, method, path, body or {})
@@ -67,22 +67,22 @@ class Day(click.ParamType[str]):
             self.fail(f"{value!r} is not a day: write 2026-01-31", param, ctx)
 
 
-LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
+LIST_ROUTES = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
 """API route that lists all objects of a kind."""
 
 
-def find(session: ApiSession, kind: str, wanted: str) -> dict[str, Any]:
-    """Return the object of `kind` (`key` or `token`) with the id or name `wanted`, as the API lists it.
+def find_object(session: ApiSession, kind: str, id_or_name: str) -> dict[str, Any]:
+    """Return the object of `kind` (`key` or `token`) with this id or name, as the API lists it.
 
     Raise `CommandError` if there is none, or if several have this name.
     """
-    rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
-    found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
+    rows: list[dict[str, Any]] = call_route(session, "GET", LIST_ROUTES[kind])[f"{kind}s"]
+    found = [row for row in rows if row["id"] == id_or_name] or [row for row in rows if row["name"] == id_or_name]
     if not found:
-        raise CommandError(NOT_FOUND, f"there is no {kind} {wanted}: `cluster {kind} list` shows ids and names")
+        raise CommandError(NOT_FOUND, f"there is no {kind} {id_or_name}: `cluster {kind} list` shows ids and names")
     if len(found) > 1:
         ids = ", ".join(row["id"] for row in found)
-        raise CommandError(2, f"{len(found)} {kind}s are named {wanted}: name one by its id ({ids})")
+        raise CommandError(2, f"{len(found)} {kind}s are named {id_or_name}: name one by its id ({ids})")
     return found[0]
 
 
@@ -101,20 +101,20 @@ def token() -> None:
     help="Number of machines that may use it.",
 )
 @click.option("--name", default="", help="Name in `cluster token list`.")
-@options
+@session_options
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
     """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
-    answer = call(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
-    session.show(answer, lambda made: click.echo(made.get("join") or made["token"]))
+    answer = call_route(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
+    session.print_answer(answer, lambda made: click.echo(made.get("join") or made["token"]))
 
 
 @token.command("list")
-@options
+@session_options
 def token_list(session: ApiSession) -> None:
     """List tokens without their secrets."""
-    session.show(
-        call(session, "GET", "/api/v1/tokens"),
-        lambda answer: table(
+    session.print_answer(
+        call_route(session, "GET", "/api/v1/tokens"),
+        lambda answer: print_table(
             ("ID", "NAME", "USES LEFT", "EXPIRES"),
             [(t["id"], t["name"], str(t["uses_left"]), format_minute(t["expires"])) for t in answer["tokens"]],
         ),
@@ -123,11 +123,11 @@ def token_list(session: ApiSession) -> None:
 
 @token.command("show")
 @click.argument("token_", metavar="TOKEN")
-@options
+@session_options
 def token_show(session: ApiSession, token_: str) -> None:
     """Show one token, named by its id or name, without its secret."""
-    row = find(session, "token", token_)
-    session.show({"schema": 1, "token": row}, lambda _: _print_token(row))
+    row = find_object(session, "token", token_)
+    session.print_answer({"schema": 1, "token": row}, lambda _: _print_token(row))
 
 
 def _print_token(row: dict[str, Any]) -> None:
@@ -144,16 +144,16 @@ def _print_token(row: dict[str, Any]) -> None:
 @token.command("revoke")
 @click.argument("token_", metavar="TOKEN")
 @yes_option
-@options
+@session_options
 def token_revoke(session: ApiSession, token_: str, yes: bool) -> None:
     """Revoke a token by its id or name. No further machine can join with it."""
-    found = find(session, "token", token_)
-    confirm(f"Revoke token {_title(found)}?", yes=yes)
-    answer = call(session, "DELETE", f"/api/v1/tokens/{quote(found['id'], safe='')}")
-    session.show(answer, lambda _: click.echo(f"token {_title(found)} revoked"))
+    found = find_object(session, "token", token_)
+    confirm(f"Revoke token {_format_title(found)}?", yes=yes)
+    answer = call_route(session, "DELETE", f"/api/v1/tokens/{quote(found['id'], safe='')}")
+    session.print_answer(answer, lambda _: click.echo(f"token {_format_title(found)} revoked"))
 
 
-def _title(row: dict[str, Any]) -> str:
+def _format_title(row: dict[str, Any]) -> str:
     """Format name and id of a key or token for messages; the id alone without a name."""
     return f"{row['name']} ({row['id']})" if row["name"] else str(row["id"])
 
@@ -163,7 +163,7 @@ def key() -> None:
     """Create, list, limit or revoke API keys; show their usage. KEY is a key's name or id."""
 
 
-def limits(command: Callable[..., None]) -> Callable[..., None]:
+def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command with the options for a key's limits."""
     for option in reversed(
         (
@@ -192,8 +192,8 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def limits_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits among the values of `limits` options that were given, in the form of the API."""
+def select_limits(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the limits that were given by the options of `limit_options`, in the form of the API."""
     return {name: value for name, value in given.items() if value not in (None, ())}
 
 
@@ -209,51 +209,51 @@ def limits_of(given: dict[str, Any]) -> dict[str, Any]:
     help="A permission of the key; may be repeated.",
 )
 @click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
-@limits
-@options
+@limit_options
+@session_options
 def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
     """Create an API key. It is shown once and stored only as a digest."""
-    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": limits_of(given)}
-    session.show(call(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
+    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": select_limits(given)}
+    session.print_answer(call_route(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
 
 
 @key.command("list")
-@options
+@session_options
 def key_list(session: ApiSession) -> None:
     """List keys without their secrets."""
-    session.show(
-        call(session, "GET", "/api/v1/keys"),
-        lambda answer: table(
+    session.print_answer(
+        call_route(session, "GET", "/api/v1/keys"),
+        lambda answer: print_table(
             ("ID", "NAME", "SCOPES", "CREATED", "EXPIRES", "LIMITS"),
-            [_row(key) for key in answer["keys"]],
+            [_build_row(key) for key in answer["keys"]],
         ),
     )
 
 
 @key.command("show")
 @click.argument("key_", metavar="KEY")
-@options
+@session_options
 def key_show(session: ApiSession, key_: str) -> None:
     """Show one key without its secret."""
-    row = find(session, "key", key_)
-    session.show({"schema": 1, "key": row}, lambda _: _print_key(row))
+    row = find_object(session, "key", key_)
+    session.print_answer({"schema": 1, "key": row}, lambda _: _print_key(row))
 
 
 def _print_key(row: dict[str, Any]) -> None:
-    for name, value in zip(("id", "name", "scopes", "created", "expires", "limits"), _row(row), strict=True):
+    for name, value in zip(("id", "name", "scopes", "created", "expires", "limits"), _build_row(row), strict=True):
         click.echo(f"{name:<9} {value}")
 
 
-def _row(key: dict[str, Any]) -> tuple[str, ...]:
+def _build_row(key: dict[str, Any]) -> tuple[str, ...]:
     dates = (format_minute(key["created"]), format_minute(key["expires"]))
-    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _limits_text(key["limits"]))
+    return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _format_limits(key["limits"]))
 
 
-def _limits_text(limits: dict[str, Any]) -> str:
-    return " ".join(f"{name}={_value(value)}" for name, value in limits.items()) or "none"
+def _format_limits(limits: dict[str, Any]) -> str:
+    return " ".join(f"{name}={_format_value(value)}" for name, value in limits.items()) or "none"
 
 
-def _value(value: list[str] | tuple[str, ...] | str | int) -> str:
+def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
     return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
 
 
@@ -262,7 +262,7 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
 
 @key.command("limit")
 @click.argument("key_", metavar="KEY")
-@limits
+@limit_options
 @click.option(
     "--clear",
     "cleared",
@@ -272,29 +272,30 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
     help="Remove a limit: models, labels, requests-per-minute, tokens-per-minute, concurrency, waiting, "
     "priority, or all; may be repeated.",
 )
-@options
+@session_options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
     """Change the given limits of a key at once.
 
     Print the limits before and after. Other limits stay.
     """
-    row, changes = find(session, "key", key_), limits_of(given)
+    row, changes = find_object(session, "key", key_), select_limits(given)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
     both = sorted(names & set(changes)) if "all" not in cleared else []
     if both:
         raise click.UsageError(f"{both[0].replace('_', '-')} is both given and cleared: use one of the two")
     if not names and not changes:
         raise click.UsageError(
-            f"name a limit to change, or --clear one; {_title(row)} has: {_limits_text(row['limits'])}"
+            f"name a limit to change, or --clear one; {_format_title(row)} has: {_format_limits(row['limits'])}"
         )
     kept = {name: value for name, value in row["limits"].items() if name not in names}
     after = {name: value for name, value in {**kept, **changes}.items() if value not in (None, (), [])}
-    call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
+    call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
     answer = {"schema": 1, "id": row["id"], "name": row["name"], "before": row["limits"], "after": after}
-    session.show(
+    session.print_answer(
         answer,
         lambda made: click.echo(
-            f"{_title(row)}\n  before  {_limits_text(made['before'])}\n  after   {_limits_text(made['after'])}"
+            f"{_format_title(row)}\n  before  {_format_limits(made['before'])}\n"
+            f"  after   {_format_limits(made['after'])}"
         ),
     )
 
@@ -302,19 +303,19 @@ def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given:
 @key.command("rename")
 @click.argument("key_", metavar="KEY")
 @click.argument("name")
-@options
+@session_options
 def key_rename(session: ApiSession, key_: str, name: str) -> None:
     """Rename a key. Its secret, limits and usage stay."""
-    row = find(session, "key", key_)
-    answer = call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/name", {"name": name})
-    session.show(answer, lambda _: click.echo(f"{_title(row)} is now {name}"))
+    row = find_object(session, "key", key_)
+    answer = call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/name", {"name": name})
+    session.print_answer(answer, lambda _: click.echo(f"{_format_title(row)} is now {name}"))
 
 
 @key.command("expire")
 @click.argument("key_", metavar="KEY")
 @click.argument("after", type=Duration(), required=False)
 @click.option("--never", is_flag=True, help="The key does not expire.")
-@options
+@session_options
 def key_expire(session: ApiSession, key_: str, after: float | None, never: bool) -> None:
     """Set when a key expires.
 
@@ -322,38 +323,40 @@ def key_expire(session: ApiSession, key_: str, after: float | None, never: bool)
     """
     if (after is None) != never:
         raise click.UsageError("write either a time from now, as 30d, or --never")
-    row = find(session, "key", key_)
-    call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
-    row = find(session, "key", row["id"])
+    row = find_object(session, "key", key_)
+    call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
+    row = find_object(session, "key", row["id"])
     answer = {"schema": 1, "id": row["id"], "expires": row["expires"]}
-    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {format_minute(made['expires'])}"))
+    session.print_answer(
+        answer, lambda made: click.echo(f"{_format_title(row)} expires: {format_minute(made['expires'])}")
+    )
 
 
 @key.command("rotate")
 @click.argument("key_", metavar="KEY")
 @yes_option
-@options
+@session_options
 def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
     """Replace the secret of a key. The new secret is shown once; the old one is refused at once."""
-    row = find(session, "key", key_)
-    confirm(f"Replace the secret of {_title(row)}? Programs that use the old one are refused at once.", yes=yes)
-    answer = call(session, "POST", f"/api/v1/keys/{quote(row['id'], safe='')}/rotate", {})
-    session.show(answer, lambda made: click.echo(made["key"]))
+    row = find_object(session, "key", key_)
+    confirm(f"Replace the secret of {_format_title(row)}? Programs that use the old one are refused at once.", yes=yes)
+    answer = call_route(session, "POST", f"/api/v1/keys/{quote(row['id'], safe='')}/rotate", {})
+    session.print_answer(answer, lambda made: click.echo(made["key"]))
 
 
 @key.command("usage")
 @click.argument("key_", metavar="[KEY]", required=False)
 @click.option("--since", type=Day(), metavar="DAY", help="Show usage since this day (UTC, 2026-01-31).")
-@options
+@session_options
 def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
     """Show how many requests and tokens each key used, by model."""
-    id_ = find(session, "key", key_)["id"] if key_ else None
+    id_ = find_object(session, "key", key_)["id"] if key_ else None
     query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
-    answer = call(session, "GET", f"/api/v1/keys/usage?{query}")
+    answer = call_route(session, "GET", f"/api/v1/keys/usage?{query}")
     columns = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
-    session.show(
+    session.print_answer(
         answer,
-        lambda found: table(
+        lambda found: print_table(
             ("KEY", "NAME", "MODEL", *(column.replace("_", " ").upper() for column in columns)),
             [(u["key"], u["name"], u["model"], *(str(u[column]) for column in columns)) for u in found["usage"]],
         ),
@@ -362,12 +365,12 @@ def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
 
 @click.command()
 @click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="Number of newest entries.")
-@options
+@session_options
 def audit(session: ApiSession, last: int) -> None:
     """Print the audit log: time, key, address and action for joins, keys, tokens, nodes and models."""
-    session.show(
-        call(session, "GET", f"/api/v1/audit?last={last}"),
-        lambda answer: table(
+    session.print_answer(
+        call_route(session, "GET", f"/api/v1/audit?last={last}"),
+        lambda answer: print_table(
             ("WHEN", "WHO", "FROM", "WHAT", "TO"),
             [
                 (
@@ -387,10 +390,10 @@ def audit(session: ApiSession, last: int) -> None:
 @key.command("revoke")
 @click.argument("key_", metavar="KEY")
 @yes_option
-@options
+@session_options
 def key_revoke(session: ApiSession, key_: str, yes: bool) -> None:
     """Revoke a key at once: requests with it are refused."""
-    found = find(session, "key", key_)
-    confirm(f"Revoke key {_title(found)}? Programs that use it are refused at once.", yes=yes)
-    answer = call(session, "DELETE", f"/api/v1/keys/{quote(found['id'], safe='')}")
-    session.show(answer, lambda _: click.echo(f"key {_title(found)} revoked"))
+    found = find_object(session, "key", key_)
+    confirm(f"Revoke key {_format_title(found)}? Programs that use it are refused at once.", yes=yes)
+    answer = call_route(session, "DELETE", f"/api/v1/keys/{quote(found['id'], safe='')}")
+    session.print_answer(answer, lambda _: click.echo(f"key {_format_title(found)} revoked"))

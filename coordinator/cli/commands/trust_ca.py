@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.api_client import ApiSession, base_url, connection_error, options
+from coordinator.client.api_client import ApiSession, explain_connection_error, parse_base_url, session_options
 from coordinator.client.errors import NOT_FOUND, PIN, CommandError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ MAX_CERTIFICATE_BYTES = 16_384
 )
 @click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM) without trusting it.")
 @click.option("--remove", is_flag=True, help="Remove the trust.")
-@options
+@session_options
 def trust_ca(
     session: ApiSession, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool
 ) -> None:
@@ -43,11 +43,11 @@ def trust_ca(
     command on every machine with a client. Programs with their own list of authorities (Python, Node, Bun) also need
     the variables that `cluster env` prints.
     """
-    base = base_url(endpoint) if endpoint else session.target()[0]
-    pem = fetch(base)
-    found = check(pem, base, fingerprint)
+    base = parse_base_url(endpoint) if endpoint else session.get_url_and_key()[0]
+    pem = fetch_authority(base)
+    found = check_authority(pem, base, fingerprint)
     if only_print:
-        session.show({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
+        session.print_answer({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
         return
     if fingerprint is None and not remove:
         confirm_fingerprint(base, found, pem)
@@ -58,31 +58,31 @@ def trust_ca(
     with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
         file.write(pem)
         file.flush()
-        for command in commands(sys.platform, Path(file.name), found, remove=remove):
-            _run(command)
+        for command in build_commands(sys.platform, Path(file.name), found, remove=remove):
+            _run_command(command)
     answer: dict[str, Any] = {"schema": 1, "fingerprint": found, "trusted": not remove, "bundle": str(bundle)}
-    session.show(answer, _print)
+    session.print_answer(answer, _print_trust)
 
 
-def _print(answer: dict[str, Any]) -> None:
+def _print_trust(answer: dict[str, Any]) -> None:
     click.echo("trusted by this machine" if answer["trusted"] else "no longer trusted")
     if answer["trusted"]:
         click.echo('variables for programs with their own list of authorities: eval "$(cluster env)"')
 
 
-def confirmed_authority(base: str, fingerprint: str | None) -> str:
+def fetch_confirmed_authority(base: str, fingerprint: str | None) -> str:
     """Return the authority (PEM) of an HTTPS endpoint, confirmed by `fingerprint`, or by a question to the user.
 
     Return an empty text if the endpoint uses given certificate files and `fingerprint` is None, because the system's
     authorities then apply. Raise `CommandError` if the endpoint cannot be reached, or the authority is not confirmed.
     """
     try:
-        pem = fetch(base)
+        pem = fetch_authority(base)
     except CommandError as error:
         if error.exit_code == NOT_FOUND and fingerprint is None:
             return ""
         raise
-    found = check(pem, base, fingerprint)
+    found = check_authority(pem, base, fingerprint)
     if fingerprint is None:
         confirm_fingerprint(base, found, pem)
     return pem
@@ -93,7 +93,7 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
 
     Raise `CommandError` if not, and `click.UsageError` if there is no terminal to ask on.
     """
-    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can certify {_scope(pem)}"
+    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can certify {_describe_scope(pem)}"
     click.echo(text, err=True)
     if not sys.stdin.isatty():
         raise click.UsageError(
@@ -103,7 +103,7 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
         raise CommandError(PIN, "nothing was trusted: another machine may intercept the connection")
 
 
-def fetch(base: str) -> str:
+def fetch_authority(base: str) -> str:
     """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted.
 
     Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or does not serve an authority.
@@ -119,7 +119,7 @@ def fetch(base: str) -> str:
         response = connection.getresponse()
         text = response.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
     except OSError as error:
-        raise CommandError(*connection_error(base, error)) from None
+        raise CommandError(*explain_connection_error(base, error)) from None
     finally:
         connection.close()
     if response.status != 200:
@@ -127,11 +127,11 @@ def fetch(base: str) -> str:
     return text
 
 
-def check(pem: str, base: str, wanted: str | None) -> str:
+def check_authority(pem: str, base: str, expected: str | None) -> str:
     """Return the fingerprint (SHA-256, hex) of an authority's certificate that was fetched from the URL `base`.
 
     Raise `CommandError` if `pem` is not a certificate, or the authority is not constrained to names. Raise it also if
-    the fingerprint is not the `wanted` one; None accepts any.
+    the fingerprint is not the `expected` one; None accepts any.
     """
     from cryptography import x509
 
@@ -140,20 +140,20 @@ def check(pem: str, base: str, wanted: str | None) -> str:
     except ValueError:
         raise CommandError(1, f"{base} sent no certificate") from None
     found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
-    if wanted is not None and wanted.lower().replace(":", "") != found:
+    if expected is not None and expected.lower().replace(":", "") != found:
         raise CommandError(
             PIN,
-            f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
+            f"the authority of {base} has the fingerprint {found}, not {expected}: do not trust it, "
             "another machine may intercept the connection",
         )
-    if not all(_names(certificate) or [""]):  # an empty name permits all
+    if not all(_list_permitted_names(certificate) or [""]):  # an empty name permits all
         raise CommandError(
             PIN, f"the authority of {base} can certify any site: it is not an authority of macpool, do not trust it"
         )
     return found
 
 
-def _names(certificate: "x509.Certificate") -> list[str]:
+def _list_permitted_names(certificate: "x509.Certificate") -> list[str]:
     """Return the host names that an authority is constrained to."""
     from cryptography import x509
 
@@ -162,10 +162,13 @@ def _names(certificate: "x509.Certificate") -> list[str]:
     return [general.value for general in get_name_constraints(certificate) if isinstance(general, x509.DNSName)]
 
 
-def _scope(pem: str) -> str:
+def _describe_scope(pem: str) -> str:
     from cryptography import x509
 
-    return ", ".join(f"{name!r}" for name in _names(x509.load_pem_x509_certificate(pem.encode()))) + " and addresses"
+    return (
+        ", ".join(f"{name!r}" for name in _list_permitted_names(x509.load_pem_x509_certificate(pem.encode())))
+        + " and addresses"
+    )
 
 
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
@@ -173,7 +176,7 @@ def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
     A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be written.
     """
-    bundle = _bundle(state, fingerprint)
+    bundle = _get_bundle_path(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
     bundle.write_text(f"{system.rstrip()}\n{pem}" if system else pem)
@@ -181,13 +184,13 @@ def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
     return bundle
 
 
-def bundle_of(state: Path, pem: str) -> str | None:
+def find_bundle(state: Path, pem: str) -> str | None:
     """Return the path of the file that `write_bundle` wrote for an authority (PEM); None if there is none."""
-    bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
+    bundle = _get_bundle_path(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 
 
-def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
+def find_trusted_endpoint(state: Path, base: str | None) -> tuple[str, str] | None:
     """Return URL and bundle of the endpoint at `base` if this machine trusts it; if `base` is None, of the newest one.
 
     Return None if there is no such endpoint.
@@ -200,11 +203,11 @@ def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
     return None
 
 
-def _bundle(state: Path, fingerprint: str) -> Path:
+def _get_bundle_path(state: Path, fingerprint: str) -> Path:
     return state / "trusted" / f"{fingerprint[:16]}.pem"
 
 
-def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
+def build_commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
     """Return the commands, as argument lists, that make this system trust the certificate in `file`.
 
     With `remove`, the commands remove the trust. `fingerprint` is part of the certificate's file name on Linux.
@@ -219,7 +222,7 @@ def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> li
     return [first, ["update-ca-certificates"]]
 
 
-def _run(command: list[str]) -> None:
+def _run_command(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:

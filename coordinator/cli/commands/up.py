@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import spinner
-from coordinator.client.api_client import default_state
+from coordinator.cli.commands.models import show_spinner
+from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import REFUSED, CommandError
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ def up(
     from coordinator.state.config_file import redact_rows
     from host.settings_loader import setting_rows
 
-    folder = state or default_state()
-    resolved = _resolved(folder, pairs)
-    forwarded = _for_the_node(pairs)
+    folder = state or get_default_state()
+    resolved = _resolve_settings(folder, pairs)
+    forwarded = _select_node_settings(pairs)
     if forwarded and local_node is False:
         raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node omits")
-    with_node = _wants_node(folder, local_node)
+    with_node = _should_start_node(folder, local_node)
     if with_node:
         _check_node(folder, models, pairs)
     arguments = [item for pair in forwarded for item in ("--set", pair)]
@@ -118,13 +118,13 @@ def up(
 
     with waiting:
         if with_node:
-            waiting.enter_context(spinner("starting this Mac's node"))
-        _run(options, ready)
+            waiting.enter_context(show_spinner("starting this Mac's node"))
+        _run_coordinator(options, ready)
     if output == "text":
         click.echo("stopped", err=True)
 
 
-def _wants_node(folder: Path, given: bool | None) -> bool:
+def _should_start_node(folder: Path, given: bool | None) -> bool:
     """Return whether to start the node of this machine: `given`, or by default true unless the node has left.
 
     If `given` is true, delete the mark that the node has left.
@@ -153,15 +153,15 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
-    if found.wrong:
-        raise CommandError(2, "\n".join(one.render() for one in found.wrong))
+    if found.faults:
+        raise CommandError(2, "\n".join(one.render() for one in found.faults))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():
                 raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")
 
 
-def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
+def _resolve_settings(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
     """Merge the settings of file, environment and command line, in this order. Raise `CommandError` if one is wrong."""
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
@@ -169,7 +169,7 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[Coordin
     try:
         flags = from_pairs(pairs)
         layers = [
-            (str(folder / "config.toml"), from_tree(_tree(folder / "config.toml"))),
+            (str(folder / "config.toml"), from_tree(_read_tree(folder / "config.toml"))),
             ("environment", from_environment(os.environ)),
             ("--set", flags),
         ]
@@ -178,14 +178,14 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[Coordin
         raise CommandError(2, str(error)) from None
 
 
-def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
+def _select_node_settings(pairs: tuple[str, ...]) -> list[str]:
     """Return those values of --set that are settings of the node on this machine."""
     from coordinator.state.settings import NODE_SECTIONS
 
     return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in NODE_SECTIONS]
 
 
-def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
+def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
     """Run the coordinator until a signal. Raise `CommandError` if a part cannot start, or the coordinator fails."""
     import uvloop
 
@@ -208,7 +208,7 @@ def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None
         raise CommandError(1, error.strerror or str(error)) from None
 
 
-def _tree(file: Path) -> dict[str, Any]:
+def _read_tree(file: Path) -> dict[str, Any]:
     from host.settings_loader import SettingsError
 
     try:

@@ -13,12 +13,12 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import spinner
-from coordinator.client.api_client import ApiSession, base_url, options, raise_for, table
+from coordinator.cli.commands.models import show_spinner
+from coordinator.client.api_client import ApiSession, parse_base_url, print_table, raise_for_status, session_options
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 from wire.units import show_size
 
-RETRY_SECONDS = 1.0
+RETRY_INTERVAL_SECONDS = 1.0
 """Seconds between two checks whether a node is ready."""
 EMBEDDED_MODEL = "macpool-tiny"
 """Name of the demo model that is part of the package."""
@@ -35,19 +35,19 @@ TOY_NOTE = (
     "--prompt-tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of the prompt in tokens."
 )
 @click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of the answer.")
-@options
+@session_options
 def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
     """Show where a request would go now, with every node's numbers or refusal. Nothing is sent or reserved."""
     body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
-    answer = session.call("POST", "/api/v1/place", body)
-    session.show(answer, _print_placement)
+    answer = session.request_json("POST", "/api/v1/place", body)
+    session.print_answer(answer, _print_placement)
     if answer["node"] is None:
         raise CommandError(REFUSED, answer["refused"]["message"])
 
 
 def _print_placement(answer: dict[str, Any]) -> None:
     sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
-    table(
+    print_table(
         ("NODE", *[size.upper() for size in sizes], "VERDICT"),
         [
             (
@@ -64,11 +64,11 @@ def _print_placement(answer: dict[str, Any]) -> None:
 
 @click.command("open")
 @click.option("--print", "only_print", is_flag=True, help="Print the link without opening a browser.")
-@options
+@session_options
 def open_page(session: ApiSession, only_print: bool) -> None:
     """Open the pool's page in a browser. The link works once, for 2 minutes."""
-    answer = session.call("POST", "/api/v1/page/links", {})
-    session.show(answer, lambda made: click.echo(made["url"]))
+    answer = session.request_json("POST", "/api/v1/page/links", {})
+    session.print_answer(answer, lambda made: click.echo(made["url"]))
     if not only_print and sys.stdout.isatty():
         click.launch(answer["url"])
 
@@ -79,23 +79,23 @@ def open_page(session: ApiSession, only_print: bool) -> None:
     "--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of requests, without an ID."
 )
 @click.option("--export", type=click.File("wb"), help="Write all recorded decisions into a file, for `cluster replay`.")
-@options
+@session_options
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
     """Show placement, steps and end of a request. Without ID, list the newest requests."""
     if export is not None:
-        response = session.request("GET", "/api/v1/decisions", timeout=120)
+        response = session.send_request("GET", "/api/v1/decisions", timeout=120)
         if response.status >= 400:
-            raise_for(response.status, response.read())
+            raise_for_status(response.status, response.read())
         shutil.copyfileobj(response, export)
         return
     if request_id is None:
-        session.show(session.call("GET", f"/api/v1/requests?last={last}"), _print_requests)
+        session.print_answer(session.request_json("GET", f"/api/v1/requests?last={last}"), _print_requests)
         return
-    session.show(session.call("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_request)
+    session.print_answer(session.request_json("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_request)
 
 
 def _print_requests(answer: dict[str, Any]) -> None:
-    table(
+    print_table(
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
             (
@@ -175,7 +175,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
         f"{policy}"
     )
     if found.instead:
-        table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
+        print_table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
 
 
 @click.command()
@@ -189,7 +189,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
     show_default=True,
     help="Longest wait for a starting node, in seconds.",
 )
-@options
+@session_options
 def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
     """Send a prompt to a model and print the answer. Without PROMPT, read the prompt from standard input."""
     if not prompt and sys.stdin.isatty():
@@ -197,19 +197,19 @@ def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_to
     text = " ".join(prompt) or sys.stdin.read()
     if not text.strip():
         raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
-    with spinner("waiting for a node that serves a model"):
-        response, answering = _answer(session, text, model, max_tokens, time.monotonic() + wait)
+    with show_spinner("waiting for a node that serves a model"):
+        response, answering = _request_answer(session, text, model, max_tokens, time.monotonic() + wait)
     if session.json:
         click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
         return
-    for piece in _pieces(response):
+    for piece in _iterate_text(response):
         click.echo(piece, nl=False)
     click.echo()
     if answering == EMBEDDED_MODEL:
         click.echo(TOY_NOTE, err=True)
 
 
-def _answer(
+def _request_answer(
     session: ApiSession, text: str, model: str | None, max_tokens: int | None, until: float
 ) -> tuple[http.client.HTTPResponse, str]:
     """Return the response to a chat and the name of the model. Retry until a node is ready.
@@ -221,7 +221,7 @@ def _answer(
         body["max_tokens"] = max_tokens
     pause = threading.Event()
     while True:
-        served = [one["id"] for one in session.call("GET", "/v1/models")["data"]]
+        served = [one["id"] for one in session.request_json("GET", "/v1/models")["data"]]
         late = time.monotonic() >= until
         if served or late:
             if not (model or served):
@@ -231,16 +231,16 @@ def _answer(
                     "and the models in `cluster models`",
                 )
             name = model or served[0]
-            response = session.request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
+            response = session.send_request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
             if response.status < 400:
                 return response, name
             raw = response.read()
             if late or response.status != 503:
-                raise_for(response.status, raw)
-        pause.wait(RETRY_SECONDS)
+                raise_for_status(response.status, raw)
+        pause.wait(RETRY_INTERVAL_SECONDS)
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+def _iterate_text(response: http.client.HTTPResponse) -> Iterator[str]:
     for line in response:
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
@@ -260,7 +260,7 @@ BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"
 @click.option(
     "--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Syntax of this shell."
 )
-@options
+@session_options
 def env(session: ApiSession, shell: str) -> None:
     """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
@@ -268,7 +268,7 @@ def env(session: ApiSession, shell: str) -> None:
     that of --key-file; without it, a comment shows how to create one. If this machine trusts the pool's authority, the
     output includes the variables with its file.
     """
-    base, bundle, untrusted = _endpoint(session)
+    base, bundle, untrusted = _find_endpoint(session)
     key = session.key_file.read_text().strip() if session.key_file else None
     found = {
         "OPENAI_BASE_URL": base + "/v1",
@@ -294,29 +294,29 @@ def env(session: ApiSession, shell: str) -> None:
         click.echo("# the certificate: run `cluster trust-ca` once on each machine, then this command prints its file")
 
 
-def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
+def _find_endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
     """Return the URL of the endpoint, the file with its authority, and whether this machine must still trust it.
 
     Without a coordinator here and without --url, use the endpoint that was trusted last.
     """
-    from coordinator.cli.commands.trust_ca import bundle_of, trusted
+    from coordinator.cli.commands.trust_ca import find_bundle, find_trusted_endpoint
 
     known = None
     if session.url is not None or not session.running:
-        url = base_url(session.url) if session.url is not None else None
-        known = trusted(session.state, url)
+        url = parse_base_url(session.url) if session.url is not None else None
+        known = find_trusted_endpoint(session.state, url)
         if known is None and url is not None:
             return url, None, url.startswith("https:")
     if known is not None:
         return *known, False
-    base, authority = session.target()[0], session.authority()
-    bundle = bundle_of(session.state, authority) if authority else None
+    base, authority = session.get_url_and_key()[0], session.get_authority()
+    bundle = find_bundle(session.state, authority) if authority else None
     return base, bundle, bool(authority) and bundle is None
 
 
 @click.command()
 @click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
-@options
+@session_options
 def version(session: ApiSession, all_nodes: bool) -> None:
     """Print version and protocol. With --cluster, also print those of every member, with the next step.
 
@@ -333,17 +333,20 @@ def version(session: ApiSession, all_nodes: bool) -> None:
         "oldest": identity.OLDEST_PROTOCOL,
     }
     if all_nodes:
-        coordinator, nodes = session.call("GET", "/api/v1/version"), session.call("GET", "/api/v1/nodes")["nodes"]
+        coordinator, nodes = (
+            session.request_json("GET", "/api/v1/version"),
+            session.request_json("GET", "/api/v1/nodes")["nodes"],
+        )
         answer["coordinator"] = coordinator["version"]
         answer["coordinator_protocol"] = coordinator["protocol"]
         answer["nodes"] = {node["name"]: node["version"] for node in nodes}
-        answer["members"] = _members(coordinator["version"], nodes)
-    session.show(answer, _print_version)
+        answer["members"] = _compare_members(coordinator["version"], nodes)
+    session.print_answer(answer, _print_version)
     if not all(one["joinable"] for one in answer.get("members", [])):
         click.get_current_context().exit(PROTOCOL)
 
 
-def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _compare_members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from coordinator.cluster.version_skew import MemberVersion, compare_versions
 
     lines = compare_versions(
@@ -371,7 +374,7 @@ def _print_version(answer: dict[str, Any]) -> None:
             (one["name"], one["state"], one["version"] or "-", str(one["protocol"] or "-"), one["advice"] or "ok")
             for one in answer["members"]
         ]
-        table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "NEXT STEP"), rows)
+        print_table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "NEXT STEP"), rows)
 
 
 @click.command()

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import spinner
-from coordinator.cli.commands.videos import calibration, known_models, measured_sizes, only_model, video
-from coordinator.client.api_client import ApiSession, default_state, options, table
+from coordinator.cli.commands.models import show_spinner
+from coordinator.cli.commands.videos import fetch_video_models, measure_sizes, parse_sizes, select_model, video
+from coordinator.client.api_client import ApiSession, get_default_state, print_table, session_options
 from coordinator.client.errors import CommandError
 from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
@@ -28,21 +28,21 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 @click.option("--sizes", default=MATRIX, show_default=True, help="Sizes to measure.")
 @click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Denoising steps of each clip.")
 @click.option("--frames", type=click.IntRange(1), default=17, show_default=True, help="Frames of each clip.")
-@options
+@session_options
 def calibrate(session: ApiSession, model: str | None, sizes: str, steps: int, frames: int) -> None:
     """Make a clip of each size and record its peak memory.
 
     A peak above the prediction raises the prediction for this model, engine and quantization. The command runs until
     all clips are made, and waits in the queue behind other videos.
     """
-    matrix = measured_sizes(sizes)
-    rows = calibration(session, only_model(session, model), matrix, steps, frames)
-    profiles = known_models(session)["profiles"]
-    session.show({"schema": 1, "clips": rows, "profiles": profiles}, _print)
+    matrix = parse_sizes(sizes)
+    rows = measure_sizes(session, select_model(session, model), matrix, steps, frames)
+    profiles = fetch_video_models(session)["profiles"]
+    session.print_answer({"schema": 1, "clips": rows, "profiles": profiles}, _print_calibration)
 
 
-def _print(answer: dict[str, Any]) -> None:
-    table(
+def _print_calibration(answer: dict[str, Any]) -> None:
+    print_table(
         ("SIZE", "STATE", "PEAK", "SECONDS", "ERROR"),
         [
             (one["size"], one["status"], show_size(one["peak"]), str(one["seconds"] or "-"), one["error"][:80])
@@ -73,9 +73,16 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     A node that runs here offers video within 30 s, if it has a video package. If the environment is already installed,
     the command changes nothing.
     """
-    command = [sys.executable, "-P", "-m", "node.video.environment", "--folder", str(_folder(state or default_state()))]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "node.video.environment",
+        "--folder",
+        str(_find_environments_folder(state or get_default_state())),
+    ]
     command += ["--wheelhouse", str(wheelhouse)] if wheelhouse else []
-    with spinner("installing the video environment"):
+    with show_spinner("installing the video environment"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CommandError(
@@ -85,7 +92,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     click.echo(json.dumps(made) if output == "json" else f"the video engine {made['engine']} is installed")
 
 
-def _folder(state: Path) -> Path:
+def _find_environments_folder(state: Path) -> Path:
     """Return the folder of video environments of a state folder's node. Raise `CommandError` for an invalid file."""
     file = state / "config.toml"
     try:

@@ -13,9 +13,9 @@ import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup
-from coordinator.client.api_client import ApiSession, options, raise_for, table
+from coordinator.client.api_client import ApiSession, print_table, raise_for_status, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, CommandError
-from coordinator.client.terminal_text import harmless, raw_output
+from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.units import show_size
 
 POLL_INTERVAL_SECONDS = 1.0
@@ -31,10 +31,10 @@ def video() -> None:
 
 @video.command("list")
 @click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="Number of newest videos.")
-@options
+@session_options
 def list_videos(session: ApiSession, last: int) -> None:
     """List the newest videos."""
-    session.show({"schema": 1, **session.call("GET", f"/v1/videos?limit={last}")}, _print_list)
+    session.print_answer({"schema": 1, **session.request_json("GET", f"/v1/videos?limit={last}")}, _print_list)
 
 
 def _print_list(answer: dict[str, Any]) -> None:
@@ -47,33 +47,33 @@ def _print_list(answer: dict[str, Any]) -> None:
             one["size"],
             f"{one['seconds']} s",
             format_minute(one["created_at"]),
-            harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
+            replace_control_characters(one["error"]["message"] if one["error"] else one["phase"])[:80],
         )
         for one in answer["data"]
     ]
-    table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
+    print_table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
 
 
 @video.command()
 @click.argument("video")
-@options
+@session_options
 def show(session: ApiSession, video: str) -> None:
     """Show everything about a video."""
-    session.show({"schema": 1, **_get(session, video)}, _print_one)
+    session.print_answer({"schema": 1, **_fetch_video(session, video)}, _print_video)
 
 
-def _get(session: ApiSession, video: str) -> dict[str, Any]:
-    return session.call("GET", f"/v1/videos/{quote(video, safe='')}")
+def _fetch_video(session: ApiSession, video: str) -> dict[str, Any]:
+    return session.request_json("GET", f"/v1/videos/{quote(video, safe='')}")
 
 
-def _print_one(one: dict[str, Any]) -> None:
+def _print_video(one: dict[str, Any]) -> None:
     for name, value in one.items():
         if name in ("created_at", "completed_at", "expires_at") and value is not None:
             value = format_minute(value)
         elif name == "peak" and value is not None:
             value = show_size(value)
         if name not in ("object", "schema", "remixed_from_video_id") and value not in (None, []):
-            click.echo(f"{name:<16} {harmless(str(value))}")
+            click.echo(f"{name:<16} {replace_control_characters(str(value))}")
 
 
 @video.command()
@@ -88,35 +88,35 @@ def _print_one(one: dict[str, Any]) -> None:
 @click.option("--negative-prompt", help="Negative prompt: content to avoid.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the video is complete.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
-@options
+@session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
     """Create a video from PROMPT."""
     body = {name: value for name, value in fields.items() if value is not None}
-    body["model"] = only_model(session, body.get("model"))
-    made = session.call("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
+    body["model"] = select_model(session, body.get("model"))
+    made = session.request_json("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
     for warning in made["warnings"]:
         click.secho(warning, fg="yellow", err=True)
     if output_file is not None or waits:
-        made = _wait(session, made["id"], None)
+        made = _wait_for_video(session, made["id"], None)
         _raise_if_failed(made)
     if output_file is not None:
         _download(session, made["id"], output_file, "video")
-    session.show({"schema": 1, **made}, lambda one: click.echo(one["id"]))
+    session.print_answer({"schema": 1, **made}, lambda one: click.echo(one["id"]))
 
 
 @video.command()
 @click.argument("video")
-@options
+@session_options
 def cancel(session: ApiSession, video: str) -> None:
     """Cancel a video and free its memory."""
-    answer = session.call("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
-    session.show({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+    answer = session.request_json("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
+    session.print_answer({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
 
 
 @video.command()
 @click.argument("video")
 @click.option("--timeout", type=Duration(), help="Longest wait (30s, 2h).")
-@options
+@session_options
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
     """Wait until a video is complete, and show its progress.
 
@@ -124,8 +124,8 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 
     Exit codes: 6 the video failed, 7 timeout.
     """
-    made = _wait(session, video, timeout)
-    session.show({"schema": 1, **made}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+    made = _wait_for_video(session, video, timeout)
+    session.print_answer({"schema": 1, **made}, lambda one: click.echo(f"{one['id']} {one['status']}"))
     _raise_if_failed(made)
 
 
@@ -133,13 +133,13 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 @click.argument("video")
 @click.option("--output-file", type=click.Path(path_type=Path), help="Target file; default VIDEO.mp4 or VIDEO.webp.")
 @click.option("--thumbnail", is_flag=True, help="Write the thumbnail instead.")
-@options
+@session_options
 def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bool) -> None:
     """Write a finished video into a file."""
     variant = "thumbnail" if thumbnail else "video"
     file = output_file or Path(f"{Path(video).name}.{'webp' if thumbnail else 'mp4'}")
     size = _download(session, video, file, variant)
-    session.show(
+    session.print_answer(
         {"schema": 1, "id": video, "file": str(file), "bytes": size},
         lambda one: click.echo(f"{one['file']}: {show_size(one['bytes'])}"),
     )
@@ -150,9 +150,9 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
 
     The data goes into a temporary file first, which is renamed when it is complete. Raise `CommandError` on failure.
     """
-    response = session.request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
+    response = session.send_request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
     if response.status >= 400:
-        raise_for(response.status, response.read())
+        raise_for_status(response.status, response.read())
     beside, size, promised = file.with_name(file.name + ".part"), 0, int(response.headers["content-length"])
     try:
         with beside.open("wb") as target:
@@ -172,19 +172,21 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
 def _raise_if_failed(made: dict[str, Any]) -> None:
     if made["status"] == "failed":
         raise CommandError(
-            REFUSED, f"{made['id']} failed: {made['error']['code']}: {harmless(made['error']['message'])}"
+            REFUSED,
+            f"{made['id']} failed: {made['error']['code']}: {replace_control_characters(made['error']['message'])}",
         )
 
 
-def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
+def _wait_for_video(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
     began, last_phase, pause = time.monotonic(), "", threading.Event()
-    with _progress(session) as bar:
-        while (made := _get(session, video))["status"] not in ("completed", "failed"):
+    with _open_progress(session) as bar:
+        while (made := _fetch_video(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise CommandError(
-                    TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
+                    TIMED_OUT,
+                    f"{video} is {made['status']} ({replace_control_characters(made['phase'])}) after {timeout:.0f} s",
                 )
-            last_phase = bar.show_progress(made["progress"], harmless(made["phase"]), last_phase)
+            last_phase = bar.show_progress(made["progress"], replace_control_characters(made["phase"]), last_phase)
             pause.wait(POLL_INTERVAL_SECONDS)
     return made
 
@@ -229,7 +231,7 @@ class ProgressBar:
 
 
 @contextmanager
-def _progress(session: ApiSession) -> Generator[ProgressOutput]:
+def _open_progress(session: ApiSession) -> Generator[ProgressOutput]:
     if session.json:
         yield NoProgress()
         return
@@ -240,15 +242,15 @@ def _progress(session: ApiSession) -> Generator[ProgressOutput]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    with Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True) as progress:
+    with Progress(*columns, console=Console(file=get_raw_stream(sys.stderr)), transient=True) as progress:
         yield ProgressBar(progress)
 
 
 @video.command("leases")
-@options
+@session_options
 def list_leases(session: ApiSession) -> None:
     """List the leases with the memory that their workers use."""
-    session.show(session.call("GET", "/api/v1/leases"), _print_leases)
+    session.print_answer(session.request_json("GET", "/api/v1/leases"), _print_leases)
 
 
 def _print_leases(answer: dict[str, Any]) -> None:
@@ -266,10 +268,10 @@ def _print_leases(answer: dict[str, Any]) -> None:
         )
         for one in answer["leases"]
     ]
-    table(("NODE", "LENT", "VIDEO", "PHASE", "DONE", "FOOTPRINT", "PEAK", "SINCE", ""), rows)
+    print_table(("NODE", "LENT", "VIDEO", "PHASE", "DONE", "FOOTPRINT", "PEAK", "SINCE", ""), rows)
 
 
-def measured_sizes(text: str) -> list[str]:
+def parse_sizes(text: str) -> list[str]:
     """Return the sizes in a list such as `384x224,832x480`. Raise `click.UsageError` if it is not such a list."""
     sizes = [size.strip() for size in text.split(",") if size.strip()]
     if not sizes or not all(part.isdecimal() for size in sizes for part in size.split("x", 1)):
@@ -277,17 +279,17 @@ def measured_sizes(text: str) -> list[str]:
     return sizes
 
 
-def calibration(session: ApiSession, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
+def measure_sizes(session: ApiSession, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
     """Generate one clip of each size, smallest first, and delete it. Return one measurement for each clip.
 
     A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty
     without one). Raise `CommandError` if a request to the coordinator fails.
     """
     rows: list[dict[str, Any]] = []
-    for size in sorted(sizes, key=_pixels):
+    for size in sorted(sizes, key=_count_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
         body = {"model": model, "prompt": DEFAULT_PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
-        made = _wait(session, session.call("POST", "/v1/videos", body)["id"], None)
+        made = _wait_for_video(session, session.request_json("POST", "/v1/videos", body)["id"], None)
         fault = made["error"]["message"] if made["error"] else ""
         rows.append(
             {
@@ -298,21 +300,21 @@ def calibration(session: ApiSession, model: str, sizes: list[str], steps: int, f
                 "error": fault,
             }
         )
-        session.call("DELETE", f"/v1/videos/{made['id']}")
+        session.request_json("DELETE", f"/v1/videos/{made['id']}")
     return rows
 
 
-def _pixels(size: str) -> int:
+def _count_pixels(size: str) -> int:
     width, _, height = size.partition("x")
     return int(width) * int(height or 0)
 
 
-def known_models(session: ApiSession) -> dict[str, Any]:
+def fetch_video_models(session: ApiSession) -> dict[str, Any]:
     """Return the answer of `/api/v1/videos/models`: video models and their memory profiles.
 
     Raise `CommandError` if no node has a video model.
     """
-    answer = session.call("GET", "/api/v1/videos/models")
+    answer = session.request_json("GET", "/api/v1/videos/models")
     if not answer["models"]:
         raise CommandError(
             NOT_FOUND,
@@ -322,14 +324,14 @@ def known_models(session: ApiSession) -> dict[str, Any]:
     return answer
 
 
-def only_model(session: ApiSession, model: str | None) -> str:
+def select_model(session: ApiSession, model: str | None) -> str:
     """Return `model`, or the only video model of the pool if `model` is None.
 
     Raise `CommandError` if the pool has no video model, and `click.UsageError` if it has several.
     """
     if model is not None:
         return model
-    names = [one["name"] for one in known_models(session)["models"]]
+    names = [one["name"] for one in fetch_video_models(session)["models"]]
     if len(names) > 1:
         raise click.UsageError(f"name a model with --model: {', '.join(names)}")
     return names[0]

@@ -10,14 +10,14 @@ from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import RequestedClip
 from coordinator.video.state.lease_placement import (
     Profiles,
-    fits_nowhere,
-    guard_off,
-    packages_of,
-    profile_of,
-    video_denied,
-    video_models,
+    explain_denial,
+    find_nearest_misfit,
+    find_packages,
+    get_profile,
+    is_guard_off,
+    list_video_models,
 )
-from coordinator.video.state.memory_model import Clip, ClipRequest, Impossible, plan, too_large
+from coordinator.video.state.memory_model import Clip, ClipRefusal, ClipRequest, explain_too_large, plan_clip
 from router.admission.key_scope import visible
 from router.admission.rate_limits import NO_LIMITS, KeyLimits, not_allowed
 from router.dialects.openai.video_schema import VideoBody
@@ -32,10 +32,10 @@ FULL_RETRY_SECONDS = 30.0
 """Retry-After in seconds if the queue is full."""
 
 
-def admit(
+def admit_clip(
     body: VideoBody,
     view: ClusterView,
-    board: JobTable,
+    table: JobTable,
     profiles: Profiles,
     settings: VideoSettings,
     limits: KeyLimits | None = None,
@@ -46,22 +46,22 @@ def admit(
     limits, view = limits or NO_LIMITS, visible(view, limits)
     if body.model is not None and not limits.allows(body.model):
         return from_refused(not_allowed(body.model, limits))
-    package = _package(body, view)
+    package = _find_package(body, view)
     if isinstance(package, Problem):
         return package
-    clip = plan(_clip_request(body), settings.limits, package, settings.default_steps)
-    if isinstance(clip, Impossible):
+    clip = plan_clip(_to_clip_request(body), settings.limits, package, settings.default_steps)
+    if isinstance(clip, ClipRefusal):
         return invalid(clip.message, clip.param)
     return (
-        _too_large(view, package, clip, profiles, settings)
-        or _no_node_ready(view, package.name)
-        or _full(board, settings)
-        or _wanted(body, package, clip, limits)
+        _check_size(view, package, clip, profiles, settings)
+        or _check_ready(view, package.name)
+        or _check_queue(table, settings)
+        or _build_clip(body, package, clip, limits)
     )
 
 
-def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
-    known = video_models(view)
+def _find_package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
+    known = list_video_models(view)
     if body.model is None:
         if len(known) == 1:
             return next(iter(known.values()))
@@ -82,7 +82,7 @@ def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
 
 
-def _clip_request(body: VideoBody) -> ClipRequest:
+def _to_clip_request(body: VideoBody) -> ClipRequest:
     size = None
     if body.size is not None:
         width, _, height = body.size.partition("x")
@@ -90,55 +90,55 @@ def _clip_request(body: VideoBody) -> ClipRequest:
     return ClipRequest(size, body.seconds, body.frames, body.fps, body.steps)
 
 
-def _too_large(
+def _check_size(
     view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
 ) -> Problem | None:
     """Return a 413 problem if the job fits on no known node, even without other load. Absent nodes count."""
     size = settings.lease_bytes
-    found = fits_nowhere(view, package.name, clip.tokens, size, profiles)
+    found = find_nearest_misfit(view, package.name, clip.tokens, size, profiles)
     if found is None:
         return None
     nearest, why = found
-    profile = profile_of(nearest, profiles)
-    need = profile.need(clip.tokens)
-    text = too_large(profile, clip, size) or (
+    profile = get_profile(nearest, profiles)
+    need = profile.compute_need(clip.tokens)
+    text = explain_too_large(profile, clip, size) or (
         f"no node could ever lend {show_size(size)}, which video.lease says a job takes ({why})"
     )
     numbers = MemoryNumbers(
-        need, size, None, 0, profile.peak(clip.tokens), profile.margin, size, size - need, "video.lease"
+        need, size, None, 0, profile.predict_peak(clip.tokens), profile.margin, size, size - need, "video.lease"
     )
     return Problem(413, "video_memory_exceeded", text, "size", numbers)
 
 
-def _no_node_ready(view: ClusterView, model: str) -> Problem | None:
+def _check_ready(view: ClusterView, model: str) -> Problem | None:
     """Return a 503 problem if every node with the model is ready and cannot use it. An absent node may return."""
-    nodes = [node for node, _ in packages_of(view, model)]
+    nodes = [node for node, _ in find_packages(view, model)]
     here = [node for node in nodes if node.state == NodeState.READY]
     if len(here) < len(nodes):
         return None
-    if guard_off(here):
+    if is_guard_off(here):
         return Problem(
             503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent without it"
         )
-    causes = [_cause(node) for node in here if not node.video.ready or video_denied(node)]
+    causes = [_describe_cause(node) for node in here if not node.video.ready or explain_denial(node)]
     if len(causes) < len(here):
         return None
     return Problem(503, "video_not_ready", f"no node can make videos now: {'; '.join(causes[:5])}")
 
 
-def _cause(node: NodeView) -> str:
-    return f"{node.name}: {node.video.cause or video_denied(node) or 'it is not ready for videos'}"
+def _describe_cause(node: NodeView) -> str:
+    return f"{node.name}: {node.video.cause or explain_denial(node) or 'it is not ready for videos'}"
 
 
-def _full(board: JobTable, settings: VideoSettings) -> Problem | None:
-    waiting = len(board.waiting)
+def _check_queue(table: JobTable, settings: VideoSettings) -> Problem | None:
+    waiting = len(table.waiting)
     if waiting < settings.queue_limit:
         return None
     text = f"{waiting} videos wait already, and video.queue_limit allows {settings.queue_limit}: retry later"
     return Problem(429, "queue_full", text, retry_after=FULL_RETRY_SECONDS)
 
 
-def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> RequestedClip:
+def _build_clip(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> RequestedClip:
     return RequestedClip(
         package.name,
         body.prompt,

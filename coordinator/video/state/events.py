@@ -7,7 +7,7 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState
 
 ACKNOWLEDGED = "acknowledged"
-"""Cause in `GiveBackLease` that acknowledges the end of a lease. The node then deletes the record and files."""
+"""Cause in `ReleaseLease` that acknowledges the end of a lease. The node then deletes the record and files."""
 
 # -- events ---------------------------------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ class JobPlaced:
 
 
 @dataclass(frozen=True, slots=True)
-class JobWaits:
+class JobWaited:
     """Event: the first queued job cannot be placed, for the reason in `phase`.
 
     `busy`: only because of running jobs, in which case the job is not failed by its deadline.
@@ -116,7 +116,7 @@ class JobTick:
 Event = (
     JobSubmitted
     | JobPlaced
-    | JobWaits
+    | JobWaited
     | LeaseAnswered
     | LeasesReported
     | NodeAway
@@ -134,14 +134,14 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class AskForLease:
+class RequestLease:
     """Action: ask the node of a job for the lease of the job."""
 
     job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBackLease:
+class ReleaseLease:
     """Action: order a node to release a lease, or acknowledge its end (cause `ACKNOWLEDGED`)."""
 
     node: str
@@ -166,7 +166,7 @@ class SaveJob:
 
 
 @dataclass(frozen=True, slots=True)
-class ForgetJob:
+class DeleteJob:
     """Action: delete a job from the database, with its files."""
 
     job: str
@@ -180,12 +180,12 @@ class ExpireFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class PeakMeasured:
+class RecordPeak:
     """Action: add the peak footprint of a finished job, in bytes, to the memory profile of its package."""
 
     job: VideoJob
     peak: int
 
 
-Action = AskForLease | GiveBackLease | FetchFiles | SaveJob | ForgetJob | ExpireFiles | PeakMeasured
+Action = RequestLease | ReleaseLease | FetchFiles | SaveJob | DeleteJob | ExpireFiles | RecordPeak
 Actions = tuple[Action, ...]

@@ -84,6 +84,6 @@ class JobTable:
             return None
         return next(iter(self.waiting), None)
 
-    def hold_of(self, node: str) -> LeaseHold | None:
+    def find_hold(self, node: str) -> LeaseHold | None:
         """Return the lease hold of a node; None if the node has none."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

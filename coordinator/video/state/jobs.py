@@ -21,7 +21,7 @@ class JobState(StrEnum):
     FAILED = "failed"
 
 
-MOVES: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
+TRANSITIONS: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
     {
         JobState.QUEUED: frozenset({JobState.LEASING, JobState.FAILED}),
         JobState.LEASING: frozenset({JobState.QUEUED, JobState.IN_PROGRESS, JobState.FAILED}),
@@ -32,15 +32,15 @@ MOVES: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
     }
 )
 """Legal state transitions. An ended job has none."""
-OPEN = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
-SHOWN: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
+OPEN_STATES = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
+API_STATUS: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
 """Status in the API for states that OpenAI's API does not have."""
 FETCHING_PROGRESS = 99
 """Percent of a job while its files are fetched."""
 
 
-class IllegalMoveError(ValueError):
-    """Raised for a state transition that is not in `MOVES`, which is a bug."""
+class IllegalTransitionError(ValueError):
+    """Raised for a state transition that is not in `TRANSITIONS`, which is a bug."""
 
 
 class JobFault(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class RequestedClip(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
     """Labels that a node must have, because the API key is limited to them."""
 
-    def spec(self) -> bytes:
+    def encode_spec(self) -> bytes:
         """Encode the clip for the worker (`wire.frames.LeaseRequest.spec`)."""
         spec: dict[str, Any] = {
             "prompt": self.prompt,
@@ -151,7 +151,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     @property
     def open(self) -> bool:
         """Whether the job has not ended."""
-        return self.state in OPEN
+        return self.state in OPEN_STATES
 
     @property
     def bytes(self) -> int:
@@ -159,13 +159,14 @@ class VideoJob(msgspec.Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-def with_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
-    """Return the job in another state with these changes. Its deadline is `due`, or none; `away` becomes False.
+def change_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
+    """Return the job in another state, with `changes` of other fields. `away` becomes False.
 
-    Raise `IllegalMoveError` if `MOVES` does not allow the transition.
+    Without a change of `due`, the job has no deadline. Raise `IllegalTransitionError` if `TRANSITIONS` does not allow
+    the transition.
     """
-    if state not in MOVES[job.state]:
-        raise IllegalMoveError(f"{job.id}: {state} does not follow {job.state}")
+    if state not in TRANSITIONS[job.state]:
+        raise IllegalTransitionError(f"{job.id}: {state} does not follow {job.state}")
     return replace(job, state=state, due=changes.pop("due", None), away=False, **changes)
 
 
@@ -176,7 +177,7 @@ def to_row(job: VideoJob) -> dict[str, Any]:
         "id": job.id,
         "object": "video",
         "model": wanted.model,
-        "status": SHOWN.get(job.state, str(job.state)),
+        "status": API_STATUS.get(job.state, str(job.state)),
         "progress": 100 if job.state == JobState.COMPLETED else job.progress,
         "created_at": int(job.created),
         "completed_at": _unix_seconds(job.ended) if job.state == JobState.COMPLETED else None,

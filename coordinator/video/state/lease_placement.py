@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import VideoJob
-from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, first_profile, key_of
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key, predict_profile
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
 from wire.node_state import NodeState
@@ -69,12 +69,12 @@ class NoLeaseChoice:
     busy: bool
 
 
-def profile_of(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
+def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
     """Return the memory profile of a package: the measured one, or a first prediction."""
-    return profiles.get(key_of(package)) or first_profile(package)
+    return profiles.get(get_profile_key(package)) or predict_profile(package)
 
 
-def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
+def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
     """Yield the nodes with all of these labels and a usable package of `model`, with that package."""
     wanted = frozenset(labels)
     for node in view.nodes:
@@ -85,57 +85,63 @@ def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> It
                 yield node, package
 
 
-def video_models(view: ClusterView) -> dict[str, VideoPackage]:
+def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
     """Return the usable video models of all nodes, by name."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
-def choose(
-    board: JobTable, view: ClusterView, profiles: Profiles, now: float, at: float
+def choose_node(
+    table: JobTable, view: ClusterView, profiles: Profiles, now: float, report_now: float
 ) -> LeaseChoice | NoLeaseChoice | None:
     """Choose the node for the first queued job. Return None if the queue is empty, or a node has not answered yet.
 
-    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.reported_at`.
+    `now` is in Unix seconds, as in the job table. `report_now` is the same time on the clock of `NodeView.reported_at`.
     """
-    job = board.head
+    job = table.head
     if job is None:
         return None
     found = sorted(
         (
-            candidate(board, node, package, job, profiles, now, at)
-            for node, package in packages_of(view, job.wanted.model, job.wanted.labels)
+            rate_node(table, node, package, job, profiles, now, report_now)
+            for node, package in find_packages(view, job.wanted.model, job.wanted.labels)
         ),
         key=lambda one: (-one.readiness, -one.headroom, one.node),
     )
     best = found[0] if found else None
     if best is not None and best.readiness >= NodeReadiness.TIGHT:
         return LeaseChoice(job, best.node)
-    return NoLeaseChoice(job, _phase(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
+    return NoLeaseChoice(job, _describe_wait(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
 
 
-def candidate(
-    board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
+def rate_node(
+    table: JobTable,
+    node: NodeView,
+    package: VideoPackage,
+    job: VideoJob,
+    profiles: Profiles,
+    now: float,
+    report_now: float,
 ) -> LeaseCandidate:
-    """Rate a node for a job. `now` and `at` are as in `choose`."""
-    memory, lease = node.memory, board.hold_of(node.id)
+    """Rate a node for the lease of a job. `now` and `report_now` are as in `choose_node`."""
+    memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
     def classified(readiness: NodeReadiness, why: str) -> LeaseCandidate:
         return LeaseCandidate(node.id, node.name, readiness, f"{node.name}: {why}", free_bytes)
 
-    need = profile_of(package, profiles).need(job.wanted.tokens)
+    need = get_profile(package, profiles).compute_need(job.wanted.tokens)
     if need > job.size:
         return classified(
             NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
-    if not could_ever(node, job.size):
+    if not could_fit_unloaded(node, job.size):
         return classified(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
-    absent = _absent(node, at)
+    absent = _explain_absence(node, report_now)
     if absent:
         return classified(NodeReadiness.ABSENT, absent)
     if lease is not None and lease.granted:
         return classified(NodeReadiness.BUSY, "it makes another video")
-    if lease is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
+    if lease is not None or table.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
         return classified(NodeReadiness.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):
@@ -143,19 +149,19 @@ def candidate(
     return classified(NodeReadiness.TIGHT, fits.message)
 
 
-def could_ever(node: NodeView, size: int) -> bool:
+def could_fit_unloaded(node: NodeView, size: int) -> bool:
     """Return whether a lease of `size` bytes fits on the node without other load. True for a node without a report."""
     return not node.memory.cap or size <= most_bytes(node.memory)
 
 
-def video_denied(node: NodeView) -> str:
+def explain_denial(node: NodeView) -> str:
     """Return why a node has no permission for videos, with the remedy; empty if it has permission."""
     if node.video_allowed:
         return ""
     return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
 
 
-def _absent(node: NodeView, at: float) -> str:
+def _explain_absence(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
@@ -167,17 +173,17 @@ def _absent(node: NodeView, at: float) -> str:
         return "its memory.guard is off, and without it no memory is lent"
     if not node.video.ready:
         return node.video.cause or "it cannot make videos now"
-    return video_denied(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
+    return explain_denial(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
 
 
-def _phase(job: VideoJob, best: LeaseCandidate | None) -> str:
+def _describe_wait(job: VideoJob, best: LeaseCandidate | None) -> str:
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
         return f"waiting for a node that has {job.wanted.model}{labels}"
     return job.phase if best.readiness == NodeReadiness.PAUSED else f"waiting: {best.why}"
 
 
-def fits_nowhere(
+def find_nearest_misfit(
     view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
 ) -> tuple[VideoPackage, str] | None:
     """Return the package with the smallest deficit and the reasons if a job fits on no node, even without other load.
@@ -185,9 +191,9 @@ def fits_nowhere(
     Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes.
     """
     reasons: list[tuple[int, VideoPackage, str]] = []
-    for node, package in packages_of(view, model):
-        need = profile_of(package, profiles).need(tokens)
-        if need <= size and could_ever(node, size):
+    for node, package in find_packages(view, model):
+        need = get_profile(package, profiles).compute_need(tokens)
+        if need <= size and could_fit_unloaded(node, size):
             return None
         short = max(need - size, size - most_bytes(node.memory))
         why = (
@@ -200,7 +206,7 @@ def fits_nowhere(
     return (reasons[0][1], "; ".join(why for *_, why in reasons[:5])) if reasons else None
 
 
-def guard_off(nodes: Iterable[NodeView]) -> bool:
+def is_guard_off(nodes: Iterable[NodeView]) -> bool:
     """Return whether all of these nodes have `memory.guard` off and therefore lease no memory. False without nodes."""
     found = list(nodes)
     return bool(found) and not any(node.memory.guard for node in found)

@@ -4,9 +4,9 @@ from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import ACKNOWLEDGED, FetchFiles, GiveBackLease, LeasesReported, PeakMeasured
+from coordinator.video.state.events import ACKNOWLEDGED, FetchFiles, LeasesReported, RecordPeak, ReleaseLease
 from coordinator.video.state.job_table import LeaseHold
-from coordinator.video.state.jobs import FETCHING_PROGRESS, JobState, VideoJob, with_state
+from coordinator.video.state.jobs import FETCHING_PROGRESS, JobState, VideoJob, change_state
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseState
@@ -25,23 +25,23 @@ def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused
         return
     match frame:
         case LeaseGranted():
-            _granted(turn, node, frame)
+            _apply_granted(turn, node, frame)
         case LeaseRefused():
-            _refused(turn, node, frame)
+            _apply_refused(turn, node, frame)
         case LeaseEnded():
-            _ended(turn, node, frame)
+            _apply_ended(turn, node, frame)
 
 
-def _granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
-    job = turn.job_of(frame.lease, frame.generation)
+def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
+    job = turn.find_job(frame.lease, frame.generation)
     if job is None:
-        turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, "superseded"))
+        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, "superseded"))
         return
     if job.state != JobState.LEASING:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
-    turn.put(
-        with_state(
+    turn.put_job(
+        change_state(
             replace(job, room_by=None),
             JobState.IN_PROGRESS,
             phase="starting",
@@ -51,44 +51,44 @@ def _granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
     )
 
 
-def _refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
-    job = turn.job_of(frame.lease, frame.generation)
+def _apply_refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
+    job = turn.find_job(frame.lease, frame.generation)
     if job is not None and job.state != JobState.LEASING:
         return  # it was granted before, and holds until its node says that it ended
     turn.holds.pop(frame.lease, None)
-    turn.pause(node, frame.retry_after or MAX_PAUSE_SECONDS)
+    turn.pause_node(node, frame.retry_after or MAX_PAUSE_SECONDS)
     if job is not None:
-        turn.requeue(job, frame.waiting_for or frame.message)
+        turn.requeue_job(job, frame.waiting_for or frame.message)
 
 
-def _ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
-    job = turn.job_of(frame.lease, frame.generation) or _fetching(turn, frame)
+def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
+    job = turn.find_job(frame.lease, frame.generation) or _find_fetching_job(turn, frame)
     turn.holds.pop(frame.lease, None)
     if job is None or not job.open or job.state == JobState.QUEUED:
-        turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
+        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
         return
-    job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_text(frame.made))
+    job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_decode_text(frame.made))
     if frame.code == COMPLETED:
         if job.state == JobState.LEASING:  # its grant was not received
-            job = with_state(job, JobState.IN_PROGRESS)
+            job = change_state(job, JobState.IN_PROGRESS)
         if job.state == JobState.IN_PROGRESS:
-            job = with_state(job, JobState.FINALIZING, progress=FETCHING_PROGRESS, phase="fetching")
-            turn.actions.append(PeakMeasured(job, frame.peak))
-        turn.put(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
+            job = change_state(job, JobState.FINALIZING, progress=FETCHING_PROGRESS, phase="fetching")
+            turn.actions.append(RecordPeak(job, frame.peak))
+        turn.put_job(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
         turn.actions.append(FetchFiles(job, frame.artifacts))
         return
-    turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
+    turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
     if job.state == JobState.LEASING:
-        turn.requeue(job, frame.message)
+        turn.requeue_job(job, frame.message)
     elif frame.code == NOT_STARTED:
         turn.retry_start(job, frame.code, frame.message)
     elif frame.code in LOST:
         turn.handle_loss(job, frame.code, frame.message or "its worker was lost")
     else:
-        turn.fail(job, frame.code, frame.message)
+        turn.fail_job(job, frame.code, frame.message)
 
 
-def _fetching(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
+def _find_fetching_job(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
     """Return the job of a repeated lease end whose files are being fetched. The job has no hold any more."""
     return next(
         (
@@ -100,7 +100,7 @@ def _fetching(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
     )
 
 
-def _text(made: bytes) -> str:
+def _decode_text(made: bytes) -> str:
     try:
         return made[:4096].decode()
     except UnicodeDecodeError:
@@ -111,11 +111,11 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
     """Apply a node's report about leases: progress of listed leases, release of unknown ones, loss of missing ones."""
     reported = {state.lease: state for state in event.leases}
     for state in event.leases:
-        if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
+        if turn.find_job(state.lease, state.generation) is None and not _is_kept(turn, state):
             cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
-            turn.actions.append(GiveBackLease(event.node, state.lease, state.generation, cause))
+            turn.actions.append(ReleaseLease(event.node, state.lease, state.generation, cause))
         else:
-            _progress(turn, state)
+            _apply_progress(turn, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
         _apply_presence(turn, hold, hold.lease in reported)
     for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == JobState.FINALIZING]:
@@ -124,12 +124,12 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
 
 def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None:
     if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
-        turn.fail(job, "artifact_lost", "its node came back without its files")
+        turn.fail_job(job, "artifact_lost", "its node came back without its files")
     else:
-        turn.put(replace(job, misses=0 if present else job.misses + 1), save=False)
+        turn.put_job(replace(job, misses=0 if present else job.misses + 1), save=False)
 
 
-def _keeps(turn: Transition, state: LeaseState) -> bool:
+def _is_kept(turn: Transition, state: LeaseState) -> bool:
     """Return whether a node keeps a lease without a running job.
 
     Either its files are being fetched, or its release was already requested.
@@ -139,15 +139,15 @@ def _keeps(turn: Transition, state: LeaseState) -> bool:
     return any(job.lease == state.lease and job.state == JobState.FINALIZING for job in turn.jobs.values())
 
 
-def _progress(turn: Transition, state: LeaseState) -> None:
-    job = turn.job_of(state.lease, state.generation)
+def _apply_progress(turn: Transition, state: LeaseState) -> None:
+    job = turn.find_job(state.lease, state.generation)
     if job is None or job.state != JobState.IN_PROGRESS:
         return
     began = state.phase not in ("", "granting", "granted")
     due = None if began else (turn.now + turn.rules.start_seconds if job.away else job.due)
     percent = max(job.progress, min(FETCHING_PROGRESS, max(0, state.progress)))
     phase = state.phase if began else "starting"
-    turn.put(
+    turn.put_job(
         replace(
             job,
             progress=percent,
@@ -168,7 +168,7 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if hold.misses + 1 < MAX_MISSED_REPORTS:
         turn.holds[hold.lease] = changed(hold, misses=hold.misses + 1)
         return
-    job = turn.job_of(hold.lease, hold.generation)
+    job = turn.find_job(hold.lease, hold.generation)
     if job is not None and job.state == JobState.LEASING:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
@@ -177,32 +177,38 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
 
 
 def apply_node_away(turn: Transition, node: str) -> None:
-    """Apply the end of a node's link: requeue a job that waits for its lease, and set a deadline for a running job."""
+    """Apply the end of a node's link: requeue a job that waits for its lease, and set a deadline for a running job.
+
+    Delete the node's pause, and its lease holds without a job.
+    """
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == JobState.LEASING:
             turn.holds.pop(job.lease, None)
-            turn.requeue(job, "its node went away")
+            turn.requeue_job(job, "its node went away")
         elif job.state == JobState.IN_PROGRESS and not job.away:
             due = turn.now + turn.rules.away_seconds
-            turn.put(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
+            turn.put_job(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
     for hold in [hold for hold in turn.holds.values() if hold.node == node]:
-        if turn.job_of(hold.lease, hold.generation) is None:
+        if turn.find_job(hold.lease, hold.generation) is None:
             del turn.holds[hold.lease]
     turn.pauses.pop(node, None)
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """Apply the removal of a node from the members: requeue or fail its open jobs, and clear its name in all jobs."""
+    """Apply the removal of a node from the members: requeue or fail its open jobs, and clear its name in all jobs.
+
+    Delete the node's pause and lease holds.
+    """
     apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
         turn.holds.pop(job.lease, None)
-        _gone(turn, job, "its node was removed from the cluster")
+        _apply_node_loss(turn, job, "its node was removed from the cluster")
     for job in [job for job in turn.jobs.values() if job.node == node]:
-        turn.put(replace(job, node=""))
+        turn.put_job(replace(job, node=""))
 
 
-def _gone(turn: Transition, job: VideoJob, message: str) -> None:
+def _apply_node_loss(turn: Transition, job: VideoJob, message: str) -> None:
     if job.state == JobState.FINALIZING:
-        turn.fail(job, "artifact_lost", f"{message} before its files were fetched")
+        turn.fail_job(job, "artifact_lost", f"{message} before its files were fetched")
     else:
         turn.handle_loss(job, "node_lost", message)

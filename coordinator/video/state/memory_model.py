@@ -29,13 +29,13 @@ WIDENED_FROM = (0, 18, 17)
 Source: its code, and loads with both versions.
 """
 WIDENED_BITS = 8
-WIDENED = 16 / 8.5
+WIDENED_FACTOR = 16 / 8.5
 """Growth factor of weights stored at 8 bits in such an engine: from 8 bits plus half a bit of scales to 16 bits."""
 MIN_FPS, MAX_FPS = 4, 60
 MIN_SIDE, MAX_SIDE = 32, 4096
 DEFAULT_SIZE = (480, 272)
 DEFAULT_SECONDS = 3
-DRIFTS_FROM = 81
+MAX_TRAINED_FRAMES = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
 
@@ -47,7 +47,7 @@ class VideoProfileKey(NamedTuple):
     bits: int
 
 
-def key_of(package: VideoPackage) -> VideoProfileKey:
+def get_profile_key(package: VideoPackage) -> VideoProfileKey:
     """Return the key of the memory profile of a node's package."""
     return VideoProfileKey(package.name, package.engine, package.bits)
 
@@ -68,24 +68,24 @@ class VideoMemoryProfile:
         """Whether the peak of a job was measured for this profile."""
         return self.measured > 0
 
-    def peak(self, tokens: int) -> int:
+    def predict_peak(self, tokens: int) -> int:
         """Return the predicted peak in bytes for a frame of `tokens` tokens."""
         return math.ceil(self.base + self.slope * tokens)
 
-    def need(self, tokens: int) -> int:
+    def compute_need(self, tokens: int) -> int:
         """Return the predicted peak plus the margin in bytes: the minimum size of a lease."""
-        return self.peak(tokens) + self.margin
+        return self.predict_peak(tokens) + self.margin
 
-    def with_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
+    def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
         """Return the profile after a job with a measured peak in bytes. A peak above the prediction raises the base."""
-        return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
+        return replace(self, base=self.base + max(0, peak - self.predict_peak(tokens)), measured=self.measured + 1)
 
 
-SEED = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_PER_SPATIAL_TOKEN)
+FIRST_MEASURED_PROFILE = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_PER_SPATIAL_TOKEN)
 """Profile of the first measured package: 14 billion parameters per expert at 8 bits."""
 
 
-def version_of(engine: str) -> tuple[int, ...]:
+def parse_engine_version(engine: str) -> tuple[int, ...]:
     """Parse the first three parts of an engine version.
 
     An invalid version counts as new, because new engines need more memory.
@@ -94,12 +94,12 @@ def version_of(engine: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
-def first_profile(package: VideoPackage) -> VideoMemoryProfile:
+def predict_profile(package: VideoPackage) -> VideoMemoryProfile:
     """Return the profile of a package without measurements. An unknown expert size counts as `EXPERT_BYTES`."""
     stored = package.expert or EXPERT_BYTES
-    widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
+    widened = package.bits == WIDENED_BITS and parse_engine_version(package.engine) >= WIDENED_FROM
     return VideoMemoryProfile(
-        RUNTIME_BYTES + (math.ceil(stored * WIDENED) if widened else stored), BYTES_PER_SPATIAL_TOKEN
+        RUNTIME_BYTES + (math.ceil(stored * WIDENED_FACTOR) if widened else stored), BYTES_PER_SPATIAL_TOKEN
     )
 
 
@@ -145,89 +145,91 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
-class Impossible:
+class ClipRefusal:
     """Reason why a clip is refused: the parameter to change, and a message with the numbers."""
 
     param: str
     message: str
 
 
-def rounded_side(pixels: int, token: int) -> int:
+def round_side(pixels: int, token: int) -> int:
     """Round a side in pixels up to complete tokens of `token` pixels, as the engine does."""
     return -(-pixels // token) * token
 
 
-def rounded_frames(frames: int, step: int) -> int:
+def round_frames(frames: int, step: int) -> int:
     """Round up to one frame more than a multiple of `step`, the lengths that the decoder can produce."""
     return max(step, step * math.ceil((frames - 1) / step)) + 1
 
 
-def fitting_fps(seconds: int, most: int, step: int) -> int | None:
-    """Return the highest frame rate at which a clip of `seconds` has at most `most` frames.
+def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
+    """Return the highest frame rate at which a clip of `seconds` has at most `max_frames` frames.
 
-    `step` is as in `rounded_frames`. Return None if that rate is below `MIN_FPS`.
+    `step` is as in `round_frames`. Return None if that rate is below `MIN_FPS`.
     """
-    fps = ((most - 1) // step * step + 1) // seconds
+    fps = ((max_frames - 1) // step * step + 1) // seconds
     return fps if fps >= MIN_FPS else None
 
 
-def plan(request: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
+def plan_clip(
+    request: ClipRequest, limits: ClipLimits, package: VideoPackage, default_steps: int
+) -> Clip | ClipRefusal:
     """Round the requested clip as the package does and check it against the limits.
 
-    `steps` is the default of denoising steps. Return the reason if the clip is refused.
+    `default_steps` are the denoising steps of a request without a number. Return the reason if the clip is refused.
     """
     fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:
-        return Impossible("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
-    steps = steps if request.steps is None else request.steps
-    if not 1 <= steps <= limits.steps:
-        return Impossible("steps", f"steps must be 1 to {limits.steps}, not {steps}")
-    frame = _frame(*(request.size or DEFAULT_SIZE), limits, package.token_side)
-    if isinstance(frame, Impossible):
+        return ClipRefusal("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
+    default_steps = default_steps if request.steps is None else request.steps
+    if not 1 <= default_steps <= limits.steps:
+        return ClipRefusal("steps", f"steps must be 1 to {limits.steps}, not {default_steps}")
+    frame = _plan_frame(*(request.size or DEFAULT_SIZE), limits, package.token_side)
+    if isinstance(frame, ClipRefusal):
         return frame
-    frames = _frames(request, fps, limits, package.token_frames)
-    if isinstance(frames, Impossible):
+    frames = _plan_frames(request, fps, limits, package.token_frames)
+    if isinstance(frames, ClipRefusal):
         return frames
     width, height = frame
     tokens = (width // package.token_side) * (height // package.token_side)
-    return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(request, frame, frames)))
+    return Clip(width, height, frames, fps, default_steps, tokens, tuple(_list_warnings(request, frame, frames)))
 
 
-def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
+def _plan_frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | ClipRefusal:
     if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
-        return Impossible("size", f"size: each side must have {MIN_SIDE} to {MAX_SIDE} pixels, not {width}x{height}")
-    wide, high = rounded_side(width, token), rounded_side(height, token)
+        return ClipRefusal("size", f"size: each side must have {MIN_SIDE} to {MAX_SIDE} pixels, not {width}x{height}")
+    wide, high = round_side(width, token), round_side(height, token)
     if wide * high > limits.pixels:
-        return Impossible(
+        return ClipRefusal(
             "size",
             f"size: a frame may have {limits.pixels} pixels (1280x720 has 921600), and {wide}x{high} has {wide * high}",
         )
     return wide, high
 
 
-def _frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
+def _plan_frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | ClipRefusal:
     if request.frames is not None:
         if request.seconds is not None:
-            return Impossible("frames", "frames and seconds say the same in two ways: give one of them")
-        frames = rounded_frames(request.frames, step)
+            return ClipRefusal("frames", "frames and seconds say the same in two ways: give one of them")
+        frames = round_frames(request.frames, step)
         if request.frames < 1 or frames > limits.frames:
-            return Impossible("frames", f"frames must be 1 to {limits.frames}, not {request.frames}")
+            return ClipRefusal("frames", f"frames must be 1 to {limits.frames}, not {request.frames}")
         return frames
     seconds = DEFAULT_SECONDS if request.seconds is None else request.seconds
     if seconds < 1:
-        return Impossible("seconds", f"seconds must be 1 or more, not {seconds}")
-    frames = rounded_frames(seconds * fps, step)
+        return ClipRefusal("seconds", f"seconds must be 1 or more, not {seconds}")
+    frames = round_frames(seconds * fps, step)
     if frames <= limits.frames:
         return frames
-    fitting = fitting_fps(seconds, limits.frames, step)
+    fitting = find_fitting_fps(seconds, limits.frames, step)
     rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // MIN_FPS} s are possible at most"
-    return Impossible(
+    return ClipRefusal(
         "seconds",
         f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: {rather}",
     )
 
 
-def _warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
+def _list_warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
     found: list[str] = []
     if request.size is not None and frame != request.size:
         found.append(
@@ -235,20 +237,21 @@ def _warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list
         )
     if request.frames is not None and frames != request.frames:
         found.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
-    if frames > DRIFTS_FROM:
+    if frames > MAX_TRAINED_FRAMES:
         found.append(
-            f"{frames} frames are more than the {DRIFTS_FROM} that the model was trained on: the end may drift"
+            f"{frames} frames are more than the {MAX_TRAINED_FRAMES} that the model was trained on: the end may drift"
         )
     return found
 
 
-def too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
+def explain_too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
     """Return a message with the numbers if a clip's predicted peak and margin exceed `lease` bytes, else None."""
-    if profile.need(clip.tokens) <= lease:
+    need = profile.compute_need(clip.tokens)
+    if need <= lease:
         return None
     known = f"measured on {profile.measured} jobs" if profile.calibrated else "uncalibrated"
     return (
-        f"{clip.width}x{clip.height} is predicted to take {show_size(profile.peak(clip.tokens))} ({known}) and "
-        f"{show_size(profile.margin)} are kept as margin, together {show_size(profile.need(clip.tokens))}: more than "
+        f"{clip.width}x{clip.height} is predicted to take {show_size(profile.predict_peak(clip.tokens))} ({known}) and "
+        f"{show_size(profile.margin)} are kept as margin, together {show_size(need)}: more than "
         f"the lease of {show_size(lease)}; ask for a smaller size"
     )

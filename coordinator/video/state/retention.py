@@ -4,27 +4,27 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import ExpireFiles, ForgetJob
+from coordinator.video.state.events import DeleteJob, ExpireFiles
 from coordinator.video.state.job_table import JobRules
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.transition import Transition
 
 
-def retain(turn: Transition) -> None:
+def apply_retention(turn: Transition) -> None:
     """Delete files that are too old, too many or too large together, oldest first. Then delete the oldest records.
 
     A record is deleted only if it has no files, and more than `JobRules.records` such records are stored.
     """
-    for job in list(_excess(turn.jobs.values(), turn.rules, turn.now)):
-        turn.put(replace(job, expired=True, files=()))
+    for job in list(_find_excess(turn.jobs.values(), turn.rules, turn.now)):
+        turn.put_job(replace(job, expired=True, files=()))
         turn.actions.append(ExpireFiles(job.id))
     ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
     for job in ended[: max(0, len(ended) - turn.rules.records)]:
         del turn.jobs[job.id]
-        turn.actions.append(ForgetJob(job.id))
+        turn.actions.append(DeleteJob(job.id))
 
 
-def _excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
+def _find_excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
     """Yield the jobs whose files exceed the rules, when the newest files are kept first."""
     kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
     size = 0

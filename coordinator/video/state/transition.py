@@ -5,9 +5,9 @@ Methods of `Transition` are the steps that several events share: fail a job, req
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import Action, GiveBackLease, SaveJob
+from coordinator.video.state.events import Action, ReleaseLease, SaveJob
 from coordinator.video.state.job_table import JobTable
-from coordinator.video.state.jobs import JobFault, JobState, VideoJob, with_state
+from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_state
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 NOT_STARTED = "start_failed"
@@ -17,27 +17,27 @@ NOT_STARTED = "start_failed"
 class Transition:
     """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
 
-    `board` is the table before the call and is not changed. `now` is in Unix seconds.
+    `table` is the table before the call and is not changed. `now` is in Unix seconds.
     """
 
-    def __init__(self, board: JobTable, now: float) -> None:
-        self.rules, self.now = board.rules, now
-        self.jobs, self.holds, self.pauses = dict(board.jobs), dict(board.holds), dict(board.pauses)
+    def __init__(self, table: JobTable, now: float) -> None:
+        self.rules, self.now = table.rules, now
+        self.jobs, self.holds, self.pauses = dict(table.jobs), dict(table.holds), dict(table.pauses)
         self.actions: list[Action] = []
 
-    def board(self) -> JobTable:
+    def build_table(self) -> JobTable:
         """Return the working copy as a table."""
         return JobTable(self.rules, self.jobs, self.holds, self.pauses)
 
-    def put(self, job: VideoJob, *, save: bool = True) -> VideoJob:
+    def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
         """Add or replace a job in the table. With `save`, store it in the database as well."""
         self.jobs[job.id] = job
         if save:
             self.actions.append(SaveJob(job))
         return job
 
-    def job_of(self, lease: str, generation: int) -> VideoJob | None:
-        """Return the job whose current lease is `lease` of `generation`; None if there is none."""
+    def find_job(self, lease: str, generation: int) -> VideoJob | None:
+        """Return the job whose current lease has this id and generation; None if there is none."""
         hold = self.holds.get(lease)
         job = None if hold is None else self.jobs.get(hold.job)
         if job is None or job.lease != lease or job.generation != generation:
@@ -51,20 +51,20 @@ class Transition:
         """
         hold = self.holds.get(lease)
         if hold is not None:
-            self.actions.append(GiveBackLease(hold.node, lease, hold.generation, cause))
+            self.actions.append(ReleaseLease(hold.node, lease, hold.generation, cause))
 
-    def fail(self, job: VideoJob, code: str, message: str) -> None:
-        """Fail an open job with this code and message. Raise `IllegalMoveError` if the job has ended."""
-        self.put(with_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
+    def fail_job(self, job: VideoJob, code: str, message: str) -> None:
+        """Fail an open job with this code and message. Raise `IllegalTransitionError` if the job has ended."""
+        self.put_job(change_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
 
-    def requeue(self, job: VideoJob, phase: str) -> None:
+    def requeue_job(self, job: VideoJob, phase: str) -> None:
         """Return a leasing or running job to its position in the queue, with `phase` as the reason.
 
         The generation of the job grows, so that later messages about the old lease are ignored. Raise
-        `IllegalMoveError` in any other state.
+        `IllegalTransitionError` in any other state.
         """
-        self.put(
-            with_state(
+        self.put_job(
+            change_state(
                 job,
                 JobState.QUEUED,
                 generation=job.generation + 1,
@@ -77,32 +77,32 @@ class Transition:
             )
         )
 
-    def no_headroom_deadline(self, job: VideoJob) -> float:
+    def compute_headroom_deadline(self, job: VideoJob) -> float:
         """Return the Unix time at which a job fails if no node grants its lease.
 
         That is the deadline of the job, or the queue timeout from now if the job has none yet.
         """
         return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
-    def no_headroom_timed_out(self, job: VideoJob) -> bool:
+    def has_headroom_deadline_passed(self, job: VideoJob) -> bool:
         """Return whether the deadline of a job for a granted lease has passed."""
         return job.room_by is not None and job.room_by <= self.now
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts."""
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
-            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
-            self.fail(job, code, message)
+            self.fail_job(job, code, message)
 
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node briefly."""
-        self.pause(job.node, MIN_PAUSE_SECONDS * 5)
+        self.pause_node(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
-            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
-            self.fail(job, code, message)
+            self.fail_job(job, code, message)
 
-    def pause(self, node: str, seconds: float) -> None:
+    def pause_node(self, node: str, seconds: float) -> None:
         """Ask a node for no lease for `seconds`, limited to `MIN_PAUSE_SECONDS` to `MAX_PAUSE_SECONDS`."""
         self.pauses[node] = self.now + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

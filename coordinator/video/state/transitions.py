@@ -1,4 +1,4 @@
-"""State machine of the video job table: `advance(board, event, now) → (board, actions)`. Pure.
+"""State machine of the video job table: `advance(table, event, now) → (table, actions)`. Pure.
 
 `coordinator.video.state.job_table` has the concepts and invariants. `coordinator.video.state.lease_transitions` handles
 messages of nodes.
@@ -9,45 +9,45 @@ from msgspec.structs import replace
 from coordinator.video.state.events import (
     ACKNOWLEDGED,
     Actions,
-    AskForLease,
     CoordinatorRestarted,
+    DeleteJob,
     Event,
     ExpireFiles,
     FilesFetched,
     FilesLost,
-    ForgetJob,
-    GiveBackLease,
     JobCancelled,
     JobDeleted,
     JobPlaced,
     JobSubmitted,
     JobTick,
-    JobWaits,
+    JobWaited,
     LeaseAnswered,
     LeasesReported,
     NodeAway,
     NodeRemoved,
+    ReleaseLease,
+    RequestLease,
 )
 from coordinator.video.state.job_table import JobTable, LeaseHold
-from coordinator.video.state.jobs import JobState, VideoJob, with_state
+from coordinator.video.state.jobs import JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
-from coordinator.video.state.retention import retain
+from coordinator.video.state.retention import apply_retention
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 
 
-def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
+def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
 
-    Raise `ValueError` for a `JobPlaced` of another job than the first queued one, or on a node with a hold.
+    Raise `ValueError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
     """
-    turn = Transition(board, now)
+    turn = Transition(table, now)
     match event:
         case JobSubmitted(job):
-            turn.put(job)
+            turn.put_job(job)
         case JobPlaced():
-            _placed(turn, board, event)
-        case JobWaits():
-            _waits(turn, event)
+            _apply_placed(turn, table, event)
+        case JobWaited():
+            _apply_wait(turn, event)
         case LeaseAnswered(node, frame):
             apply_answer(turn, node, frame)
         case LeasesReported():
@@ -57,28 +57,28 @@ def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Action
         case NodeRemoved(node):
             apply_node_removed(turn, node)
         case FilesFetched() | FilesLost():
-            _fetched(turn, event)
+            _apply_fetched(turn, event)
         case JobCancelled(job, message):
-            _cancelled(turn, job, message)
+            _apply_cancelled(turn, job, message)
         case JobDeleted(job):
-            _cancelled(turn, job, "it was deleted")
+            _apply_cancelled(turn, job, "it was deleted")
             if turn.jobs.pop(job, None) is not None:
-                turn.actions.append(ForgetJob(job))
+                turn.actions.append(DeleteJob(job))
         case CoordinatorRestarted():
-            _restarted(turn)
+            _apply_restart(turn)
         case JobTick():
-            _tick(turn)
-    return turn.board(), tuple(turn.actions)
+            _apply_tick(turn)
+    return turn.build_table(), tuple(turn.actions)
 
 
-def _placed(turn: Transition, board: JobTable, event: JobPlaced) -> None:
-    head = board.head
-    if head is None or head.id != event.job or board.hold_of(event.node) is not None:
+def _apply_placed(turn: Transition, table: JobTable, event: JobPlaced) -> None:
+    head = table.head
+    if head is None or head.id != event.job or table.find_hold(event.node) is not None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
-    fail_at = turn.no_headroom_deadline(head)
-    job = turn.put(
-        with_state(
+    fail_at = turn.compute_headroom_deadline(head)
+    job = turn.put_job(
+        change_state(
             replace(head, room_by=fail_at),
             JobState.LEASING,
             generation=generation,
@@ -89,28 +89,28 @@ def _placed(turn: Transition, board: JobTable, event: JobPlaced) -> None:
         )
     )
     turn.holds[event.lease] = LeaseHold(event.lease, event.node, generation, job.id, job.size, turn.now)
-    turn.actions.append(AskForLease(job))
+    turn.actions.append(RequestLease(job))
 
 
-def _waits(turn: Transition, event: JobWaits) -> None:
+def _apply_wait(turn: Transition, event: JobWaited) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.state != JobState.QUEUED:
         return
-    fail_at = None if event.busy else turn.no_headroom_deadline(job)
+    fail_at = None if event.busy else turn.compute_headroom_deadline(job)
     if (job.phase, job.room_by) != (event.phase, fail_at):
-        turn.put(replace(job, phase=event.phase, room_by=fail_at), save=False)
+        turn.put_job(replace(job, phase=event.phase, room_by=fail_at), save=False)
 
 
-def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
+def _apply_fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.generation != event.generation or job.state != JobState.FINALIZING:
         if job is None or not job.open:
-            turn.actions.append(ExpireFiles(event.job) if job is not None else ForgetJob(event.job))
+            turn.actions.append(ExpireFiles(event.job) if job is not None else DeleteJob(event.job))
         return
     if isinstance(event, FilesFetched):
         expires = turn.now + turn.rules.keep_seconds
-        turn.put(
-            with_state(
+        turn.put_job(
+            change_state(
                 job,
                 JobState.COMPLETED,
                 phase="completed",
@@ -121,23 +121,23 @@ def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
             )
         )
     else:
-        turn.fail(job, event.fault.code, event.fault.message)
+        turn.fail_job(job, event.fault.code, event.fault.message)
         turn.actions.append(ExpireFiles(job.id))
-    turn.actions.append(GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED))
-    retain(turn)
+    turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ACKNOWLEDGED))
+    apply_retention(turn)
 
 
-def _cancelled(turn: Transition, name: str, message: str) -> None:
+def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
     job = turn.jobs.get(name)
     if job is None or not job.open:
         return
     if job.state == JobState.FINALIZING:
-        turn.actions += [GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED), ExpireFiles(job.id)]
+        turn.actions += [ReleaseLease(job.node, job.lease, job.generation, ACKNOWLEDGED), ExpireFiles(job.id)]
     turn.release_hold(job.lease, "cancelled")
-    turn.fail(replace(job, generation=job.generation + 1), "cancelled", message)
+    turn.fail_job(replace(job, generation=job.generation + 1), "cancelled", message)
 
 
-def _restarted(turn: Transition) -> None:
+def _apply_restart(turn: Transition) -> None:
     """Repeat unanswered lease requests, and look for running jobs on their nodes.
 
     Any other lease of a node is unknown here, and is released when the node reports it.
@@ -145,32 +145,34 @@ def _restarted(turn: Transition) -> None:
     turn.holds.clear()
     for job in list(turn.jobs.values()):
         if job.state == JobState.LEASING:
-            turn.requeue(replace(job, room_by=None), "queued")
+            turn.requeue_job(replace(job, room_by=None), "queued")
         elif job.state == JobState.IN_PROGRESS:
             turn.holds[job.lease] = LeaseHold(
                 job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
             )
-            turn.put(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
+            turn.put_job(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
         elif job.state == JobState.QUEUED:
-            turn.put(replace(job, room_by=None, phase="queued"), save=False)
+            turn.put_job(replace(job, room_by=None, phase="queued"), save=False)
 
 
-def _tick(turn: Transition) -> None:
+def _apply_tick(turn: Transition) -> None:
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
-        _overdue(turn, job)
-    for job in [job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.no_headroom_timed_out(job)]:
+        _apply_overdue(turn, job)
+    for job in [
+        job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.has_headroom_deadline_passed(job)
+    ]:
         text = f"no node had room for it within {turn.rules.headroom_seconds:.0f} s: {job.phase}"
-        turn.fail(job, "no_headroom", text)
+        turn.fail_job(job, "no_headroom", text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
         del turn.pauses[node]
-    retain(turn)
+    apply_retention(turn)
 
 
-def _overdue(turn: Transition, job: VideoJob) -> None:
+def _apply_overdue(turn: Transition, job: VideoJob) -> None:
     if job.state == JobState.LEASING:
         turn.release_hold(job.lease, "lease_timeout")
-        turn.pause(job.node, MAX_PAUSE_SECONDS / 2)
-        turn.requeue(job, "its node did not answer")
+        turn.pause_node(job.node, MAX_PAUSE_SECONDS / 2)
+        turn.requeue_job(job, "its node did not answer")
     elif job.state == JobState.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
         turn.handle_loss(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
@@ -178,4 +180,4 @@ def _overdue(turn: Transition, job: VideoJob) -> None:
         turn.release_hold(job.lease, "start_timeout")
         turn.retry_start(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
     elif job.state == JobState.FINALIZING:
-        turn.fail(job, "artifact_lost", "its node did not come back with its files")
+        turn.fail_job(job, "artifact_lost", "its node did not come back with its files")

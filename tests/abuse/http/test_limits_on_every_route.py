@@ -134,7 +134,7 @@ def restored(served: Served) -> Iterator[None]:
         node.mute, node.memory = False, a_memory()
         node.heard.clear()
     conductor = served.built.conductor
-    for job in list(conductor.board.jobs):
+    for job in list(conductor.table.jobs):
         served.call(lambda job=job: conductor.apply_event(events.JobDeleted(job)))
     served.call(served.cluster.report)
 
@@ -228,7 +228,7 @@ def test_labels(served: Served, route: str):
     key = key_with(served, labels=("office",))
     if route == VIDEOS:
         assert status(ask(served, route, key)) == 200
-        (job,) = served.built.conductor.board.jobs.values()
+        (job,) = served.built.conductor.table.jobs.values()
         assert job.wanted.labels == ("office",), "it is placed on nodes with the label alone"
     elif route in USES:
         assert [status(ask(served, route, key)) for _ in range(4)] == [200] * 4

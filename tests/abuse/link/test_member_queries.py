@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.client.api_client import MEMBER_PATHS
 from coordinator.client.errors import CommandError
-from coordinator.client.member_client import member_of, query
+from coordinator.client.member_client import query_coordinator, read_member_identity
 from coordinator.cluster.link_budgets import QUERIES_BURST
 from node.agent.identity import NodeIdentity, remember
 from tests.support.cluster.cluster_port import Ended, Port, a_report, opened
@@ -108,13 +108,13 @@ async def test_the_command_asks_the_coordinator_that_the_node_knows(port: Port, 
     (state / "node").mkdir(parents=True)
     who.folder.rename(state / "node" / "identity")
     remember(replace(who, folder=state / "node" / "identity"), f"127.0.0.1:{port.number}")
-    member = member_of(state)
+    member = read_member_identity(state)
     assert member is not None
-    found = await asyncio.to_thread(query, member, "/api/v1/nodes")
+    found = await asyncio.to_thread(query_coordinator, member, "/api/v1/nodes")
     assert [node["name"] for node in found["nodes"]] == ["studio"]
     wrong = replace(member, cluster="another")
     with pytest.raises(CommandError, match="is not the coordinator"):
-        await asyncio.to_thread(query, wrong, "/api/v1/nodes")
+        await asyncio.to_thread(query_coordinator, wrong, "/api/v1/nodes")
     gone = replace(member, addresses=("127.0.0.1:1",))
     with pytest.raises(CommandError, match="cannot be reached"):
-        await asyncio.to_thread(query, gone, "/api/v1/nodes")
+        await asyncio.to_thread(query_coordinator, gone, "/api/v1/nodes")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.video.artifacts import ArtifactFolder, most_bytes
+from coordinator.video.artifacts import ArtifactFolder, compute_max_bytes
 from coordinator.video.state.jobs import JobFault, RequestedClip, VideoJob
 from tests.support.cluster.cluster_port import Line, Port, opened
 from wire.frames import FetchChunk, FetchRequest
@@ -74,14 +74,14 @@ async def test_an_artifact_is_no_larger_than_its_job_can_make(tmp_path: Path) ->
             yield b"x" * 4096
 
     artifacts = ArtifactFolder(tmp_path / "videos", endless)
-    most = most_bytes(JOB, "video")
+    most = compute_max_bytes(JOB, "video")
     assert most == 64 * 64 * 3 * 5 + 16 * 2**20
-    large = await artifacts.fetch(JOB, (Artifact("clip.mp4", most + 1, b"x" * 32),))
+    large = await artifacts.fetch_files(JOB, (Artifact("clip.mp4", most + 1, b"x" * 32),))
     assert isinstance(large, JobFault)
     assert (large.code, f"{most} at most" in large.message) == ("output_invalid", True)
     assert not (tmp_path / "videos").exists()
     lying = Artifact("clip.mp4", 4096, hashlib.sha256(b"x" * 4096).digest())
-    grown = await asyncio.wait_for(artifacts.fetch(JOB, (lying,)), 30)
+    grown = await asyncio.wait_for(artifacts.fetch_files(JOB, (lying,)), 30)
     assert isinstance(grown, JobFault)
     assert grown.code == "artifact_broken"
     assert not list((tmp_path / "videos").rglob("clip*"))

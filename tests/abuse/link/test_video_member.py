@@ -24,7 +24,7 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
         await one.port.until(lambda: good.of(LeaseRequest))
         await one.port.until(
             lambda: any(
-                "allow-video" in job.phase or "makes another" in job.phase for job in one.conductor.board.jobs.values()
+                "allow-video" in job.phase or "makes another" in job.phase for job in one.conductor.table.jobs.values()
             )
         )
         assert hostile.of(LeaseRequest) == []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.alerts.evaluator import Conditions
+from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.model_operations import ModelOperations
@@ -100,8 +100,11 @@ async def application(
             "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
         )
         loads = ModelOperations(dispatcher, time.monotonic)
-        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.get_validity), Conditions()
-        metrics.get_conditions = conditions.flags
+        metrics, conditions = (
+            MetricsService(registry, dispatcher, ring, "0", authority.get_validity),
+            ConditionEvaluator(),
+        )
+        metrics.get_conditions = conditions.get_flags
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
             registry,

@@ -10,7 +10,7 @@ from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from dashboards.generate import BOARDS, HERE
-from dashboards.panels import ANNOTATIONS, MAX_OPEN, Board, write
+from dashboards.panels import ANNOTATIONS, MAX_OPEN_PANELS, Board, render_board
 
 FAMILIES = {family.full_name: family for family in (*POOL, *NODE)}
 ASKED = re.compile(r"macpool_\w+")
@@ -34,7 +34,7 @@ def asked(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_the_committed_json_is_what_the_source_gives(name: str):
-    assert (HERE / name).read_text() == write(BOARDS[name]), f"dashboards/{name} is old: run `make docs`"
+    assert (HERE / name).read_text() == render_board(BOARDS[name]), f"dashboards/{name} is old: run `make docs`"
 
 
 def test_there_is_no_other_json():
@@ -71,9 +71,9 @@ def test_no_two_panels_have_one_id_or_one_place(name: str):
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_dozen_panels_are_open_and_all_others_in_collapsed_rows(name: str):
     rows = [panel for panel in board_of(name)["panels"] if panel["type"] == "row"]
-    assert 1 <= len(panels(name, closed=False)) <= MAX_OPEN
+    assert 1 <= len(panels(name, closed=False)) <= MAX_OPEN_PANELS
     assert [row["collapsed"] for row in rows] == [False, *[True] * (len(rows) - 1)]
-    assert len(panels(name)) == len(BOARDS[name].panels())
+    assert len(panels(name)) == len(BOARDS[name].list_panels())
     assert all(row["panels"] for row in rows[1:])
 
 
@@ -118,7 +118,7 @@ def test_the_pool_has_one_row_for_each_mac():
 @pytest.mark.parametrize("board", BOARDS.values(), ids=lambda board: board.uid)
 def test_panels_ask_for_metrics_and_labels_that_exist(board: Board):
     known = {"le", "node", "instance", "job", "__name__"}
-    for panel in board.panels():
+    for panel in board.list_panels():
         for query, legend in panel.queries:
             names = asked(query)
             assert names, query
@@ -135,7 +135,7 @@ def test_every_metric_is_shown_somewhere():
     shown = {
         name
         for board in BOARDS.values()
-        for panel in board.panels()
+        for panel in board.list_panels()
         for query, _ in panel.queries
         for name in asked(query)
     }

@@ -16,7 +16,13 @@ import pytest
 import ziglang
 
 from deploy import apple_layouts
-from deploy.apple_layouts import LAYOUTS, UNDECLARED, calls_of, framework_source, system_source
+from deploy.apple_layouts import (
+    LAYOUTS,
+    UNDECLARED,
+    find_foreign_functions,
+    render_framework_source,
+    render_system_source,
+)
 from host import iokit
 from node.memory import darwin
 from node.memory.darwin import LibSystem
@@ -94,14 +100,16 @@ def standin(folder: Path, name: str) -> str:
 @pytest.fixture
 def calls(tmp_path: Path) -> dict[str, Any]:
     """Return the calls of libSystem as `LibSystem` declares them."""
-    return calls_of(LibSystem() if sys.platform == "darwin" else LibSystem(standin(tmp_path, "libproc_standin")))
+    return find_foreign_functions(
+        LibSystem() if sys.platform == "darwin" else LibSystem(standin(tmp_path, "libproc_standin"))
+    )
 
 
 def test_layouts_constants_and_calls_of_libsystem_are_apples(
     compiles: Compile, calls: dict[str, Any], record_property: Callable[[str, object], None]
 ):
     assert len(calls) >= 4
-    assert compiles(system_source(calls)) == ""
+    assert compiles(render_system_source(calls)) == ""
     without = ", ".join(sorted(UNDECLARED))
     seen = f"Apple's headers agree with {len(LAYOUTS)} structures and {len(calls) - len(UNDECLARED)} calls of libSystem"
     record_property("seen", f"{seen}; no header here for {without}, IOKit and CoreFoundation")
@@ -136,12 +144,12 @@ def test_calls_of_the_frameworks_are_checked_where_their_headers_are(compiles: C
     for name, text in FRAMEWORKS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    calls = calls_of(kit) | calls_of(core)
+    calls = find_foreign_functions(kit) | find_foreign_functions(core)
     assert len(calls) == 8
-    assert compiles(framework_source(calls), "-I.") == ""
+    assert compiles(render_framework_source(calls), "-I.") == ""
     header = tmp_path / "IOKit" / "pwr_mgt" / "IOPMLib.h"
     header.write_text(header.read_text().replace("uint32_t type", "uint64_t type"))
-    assert "IORegisterForSystemPower: prototype" in compiles(framework_source(calls), "-I.")
+    assert "IORegisterForSystemPower: prototype" in compiles(render_framework_source(calls), "-I.")
 
 
 class Call:
@@ -183,7 +191,12 @@ GIVE = (c_uint32, POINTER(c_size_t), CFUNCTYPE(None, c_void_p, c_uint32))
     ],
 )
 def test_a_prototype_agrees_in_number_kind_width_and_sign(compiles: Compile, name: str, call: Call, agrees: bool):
-    lines = ["#include <stdint.h>", APPLES, apple_layouts.AGREE, *apple_layouts.prototypes({name: call})]
+    lines = [
+        "#include <stdint.h>",
+        APPLES,
+        apple_layouts.AGREE_TEMPLATE,
+        *apple_layouts.render_prototypes({name: call}),
+    ]
     assert (compiles("\n".join(lines)) == "") is agrees
 
 
@@ -196,6 +209,6 @@ def test_a_prototype_agrees_in_number_kind_width_and_sign(compiles: Compile, nam
     ],
 )
 def test_what_is_wrong_is_named(compiles: Compile, calls: dict[str, Any], changed: str, says: str):
-    source = system_source(calls)
+    source = render_system_source(calls)
     assert source.count(changed) == 1
     assert says in compiles(source.replace(changed, f"{changed}1"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.service import launchd
-from deploy.formula import formula, main
+from deploy.formula import main, render_formula
 from docs.generate import PAGES
 from router.settings import RouterSettings
 from wire.units import MIB
@@ -159,7 +159,7 @@ def test_purge_removes_nothing_that_is_no_state_folder(tmp_path: Path, state: st
 
 
 def test_the_formula_is_one_that_ruby_could_read():
-    text = formula("1.2.3", "https://example.org/macpool/macpool/archive/v1.2.3.tar.gz", "0" * 64)
+    text = render_formula("1.2.3", "https://example.org/macpool/macpool/archive/v1.2.3.tar.gz", "0" * 64)
     ruby = shutil.which("ruby")
     if ruby is not None:
         assert subprocess.run([ruby, "-c"], input=text, text=True, capture_output=True).returncode == 0
@@ -190,7 +190,7 @@ def test_a_formula_of_nonsense_is_refused(arguments: tuple[str, ...]):
     "file", sorted(DEPLOY.glob("launchd/**/*.plist")), ids=lambda one: str(one.relative_to(DEPLOY))
 )
 def test_the_examples_for_launchd_have_no_fault(file: Path):
-    assert launchd.faults(file.read_bytes()) == []
+    assert launchd.find_faults(file.read_bytes()) == []
     assert f"../deploy/{file.relative_to(DEPLOY)}" in PAGES, "it is written by the code that installs"
 
 

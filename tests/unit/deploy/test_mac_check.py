@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from deploy import mac_engine, mac_machine, mac_network, mac_wired_stress
-from deploy.mac_check import ENTRIES, NO_MAC, Entry, report, run
-from deploy.outcome import Outcome, ToolError, number_in, size_in
+from deploy.mac_check import ENTRIES, NO_MAC, Entry, render_report, run_entry
+from deploy.outcome import Outcome, ToolError, parse_number, parse_size
 from wire.units import GIB, MIB
 
 ROOT = Path(__file__).parents[3]
@@ -27,7 +27,7 @@ def test_every_entry_is_documented_in_the_same_order_and_nothing_else_is():
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
 def test_an_entry_says_command_expectation_and_what_to_change(entry: Entry):
     section = sections()[entry.id]
-    assert section.startswith(f"{entry.title} ({entry.how}")
+    assert section.startswith(f"{entry.title} ({entry.mode}")
     assert [part for part in PARTS if part not in section] == []
     if entry.run is not None:
         assert f".venv/bin/python -m deploy.mac_check {entry.id}`" in section
@@ -49,11 +49,11 @@ def test_other_systems_are_told_that_it_needs_a_mac():
 @pytest.mark.parametrize(
     "check",
     [
-        mac_machine.identity,
-        mac_network.notsent_lowat,
-        mac_network.child_eof,
-        mac_engine.engine_answers,
-        mac_engine.soft_end,
+        mac_machine.check_identity,
+        mac_network.check_notsent_lowat,
+        mac_network.check_child_eof,
+        mac_engine.check_engine_answers,
+        mac_engine.check_soft_end,
     ],
 )
 def test_what_can_be_seen_on_any_system_passes_here(check):
@@ -64,16 +64,18 @@ def test_what_can_be_seen_on_any_system_passes_here(check):
 def test_the_child_holds_what_it_promises():
     import psutil
 
-    with mac_machine.gibibyte() as pid:
+    with mac_machine.hold_gibibyte() as pid:
         assert GIB <= psutil.Process(pid).memory_info().rss < GIB + 64 * MIB
 
 
 def test_sizes_are_read_as_the_tools_write_them():
-    assert size_in("python3.11 [512]: 64-bit    Footprint: 1034 MB (16384 bytes per page)", "Footprint") == 1034 * MIB
-    assert size_in("Physical footprint:         1.0G\nPhysical footprint (peak):  1.2G", "Physical footprint") == GIB
-    assert number_in("Pages free:                    12345.\n", r"^Pages free:\s+(\d+)") == 12345
+    assert (
+        parse_size("python3.11 [512]: 64-bit    Footprint: 1034 MB (16384 bytes per page)", "Footprint") == 1034 * MIB
+    )
+    assert parse_size("Physical footprint:         1.0G\nPhysical footprint (peak):  1.2G", "Physical footprint") == GIB
+    assert parse_number("Pages free:                    12345.\n", r"^Pages free:\s+(\d+)") == 12345
     with pytest.raises(ToolError, match="Footprint"):
-        size_in("nothing", "Footprint")
+        parse_size("nothing", "Footprint")
 
 
 @pytest.mark.parametrize(
@@ -104,7 +106,7 @@ def test_an_entry_that_breaks_fails_and_says_why():
     def broken() -> Outcome:
         raise ToolError("vm_stat: not found")
 
-    assert run(Entry("x", "X", broken)) == Outcome("fail", "ToolError: vm_stat: not found")
+    assert run_entry(Entry("x", "X", broken)) == Outcome("fail", "ToolError: vm_stat: not found")
 
 
 def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
@@ -115,25 +117,25 @@ def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
         return Outcome("pass", "")
 
     risky = Entry("x", "X", runs, risky=True)
-    assert (run(risky).status, ran) == ("skip", [])
-    assert "only by name" in run(risky).text
-    assert (run(risky, named=True).status, ran) == ("pass", [True])
+    assert (run_entry(risky).status, ran) == ("skip", [])
+    assert "only by name" in run_entry(risky).text
+    assert (run_entry(risky, is_named=True).status, ran) == ("pass", [True])
     assert [entry.id for entry in ENTRIES if entry.risky] == ["wired-panic"]
 
 
 def test_the_workload_of_the_panic_says_what_is_wrong_with_its_model(tmp_path: Path):
     with pytest.raises(ToolError, match="this node has no model nowhere"):
-        mac_wired_stress.churn(tmp_path / "nowhere", "on", tmp_path / "progress")
+        mac_wired_stress.run_churn(tmp_path / "nowhere", "on", tmp_path / "progress")
     assert not (tmp_path / "progress").exists()
 
 
 def test_the_workload_of_the_panic_runs_two_streams_and_overflows_the_prefix_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv(mac_wired_stress.MODEL, raising=False)
-    assert mac_wired_stress.both_ways().status == "skip"
+    monkeypatch.delenv(mac_wired_stress.MODEL_VARIABLE, raising=False)
+    assert mac_wired_stress.check_wired_stress().status == "skip"
     progress = tmp_path / "progress"
-    seen = mac_wired_stress.churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache="1MiB")
+    seen = mac_wired_stress.run_churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache_size="1MiB")
     assert seen["requests"] >= 2
     assert seen["evictions"] >= 1
     assert progress.read_text().splitlines()[-1] == "memory.wire = on: ended well after 4 s"
@@ -141,6 +143,6 @@ def test_the_workload_of_the_panic_runs_two_streams_and_overflows_the_prefix_cac
 
 def test_the_report_has_a_box_for_what_is_done_by_hand():
     automatic = Entry("a", "A", lambda: Outcome("pass", ""))
-    page = report([(automatic, Outcome("pass", "1|2")), (ENTRIES[-1], Outcome("skip", ""))])
+    page = render_report([(automatic, Outcome("pass", "1|2")), (ENTRIES[-1], Outcome("skip", ""))])
     assert "| a | pass | 1/2 |" in page
     assert f"| {ENTRIES[-1].id} | [ ] by hand |" in page

@@ -9,20 +9,20 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.alerts import evaluator
-from coordinator.alerts.evaluator import AlertLoop, Condition, Conditions, log_conditions, sample_of
+from coordinator.alerts.evaluator import AlertLoop, Condition, ConditionEvaluator, build_sample, log_condition
 from coordinator.alerts.promql import (
-    And,
     BinaryOp,
     Comparison,
     CurrentTime,
     Increase,
+    Intersection,
     Labels,
     MaxOver,
     Metric,
     Sample,
     SampleHistory,
     Scalar,
-    walk,
+    walk_expression,
 )
 from coordinator.alerts.rules import RULES, WATCHED, AlertRule, Severity
 from tests.support.pictures import DISTINCT, WALL, node_picture, pool_picture, view
@@ -42,36 +42,36 @@ def m(**values: float) -> Sample:
     return {"m": {frozenset({("node", node)}): value for node, value in values.items()}}
 
 
-def names(conditions: Conditions) -> list[tuple[str, str]]:
-    return [(one.rule.name, one.node) for one in conditions.active()]
+def names(conditions: ConditionEvaluator) -> list[tuple[str, str]]:
+    return [(one.rule.name, one.node) for one in conditions.list_active()]
 
 
 def test_a_condition_begins_when_its_rule_has_held_for_its_seconds_and_not_before():
-    conditions = Conditions([LATE])
+    conditions = ConditionEvaluator([LATE])
     for now in (100.0, 110.0, 129.9):
         conditions.evaluate(m(a=1), now)
-        assert conditions.active() == []
-        assert conditions.flags() == {"Late": False}
+        assert conditions.list_active() == []
+        assert conditions.get_flags() == {"Late": False}
     conditions.evaluate(m(a=1), 130.0)
-    assert [one.since for one in conditions.active()] == [100.0], (
+    assert [one.since for one in conditions.list_active()] == [100.0], (
         "since the condition began, not since its first log line"
     )
-    assert conditions.flags() == {"Late": True}
+    assert conditions.get_flags() == {"Late": True}
     conditions.evaluate(m(a=1), 500.0)
-    assert [one.since for one in conditions.active()] == [100.0]
+    assert [one.since for one in conditions.list_active()] == [100.0]
 
 
 def test_a_condition_that_rests_once_begins_again_from_zero():
-    conditions = Conditions([LATE])
+    conditions = ConditionEvaluator([LATE])
     for now, value in ((0.0, 1), (25.0, 0), (30.0, 1), (55.0, 1)):
         conditions.evaluate(m(a=value), now)
-        assert conditions.active() == []
+        assert conditions.list_active() == []
     conditions.evaluate(m(a=1), 60.0)
-    assert [one.since for one in conditions.active()] == [30.0]
+    assert [one.since for one in conditions.list_active()] == [30.0]
 
 
 def test_a_condition_ends_at_once_for_the_node_that_is_well_and_stays_for_the_other():
-    conditions = Conditions([AT_ONCE])
+    conditions = ConditionEvaluator([AT_ONCE])
     told: list[tuple[str, bool]] = []
     conditions.listeners.append(lambda one, began: told.append((one.node, began)))
     conditions.evaluate(m(a=9, b=9), 1.0)
@@ -79,14 +79,14 @@ def test_a_condition_ends_at_once_for_the_node_that_is_well_and_stays_for_the_ot
     conditions.evaluate(m(a=9, b=5), 2.0)
     assert names(conditions) == [("AtOnce", "a")]
     assert told[2:] == [("b", False)]
-    assert conditions.flags() == {"AtOnce": True}
+    assert conditions.get_flags() == {"AtOnce": True}
     conditions.evaluate({}, 3.0)
     assert (names(conditions), told[3:]) == ([], [("a", False)]), "a removed node has no condition"
-    assert conditions.flags() == {"AtOnce": False}
+    assert conditions.get_flags() == {"AtOnce": False}
 
 
 def test_every_listener_is_told_once_of_begin_and_end():
-    conditions = Conditions([AT_ONCE])
+    conditions = ConditionEvaluator([AT_ONCE])
     told: list[tuple[int, bool]] = []
     for number in (1, 2):
         conditions.listeners.append(lambda _, began, number=number: told.append((number, began)))
@@ -96,7 +96,7 @@ def test_every_listener_is_told_once_of_begin_and_end():
 
 
 def test_critical_conditions_come_first_and_then_the_oldest():
-    conditions = Conditions([LATE, AT_ONCE])
+    conditions = ConditionEvaluator([LATE, AT_ONCE])
     conditions.evaluate(m(b=1), 0.0)
     conditions.evaluate(m(a=1, b=1), 10.0)
     conditions.evaluate(m(a=1, b=1, c=9), 100.0)
@@ -104,7 +104,7 @@ def test_critical_conditions_come_first_and_then_the_oldest():
 
 
 def test_a_row_has_every_field_of_its_condition():
-    assert Condition(LATE, A, 5.12345).row() == {
+    assert Condition(LATE, A, 5.12345).to_row() == {
         "name": "Late",
         "severity": "warning",
         "node": "a",
@@ -113,15 +113,15 @@ def test_a_row_has_every_field_of_its_condition():
         "remedy": "wait for it, then restart it",
         "runbook": "docs/alerts.md#late",
     }
-    assert Condition(NAMED["CutOff"], frozenset(), 0.0).row()["node"] is None
+    assert Condition(NAMED["CutOff"], frozenset(), 0.0).to_row()["node"] is None
     conflict = Condition(NAMED["ModelConflict"], frozenset({("model", "tiny")}), 0.0)
     assert "with the name tiny:" in conflict.summary
 
 
 def test_the_log_warns_of_the_begin_and_informs_of_the_end():
     with capture_logs() as logs:
-        log_conditions(Condition(AT_ONCE, A, 5.0), True)
-        log_conditions(Condition(AT_ONCE, A, 5.0), False)
+        log_condition(Condition(AT_ONCE, A, 5.0), True)
+        log_condition(Condition(AT_ONCE, A, 5.0), False)
     fields = {"condition": "AtOnce", "severity": "critical", "node": "a", "summary": "a is wrong"}
     assert logs == [
         {"event": "condition began", "log_level": "warning", **fields},
@@ -134,7 +134,7 @@ def test_the_log_warns_of_the_begin_and_informs_of_the_end():
 
 def test_a_sample_has_the_values_that_the_metrics_have():
     seen = replace(view("id of a", report=DISTINCT), name="a")
-    found = sample_of(pool_picture(1, 1), [node_picture(seen, None)])
+    found = build_sample(pool_picture(1, 1), [node_picture(seen, None)])
     expected = {
         "engine_forwards_total": 2007,
         "node_memory_margin_bytes": 1003,
@@ -156,11 +156,11 @@ def test_a_sample_has_the_values_that_the_metrics_have():
 
 
 def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
-    conditions = Conditions()
+    conditions = ConditionEvaluator()
     for now in (WALL, WALL + 30, WALL + 60, WALL + 120):
         picture = pool_picture(1, 1, leaks=1, conditions={}, wall=now)
         node = node_picture(view("a", report=DISTINCT), None)
-        conditions.evaluate(sample_of(picture, [node]), now)
+        conditions.evaluate(build_sample(picture, [node]), now)
     held = {name for name, _ in names(conditions)}
     assert held == {"WiredLeak", "ReservationLeak", "OverCap", "StaleSensor", "QueueStuck"}
     assert {rule.name for rule in WATCHED} >= held
@@ -174,7 +174,7 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], logged: int
 ):
     monkeypatch.setattr(evaluator, "EVALUATION_INTERVAL_SECONDS", 0.0)
-    conditions, looks, seen = Conditions([AT_ONCE]), itertools.count(1), asyncio.Event()
+    conditions, looks, seen = ConditionEvaluator([AT_ONCE]), itertools.count(1), asyncio.Event()
 
     def sample() -> Sample:
         look = next(looks)
@@ -191,7 +191,7 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
     assert [one["event"] for one in logs] == ["conditions"] * logged
-    assert [(one.node, one.since) for one in conditions.active()] == [("a", 7.0)]
+    assert [(one.node, one.since) for one in conditions.list_active()] == [("a", 7.0)]
 
 
 # expressions
@@ -202,48 +202,48 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
 )
 def test_a_comparison_keeps_the_series_for_which_it_holds(sign: str, holds: set[float]):
     history = SampleHistory({})
-    history.add({"m": {frozenset({("node", str(value))}): value for value in (1.0, 2.0, 3.0)}}, 0.0)
-    found = Comparison(Metric("m"), sign, 2.0).value(history)
+    history.add_sample({"m": {frozenset({("node", str(value))}): value for value in (1.0, 2.0, 3.0)}}, 0.0)
+    found = Comparison(Metric("m"), sign, 2.0).evaluate(history)
     assert isinstance(found, dict)
     assert set(found.values()) == holds
 
 
 def test_series_meet_by_all_their_labels_and_nothing_is_divided_by_zero():
     history = SampleHistory({})
-    history.add({"m": {A: 6.0, B: 1.0}, "n": {A: 3.0, B: 0.0, frozenset(): 5.0}}, 0.0)
-    assert BinaryOp(Metric("m"), "-", Metric("n")).value(history) == {A: 3.0, B: 1.0}
-    assert BinaryOp(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
-    assert MaxOver(Metric("m")).value(history) == {frozenset(): 6.0}
-    assert MaxOver(Metric("none")).value(history) == {}
+    history.add_sample({"m": {A: 6.0, B: 1.0}, "n": {A: 3.0, B: 0.0, frozenset(): 5.0}}, 0.0)
+    assert BinaryOp(Metric("m"), "-", Metric("n")).evaluate(history) == {A: 3.0, B: 1.0}
+    assert BinaryOp(Metric("m"), "/", Metric("n")).evaluate(history) == {A: 2.0}
+    assert MaxOver(Metric("m")).evaluate(history) == {frozenset(): 6.0}
+    assert MaxOver(Metric("none")).evaluate(history) == {}
 
 
 def test_a_number_without_labels_has_no_series_and_is_its_own_highest():
     history = SampleHistory({})
-    assert CurrentTime().value(history) == Scalar(0.0)
-    history.add({"m": {A: 6.0}}, 7.0)
-    assert MaxOver(CurrentTime()).value(history) == CurrentTime().value(history) == Scalar(7.0)
-    assert BinaryOp(CurrentTime(), "-", CurrentTime()).value(history) == {}
-    assert BinaryOp(CurrentTime(), "-", Metric("m")).value(history) == {A: 1.0}
-    conditions = Conditions([replace(AT_ONCE, holds=CurrentTime())])
+    assert CurrentTime().evaluate(history) == Scalar(0.0)
+    history.add_sample({"m": {A: 6.0}}, 7.0)
+    assert MaxOver(CurrentTime()).evaluate(history) == CurrentTime().evaluate(history) == Scalar(7.0)
+    assert BinaryOp(CurrentTime(), "-", CurrentTime()).evaluate(history) == {}
+    assert BinaryOp(CurrentTime(), "-", Metric("m")).evaluate(history) == {A: 1.0}
+    conditions = ConditionEvaluator([replace(AT_ONCE, expression=CurrentTime())])
     conditions.evaluate({"m": {A: 6.0}}, 7.0)
-    assert conditions.active() == []
+    assert conditions.list_active() == []
 
 
 def test_an_expression_is_walked_through_with_all_that_it_is_made_of():
     a, b, c = Metric("a"), Metric("b"), Increase("c", 30)
-    both = And(Comparison(a, ">", MaxOver(b)), Comparison(c, ">", 0))
-    assert list(walk(both)) == [both, both.left, a, MaxOver(b), b, both.right, c]
+    both = Intersection(Comparison(a, ">", MaxOver(b)), Comparison(c, ">", 0))
+    assert list(walk_expression(both)) == [both, both.left, a, MaxOver(b), b, both.right, c]
 
 
 def test_a_rise_is_of_its_own_window_and_older_ones_are_forgotten():
     history = SampleHistory({"c": frozenset({30.0, 300.0})})
     for now in range(0, 400, 10):
-        history.add({"c": {A: now}}, float(now))
-    assert [dict(history.increases("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]
+        history.add_sample({"c": {A: now}}, float(now))
+    assert [dict(history.iterate_increases("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]
     tracemalloc.start()
     try:
         for now in range(400, 40_400, 10):
-            history.add({"c": {A: now}}, float(now))
+            history.add_sample({"c": {A: now}}, float(now))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -9,9 +9,18 @@ from typing import Any
 
 import pytest
 
-from coordinator.alerts.evaluator import Condition, Conditions, sample_of
-from coordinator.alerts.promql import Increase, Labels, Metric, Sample, SampleHistory, walk
-from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, AlertRule, format_summary, rules_file, runbook_url
+from coordinator.alerts.evaluator import Condition, ConditionEvaluator, build_sample
+from coordinator.alerts.promql import Increase, Labels, Metric, Sample, SampleHistory, walk_expression
+from coordinator.alerts.rules import (
+    DEFAULT_PAGE_URL,
+    EXTERNAL_RULES,
+    RULES,
+    WATCHED,
+    AlertRule,
+    build_runbook_url,
+    format_summary,
+    render_rules_file,
+)
 from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
@@ -35,7 +44,7 @@ def test_every_rule_has_a_story_and_a_name_of_its_own():
 
 def test_rules_look_at_metrics_and_labels_that_exist():
     for rule in WATCHED:
-        for part in walk(rule.holds):
+        for part in walk_expression(rule.expression):
             if isinstance(part, Metric | Increase):
                 family = FAMILIES[part.name]
                 labels = {name for name, _ in part.only} if isinstance(part, Metric) else set(part.without)
@@ -53,7 +62,7 @@ def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
 
 def test_the_committed_rules_are_those_of_the_table():
     file = ROOT / "deploy" / "prometheus" / "rules.yml"
-    assert file.read_text() == rules_file(), "deploy/prometheus/rules.yml is old: run `make docs`"
+    assert file.read_text() == render_rules_file(), "deploy/prometheus/rules.yml is old: run `make docs`"
 
 
 # Prometheus
@@ -70,14 +79,14 @@ def alerts(rule: AlertRule, labels: dict[str, str]) -> list[dict[str, Any]]:
     annotations = {
         "summary": format_summary(rule.summary, frozenset(labels.items())),
         "description": rule.remedy,
-        "runbook_url": runbook_url(PAGE, rule.name),
+        "runbook_url": build_runbook_url(DEFAULT_PAGE_URL, rule.name),
     }
     return [{"exp_labels": {**labels, "severity": rule.severity.value}, "exp_annotations": annotations}]
 
 
 def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
     needs("promtool")
-    (folder / "rules.yml").write_text(rules_file())
+    (folder / "rules.yml").write_text(render_rules_file())
     whole = {"rule_files": ["rules.yml"], "evaluation_interval": f"{STEP}s", "tests": tests}
     (folder / "test.yml").write_text(json.dumps(whole))
     return subprocess.run(["promtool", "test", "rules", "test.yml"], capture_output=True, text=True, cwd=folder)
@@ -132,15 +141,15 @@ def sample(story: Series, now: float) -> Sample:
 
 def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
     """Play a scenario and return the rules that held at each sample."""
-    conditions = Conditions()
+    conditions = ConditionEvaluator()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):
         conditions.evaluate(sample(story, now), now)
-        held.append({(one.rule.name, one.labels) for one in conditions.active()})
+        held.append({(one.rule.name, one.labels) for one in conditions.list_active()})
     return held
 
 
-@pytest.mark.parametrize("name", [name for name in STORIES if name not in OUTSIDE])
+@pytest.mark.parametrize("name", [name for name in STORIES if name not in EXTERNAL_RULES])
 def test_the_condition_begins_and_rests(name: str):
     story = STORIES[name]
     assert (name, frozenset(story.labels.items())) in played(story.holds, story.seconds)[-1]
@@ -164,18 +173,18 @@ def test_an_inert_gate_that_runs_nothing_more_is_told_no_more():
 
 
 def test_what_began_and_what_ended_is_told_once():
-    conditions, told_of = Conditions(), list[tuple[str, str, bool]]()
+    conditions, told_of = ConditionEvaluator(), list[tuple[str, str, bool]]()
     conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))
     for now in range(0, 60, STEP):
         guard = 1.0 if 20 <= now < 40 else 0.0
         conditions.evaluate({"macpool_gate_guard": {STUDIO: guard}}, now)
     assert told_of == [("GuardOff", "studio", True), ("GuardOff", "studio", False), ("GuardOff", "studio", True)]
-    assert conditions.flags()["GuardOff"]
-    assert not conditions.flags()["GateInert"]
+    assert conditions.get_flags()["GuardOff"]
+    assert not conditions.get_flags()["GateInert"]
 
 
 def test_critical_conditions_come_first():
-    conditions = Conditions()
+    conditions = ConditionEvaluator()
     for now in (0, 10, 20):
         conditions.evaluate(
             {
@@ -185,41 +194,41 @@ def test_critical_conditions_come_first():
             },
             now,
         )
-    assert [one.rule.name for one in conditions.active()] == ["GuardOff", "MarginZero"]
+    assert [one.rule.name for one in conditions.list_active()] == ["GuardOff", "MarginZero"]
 
 
 def test_a_counter_that_was_seen_once_has_not_risen():
     history = SampleHistory({"c": frozenset({30.0})})
-    history.add({"c": {STUDIO: 100}}, 0)
-    assert list(history.increases("c", 30)) == []
-    history.add({"c": {STUDIO: 103}}, 5)
-    assert list(history.increases("c", 30)) == [(STUDIO, 3)]
-    history.add({"c": {STUDIO: 2}}, 10)
-    assert list(history.increases("c", 30)) == [(STUDIO, 5)]
-    history.add({"c": {STUDIO: 2}}, 37)
-    assert list(history.increases("c", 30)) == [(STUDIO, 2)]
-    history.add({}, 40)
-    history.add({"c": {STUDIO: 50}}, 45)
-    assert list(history.increases("c", 30)) == []
+    history.add_sample({"c": {STUDIO: 100}}, 0)
+    assert list(history.iterate_increases("c", 30)) == []
+    history.add_sample({"c": {STUDIO: 103}}, 5)
+    assert list(history.iterate_increases("c", 30)) == [(STUDIO, 3)]
+    history.add_sample({"c": {STUDIO: 2}}, 10)
+    assert list(history.iterate_increases("c", 30)) == [(STUDIO, 5)]
+    history.add_sample({"c": {STUDIO: 2}}, 37)
+    assert list(history.iterate_increases("c", 30)) == [(STUDIO, 2)]
+    history.add_sample({}, 40)
+    history.add_sample({"c": {STUDIO: 50}}, 45)
+    assert list(history.iterate_increases("c", 30)) == []
 
 
 def test_a_healthy_pool_has_no_conditions():
-    conditions = Conditions()
+    conditions = ConditionEvaluator()
     nodes = [node_picture(view(f"n{number}"), None) for number in range(3)]
     for _ in range(3):
-        conditions.evaluate(sample_of(pool_picture(3, 2, conditions={}), nodes), WALL)
-    assert conditions.active() == []
+        conditions.evaluate(build_sample(pool_picture(3, 2, conditions={}), nodes), WALL)
+    assert conditions.list_active() == []
 
 
 def test_a_sample_names_nodes_as_service_discovery_does():
-    found = sample_of(pool_picture(2, 1), [node_picture(view("n0"), None), node_picture(view("n1"), None)])
+    found = build_sample(pool_picture(2, 1), [node_picture(view("n0"), None), node_picture(view("n1"), None)])
     assert set(found["macpool_gate_armed"]) == {frozenset({("node", "n0")}), frozenset({("node", "n1")})}
     assert found["macpool_router_queue_depth"] == {frozenset(): 1.0}
-    assert {rule_metric for rule in WATCHED for rule_metric in rule.metrics()} == set(found)
+    assert {rule_metric for rule in WATCHED for rule_metric in rule.list_metrics()} == set(found)
 
 
 def test_a_row_is_for_people_and_programs():
-    row = Condition(NAMED["GuardOff"], STUDIO, 5.0).row()
+    row = Condition(NAMED["GuardOff"], STUDIO, 5.0).to_row()
     assert row["node"] == "studio"
     assert "studio" in str(row["summary"])
     assert json.loads(json.dumps(row)) == row

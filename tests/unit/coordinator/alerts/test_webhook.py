@@ -17,7 +17,14 @@ import structlog
 from coordinator.alerts import webhook
 from coordinator.alerts.evaluator import Condition
 from coordinator.alerts.rules import RULES
-from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse, post, resolve_allowed
+from coordinator.alerts.webhook import (
+    Webhook,
+    WebhookAddress,
+    WebhookError,
+    parse_webhook_url,
+    post_message,
+    select_address,
+)
 from coordinator.tls.https_ca import HttpsCa
 
 SECRET = "canary-path-secret"
@@ -56,7 +63,7 @@ GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), f
 )
 def test_what_is_no_address_for_conditions_is_refused(url: str):
     with pytest.raises(WebhookError) as refused:
-        parse(url)
+        parse_webhook_url(url)
     assert "pw" not in str(refused.value)
 
 
@@ -71,7 +78,7 @@ def test_what_is_no_address_for_conditions_is_refused(url: str):
     ],
 )
 def test_addresses_are_read(url: str, address: WebhookAddress):
-    assert parse(url) == address
+    assert parse_webhook_url(url) == address
 
 
 @pytest.mark.parametrize(
@@ -91,7 +98,7 @@ def test_addresses_are_read(url: str, address: WebhookAddress):
 )
 def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
     with pytest.raises(WebhookError):
-        resolve_allowed(WebhookAddress(tls, "example.com", 443, "/"), found)
+        select_address(WebhookAddress(tls, "example.com", 443, "/"), found)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +133,7 @@ def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
 )
 def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     with pytest.raises(WebhookError):
-        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["93.184.216.34", host])
+        select_address(WebhookAddress(True, "example.com", 443, "/"), ["93.184.216.34", host])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +152,7 @@ def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     ],
 )
 def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
-    assert resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), [host]) == host
+    assert select_address(WebhookAddress(True, "example.com", 443, "/"), [host]) == host
 
 
 def test_a_name_is_resolved_once_and_redirects_are_not_followed():
@@ -157,14 +164,13 @@ def test_a_name_is_resolved_once_and_redirects_are_not_followed():
 
     with receiver(302) as (address, got):
         named = WebhookAddress(False, "localhost", address.port, address.path)
-        assert post(named, b"{}", find) == 302
+        assert post_message(named, b"{}", find) == 302
     assert (asked, len(got)) == (["localhost"], 1)
 
 
 def test_the_address_that_was_looked_at_is_the_one_that_is_used():
     assert (
-        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"])
-        == "192.168.1.9"
+        select_address(WebhookAddress(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
     )
 
 
@@ -205,7 +211,7 @@ def receiver(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
-        yield parse(f"http://127.0.0.1:{server.server_address[1]}/{SECRET}"), got
+        yield parse_webhook_url(f"http://127.0.0.1:{server.server_address[1]}/{SECRET}"), got
     finally:
         server.shutdown()
         thread.join()
@@ -235,7 +241,7 @@ async def test_what_begins_and_what_ends_is_told_in_order():
         await told(address, 2, got)
     assert [path for path, _ in got] == [f"/{SECRET}"] * 2
     assert [message["event"] for _, message in got] == ["began", "ended"]
-    assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.row()}
+    assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.to_row()}
 
 
 async def test_who_cannot_now_is_asked_again_and_who_will_not_is_not():
@@ -335,7 +341,7 @@ async def test_a_flood_is_bounded():
     one = Webhook(WebhookAddress(True, "example.com", 443, "/"), "home", lambda *_: 204)
     for _ in range(1000):
         one.enqueue(GUARD_OFF, True)
-    assert one.waiting == webhook.MAX_QUEUED_MESSAGES
+    assert one.queued_messages == webhook.MAX_QUEUED_MESSAGES
 
 
 def test_what_answers_no_http_is_a_failure():
@@ -352,7 +358,7 @@ def test_what_answers_no_http_is_a_failure():
         thread = threading.Thread(target=speak)
         thread.start()
         with pytest.raises(OSError, match="is not HTTP"):
-            post(WebhookAddress(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
+            post_message(WebhookAddress(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
         thread.join()
 
 
@@ -363,8 +369,8 @@ def test_a_message_goes_over_tls_to_a_server_that_the_machine_trusts(tmp_path: P
         with receiver(200, tls=endpoint.context) as (address, got):
             secure = WebhookAddress(True, "localhost", address.port, "/")
             if statuses:
-                assert post(secure, b"{}", lambda *_: ["127.0.0.1"], given) == 200
+                assert post_message(secure, b"{}", lambda *_: ["127.0.0.1"], given) == 200
             else:
                 with pytest.raises(ssl.SSLCertVerificationError):
-                    post(secure, b"{}", lambda *_: ["127.0.0.1"], given)
+                    post_message(secure, b"{}", lambda *_: ["127.0.0.1"], given)
         assert len(got) == len(statuses)

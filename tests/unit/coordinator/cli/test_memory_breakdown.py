@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.cli.commands import nodes as verbs
-from coordinator.cli.memory_breakdown import arithmetic, guard_of
+from coordinator.cli.memory_breakdown import get_guard_state, render_breakdown
 from coordinator.client import api_client
 from coordinator.observe.node_rows import build_enforcement_row, list_dangers
 from router.placement.cluster_view import NodeView
@@ -62,7 +62,7 @@ def node(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
-    assert arithmetic(node()) == [
+    assert render_breakdown(node()) == [
         "cap       96.0 GiB, limited by metal, tier balanced",
         "ceiling   90.0 GiB, limited by leases; leases 6.0 GiB",
         "remedy    wait for the video job",
@@ -76,7 +76,7 @@ def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
 
 
 def test_what_is_unknown_is_shown_as_unknown():
-    lines = arithmetic(node(phys=None, current=None, headroom=None, source=""))
+    lines = render_breakdown(node(phys=None, current=None, headroom=None, source=""))
     assert any("phys -" in line and "no source" in line for line in lines)
     assert any(line.startswith("headroom  - =") for line in lines)
 
@@ -92,7 +92,7 @@ def test_what_is_unknown_is_shown_as_unknown():
     ],
 )
 def test_a_guard_in_a_word(changes: dict[str, Any], word: str):
-    assert guard_of(node(**changes)) == word
+    assert get_guard_state(node(**changes)) == word
 
 
 def view(memory: Memory, enforcement: Enforcement) -> NodeView:
@@ -139,6 +139,6 @@ def test_alarming_cells_of_a_table_are_red(monkeypatch: pytest.MonkeyPatch):
     out = io.StringIO()
     colours = Console(file=out, force_terminal=True, color_system="standard", width=80)
     monkeypatch.setattr("rich.console.Console", lambda **_: colours)
-    api_client.table(("GUARD",), [("OFF",), ("armed",)], alarming={"OFF"})
+    api_client.print_table(("GUARD",), [("OFF",), ("armed",)], alarming={"OFF"})
     assert "\x1b[1;31mOFF" in out.getvalue()
     assert "31marmed" not in out.getvalue()

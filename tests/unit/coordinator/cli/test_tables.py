@@ -151,7 +151,7 @@ def test_models_fit_with_whole_names(screen: Any, width: int, models: int):
 @pytest.mark.parametrize(("width", "models"), SIZES)
 def test_the_live_view_fits(width: int, models: int):
     console = Console(width=width, record=True, file=open(os.devnull, "w"), color_system=None)  # noqa: SIM115
-    console.print(logs_and_top.table(a_pool(models)["nodes"], width))
+    console.print(logs_and_top.render_node_table(a_pool(models)["nodes"], width))
     lines = console.export_text().splitlines()
     if os.environ.get("SHOW"):
         print("\n".join(lines))

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from coordinator.cli import cluster
 from coordinator.doctor import bundle
-from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, redact_settings, write
+from coordinator.doctor.bundle import (
+    OMITTED,
+    find_own_events,
+    parse_event,
+    read_newest_lines,
+    redact_settings,
+    redact_value,
+    render_log,
+    write_bundle,
+)
 from host.redaction import HIDDEN
 from tests.support.cluster.whole_pool import served
 
@@ -43,31 +52,31 @@ def unpacked(file: Path) -> dict[str, str]:
     "canary", [PROMPT, KEY, TOKEN, f"password={PASSWORD}", PEM, [PROMPT], {"deep": {"er": PROMPT}}]
 )
 def test_no_field_of_an_event_tells_a_text(where: str, canary: Any):
-    told = json.dumps(event_of(json.dumps({**EVENT, where: canary})))
+    told = json.dumps(parse_event(json.dumps({**EVENT, where: canary})))
     assert [one for one in CANARIES if one in told] == []
 
 
 def test_a_name_of_a_field_can_hold_nothing_either():
-    assert PROMPT not in json.dumps(event_of(json.dumps({**EVENT, PROMPT: 1})))
+    assert PROMPT not in json.dumps(parse_event(json.dumps({**EVENT, PROMPT: 1})))
 
 
 def test_an_exception_keeps_its_type_and_its_way_only():
     text = f"ValueError from KeyError: {PROMPT}\ntext.py:12 render\n{PROMPT}\nloop.py:3 step"
-    found = event_of(json.dumps({**EVENT, "exception": text}))
+    found = parse_event(json.dumps({**EVENT, "exception": text}))
     assert found is not None
     assert found["exception"] == "ValueError\ntext.py:12 render\nloop.py:3 step".replace(
         "ValueError", "ValueError from KeyError"
     )
-    assert event_of(json.dumps({**EVENT, "exception": f"{PROMPT}: x"}))["exception"] == LEFT_OUT  # pyright: ignore
+    assert parse_event(json.dumps({**EVENT, "exception": f"{PROMPT}: x"}))["exception"] == OMITTED  # pyright: ignore
 
 
 def test_numbers_switches_and_our_own_words_stay():
     line = {**EVENT, "predicted": 12_000_000, "armed": True, "bound_by": "dynamic", "skew": -0.25, "left": None}
-    assert event_of(json.dumps(line)) == line
+    assert parse_event(json.dumps(line)) == line
 
 
 def test_what_libraries_say_is_left_out():
-    assert event_of(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == LEFT_OUT  # pyright: ignore
+    assert parse_event(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == OMITTED  # pyright: ignore
 
 
 def test_lines_that_are_not_ours_are_counted():
@@ -78,18 +87,18 @@ def test_lines_that_are_not_ours_are_counted():
         f"2026-11-20 10:00:00 [warning  ] certificate renewed  text={PROMPT}",
         f"2026-11-20 10:00:00 [warning  ] {PROMPT}!",
     ]
-    found = [json.loads(line) for line in log_lines(lines).splitlines()]
+    found = [json.loads(line) for line in render_log(lines).splitlines()]
     assert [one.get("event") for one in found] == ["link lost", "certificate renewed", None]
     assert found[-1] == {"lines_left_out": 3}
 
 
 @given(st.text(max_size=80), st.dictionaries(st.text(max_size=12), st.text(max_size=60), max_size=4))
 def test_only_words_come_through(line: str, fields: dict[str, str]):
-    event_of(line)
-    for name, value in (event_of(json.dumps({**EVENT, **fields})) or {}).items():
+    parse_event(line)
+    for name, value in (parse_event(json.dumps({**EVENT, **fields})) or {}).items():
         assert name in EVENT or name in fields
         assert value is None or len(str(value)) <= 400
-        assert " " not in str(value) or name in ("event", "exception") or value in (LEFT_OUT, "[hidden]")
+        assert " " not in str(value) or name in ("event", "exception") or value in (OMITTED, "[hidden]")
 
 
 def planted(state: Path) -> None:
@@ -170,31 +179,31 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
 def test_a_bundle_replaces_what_was_there_and_follows_no_link(tmp_path: Path):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "b.tgz").symlink_to(tmp_path / "secret")
-    write(tmp_path / "b.tgz", {"a.json": {"n": 1}}, [], tmp_path)
+    write_bundle(tmp_path / "b.tgz", {"a.json": {"n": 1}}, [], tmp_path)
     assert (tmp_path / "secret").read_text() == "mine"
     assert not (tmp_path / "b.tgz").is_symlink()
     assert "~/models" in unpacked_text(tmp_path)
 
 
 def unpacked_text(folder: Path) -> str:
-    write(folder / "b.tgz", {"a.json": {"folder": f"{folder}/models"}}, [], folder)
+    write_bundle(folder / "b.tgz", {"a.json": {"folder": f"{folder}/models"}}, [], folder)
     return "".join(unpacked(folder / "b.tgz").values())
 
 
 def test_own_events_are_those_that_our_packages_log():
-    own_events.cache_clear()
-    found = own_events()
+    find_own_events.cache_clear()
+    found = find_own_events()
     assert {"endpoint certificate", "metal limit not stored", "link lost"} <= found
     assert "zebra canary" not in found
 
 
 def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
-    assert event_of(json.dumps({**EVENT, "reason": "zebra", "detail": "zebra"})) == {
+    assert parse_event(json.dumps({**EVENT, "reason": "zebra", "detail": "zebra"})) == {
         **EVENT,
         "reason": "zebra",
-        "detail": LEFT_OUT,
+        "detail": OMITTED,
     }
-    assert event_of(json.dumps({**EVENT, "exception": ""})) == {**EVENT, "exception": LEFT_OUT}
+    assert parse_event(json.dumps({**EVENT, "exception": ""})) == {**EVENT, "exception": OMITTED}
 
 
 def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.MonkeyPatch):
@@ -203,7 +212,7 @@ def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.M
     lines = [json.dumps({**EVENT, "n": number}) for number in range(4)]
     found = [
         json.loads(line)
-        for line in log_lines([PROMPT, *lines, console, console.replace("renewed", "zebra")]).splitlines()
+        for line in render_log([PROMPT, *lines, console, console.replace("renewed", "zebra")]).splitlines()
     ]
     assert found == [
         {**EVENT, "n": 3},
@@ -215,25 +224,25 @@ def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.M
 def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bundle, "MAX_LOG_BYTES", 20)
     log = tmp_path / "node.log"
-    assert newest(log) == []
+    assert read_newest_lines(log) == []
     for text, lines in (
         ("a\nb\n", ["a", "b"]),
         ("0123456789\nabcdefgh\n", ["0123456789", "abcdefgh"]),
         ("x" * 30 + "\nabcdefgh\n", ["abcdefgh"]),
     ):
         log.write_text(text)
-        assert newest(log) == lines
+        assert read_newest_lines(log) == lines
 
 
 def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
     value = {"paths": ["/srv/ann/models", ("/srv/ann", 1)], "password": "x", "n": 1, "deep": {"key": KEY}}
-    assert clean(value, "/srv/ann") == {
+    assert redact_value(value, "/srv/ann") == {
         "paths": ["~/models", ["~", 1]],
         "password": HIDDEN,
         "n": 1,
         "deep": {"key": HIDDEN},
     }
-    assert [clean("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
+    assert [redact_value("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
 
 
 def test_settings_are_told_where_they_are_plain_words():
@@ -255,4 +264,4 @@ def test_settings_are_told_where_they_are_plain_words():
 def test_what_was_written_is_named(tmp_path: Path):
     (tmp_path / "node.log").write_text(json.dumps(EVENT))
     logs = [tmp_path / "node.log", tmp_path / "gone.log"]
-    assert write(tmp_path / "b.tgz", {"a.json": {}}, logs, tmp_path) == ["README.txt", "a.json", "logs/node.log"]
+    assert write_bundle(tmp_path / "b.tgz", {"a.json": {}}, logs, tmp_path) == ["README.txt", "a.json", "logs/node.log"]

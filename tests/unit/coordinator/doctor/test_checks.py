@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.doctor.finding import Finding, exit_code, fail, not_here, ok, warn
-from coordinator.doctor.pool_checks import link_finding
-from coordinator.doctor.runner import CHECKS, Check, CheckResult, examine
+from coordinator.doctor.finding import Finding, compute_exit_code, fail, not_here, ok, warn
+from coordinator.doctor.pool_checks import assess_dials
+from coordinator.doctor.runner import CHECKS, Check, CheckResult, run_checks
 from host.power import PowerState
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
 from wire.units import GIB
@@ -32,16 +32,16 @@ def test_ids_are_unique_and_plain():
 
 
 def test_every_id_runs_the_check_of_its_name():
-    names = {check.id: check.run.__name__.replace("_", "-") for check in CHECKS}
+    names = {check.id: check.run.__name__.removeprefix("check_").replace("_", "-") for check in CHECKS}
     assert names == {name: "log-errors" if name == "errors" else name for name in BY_ID}
 
 
 def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
     finding = warn("it is slow", "mend it", seconds=1.5, size=None)
-    (one,) = examine(pretended(tmp_path), [Check("slow", "How fast it is", lambda _: finding)])
-    row = one.row()
+    (one,) = run_checks(pretended(tmp_path), [Check("slow", "How fast it is", lambda _: finding)])
+    row = one.to_row()
     assert 0 <= row.pop("seconds") < 5
-    assert CheckResult(one.check, finding, 1.23456).row()["seconds"] == 1.235
+    assert CheckResult(one.check, finding, 1.23456).to_row()["seconds"] == 1.235
     assert row == {
         "id": "slow",
         "title": "How fast it is",
@@ -55,7 +55,7 @@ def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
 def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     here, asked = pretended(tmp_path), [check for check in CHECKS if check.id != "bonjour"]
-    found = {one.check.id: one.finding for one in examine(here, asked)}
+    found = {one.check.id: one.finding for one in run_checks(here, asked)}
     assert {name: one for name, one in found.items() if one.result in ("warn", "fail") and name != "disk"} == {}
 
 
@@ -134,7 +134,7 @@ def test_local_network_privacy_is_not_a_network_that_is_down(tmp_path: Path):
     assert "macOS blocks Visual Studio Code" in blocked.text
     assert "Privacy & Security > Local Network" in blocked.fix
     assert "sudo cluster service install" in blocked.fix
-    assert exit_code([("local-network", blocked), ("disk", fail("full", "clean"))], strict=False) == 10
+    assert compute_exit_code([("local-network", blocked), ("disk", fail("full", "clean"))], strict=False) == 10
     down = BY_ID["local-network"].run(pretended(tmp_path, reach={"192.168.1.20": 65, "192.168.1.1": 65}))
     assert down.result == "warn"
     assert BY_ID["local-network"].run(pretended(tmp_path)).result == "ok"
@@ -215,12 +215,12 @@ def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(
 
 
 def test_a_node_that_reaches_a_stranger_never_goes_on():
-    found = link_finding([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
+    found = assess_dials([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
     assert found.result == "fail"
-    assert exit_code([("coordinator", found)], strict=False) == 9
-    assert link_finding([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}, PEER]).result == "ok"
-    lost = link_finding([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}])
-    assert (lost.result, exit_code([("coordinator", lost)], strict=False)) == ("fail", 6)
+    assert compute_exit_code([("coordinator", found)], strict=False) == 9
+    assert assess_dials([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}, PEER]).result == "ok"
+    lost = assess_dials([{**PEER, "errno": 111, "proven": None, "error": "Connection refused"}])
+    assert (lost.result, compute_exit_code([("coordinator", lost)], strict=False)) == ("fail", 6)
 
 
 def test_a_machine_in_no_cluster_has_little_to_say(tmp_path: Path):
@@ -291,7 +291,9 @@ def test_a_check_that_hangs_or_breaks_delays_no_other_check(tmp_path: Path):
         raise RuntimeError("boom")
 
     checks = [Check("hangs", "x", hang), Check("breaks", "x", broken), Check("works", "x", lambda _: ok("fine"))]
-    examined = {one.check.id: one for one in examine(dataclasses.replace(pretended(tmp_path), seconds=1.0), checks)}
+    examined = {
+        one.check.id: one for one in run_checks(dataclasses.replace(pretended(tmp_path), timeout_seconds=1.0), checks)
+    }
     assert [one.daemon for one in threading.enumerate() if one.name == "hangs"] == [True]
     never.set()
     found = {name: one.finding for name, one in examined.items()}
@@ -305,12 +307,12 @@ def test_a_check_that_hangs_or_breaks_delays_no_other_check(tmp_path: Path):
 
 
 def test_exit_codes():
-    assert exit_code([("a", ok("")), ("b", not_here(""))], strict=True) == 0
-    assert exit_code([("a", warn("", "x"))], strict=False) == 0
-    assert exit_code([("a", warn("", "x"))], strict=True) == 1
-    assert exit_code([("a", ok("")), ("b", warn("", "x"))], strict=True) == 1
-    assert exit_code([("a", warn("", "x")), ("b", fail("", "x"))], strict=True) == 6
-    assert exit_code([("a", ok("")), ("b", Finding("fail", "", "", intercepted=True))], strict=True) == 9
+    assert compute_exit_code([("a", ok("")), ("b", not_here(""))], strict=True) == 0
+    assert compute_exit_code([("a", warn("", "x"))], strict=False) == 0
+    assert compute_exit_code([("a", warn("", "x"))], strict=True) == 1
+    assert compute_exit_code([("a", ok("")), ("b", warn("", "x"))], strict=True) == 1
+    assert compute_exit_code([("a", warn("", "x")), ("b", fail("", "x"))], strict=True) == 6
+    assert compute_exit_code([("a", ok("")), ("b", Finding("fail", "", "", intercepted=True))], strict=True) == 9
 
 
 def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path):

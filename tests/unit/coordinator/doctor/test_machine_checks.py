@@ -31,7 +31,9 @@ def silent(here: HostProbe) -> HostProbe:
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.run(command, seconds)
 
-    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(
+        here.session, here.platform, here.environ, ask, here.dial, here.root, here.get_power, here.timeout_seconds
+    )
 
 
 def with_device(state: Path, platform: str = "darwin", **changes: Any) -> HostProbe:
@@ -43,7 +45,9 @@ def with_device(state: Path, platform: str = "darwin", **changes: Any) -> HostPr
             return ToolOutput(0, json.dumps({**DEVICE, **changes}))
         return here.run(command, seconds)
 
-    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(
+        here.session, here.platform, here.environ, ask, here.dial, here.root, here.get_power, here.timeout_seconds
+    )
 
 
 def joined(state: Path) -> None:
@@ -65,7 +69,7 @@ def joined(state: Path) -> None:
 )
 def test_the_system_is_macos_14_or_newer(tmp_path: Path, version: str, expected: tuple[str, str, str]):
     listing = f"ProductName: macOS\nProductVersion: {version}\nBuildVersion: X\n"
-    found = checks.system(pretended(tmp_path, {"/usr/bin/sw_vers": listing}))
+    found = checks.check_system(pretended(tmp_path, {"/usr/bin/sw_vers": listing}))
     assert seen(found) == expected
     assert found.numbers == {"version": version}
 
@@ -77,7 +81,7 @@ def test_python_is_3_11_to_3_14(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], result: str
 ):
     monkeypatch.setattr("sys.version_info", version)
-    found = checks.python(pretended(tmp_path, platform="linux"))
+    found = checks.check_python(pretended(tmp_path, platform="linux"))
     assert found.result == result
     assert ("macpool runs on Python 3.11 to 3.14" in found.fix) is (result == "fail")
 
@@ -85,44 +89,44 @@ def test_python_is_3_11_to_3_14(
 @pytest.mark.parametrize(("translated", "said"), [("1\n", ", translated by Rosetta"), ("0\n", "")])
 def test_python_on_a_mac_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, translated: str, said: str):
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    found = checks.python(pretended(tmp_path, {"/usr/sbin/sysctl -n sysctl.proc_translated": translated}))
+    found = checks.check_python(pretended(tmp_path, {"/usr/sbin/sysctl -n sysctl.proc_translated": translated}))
     assert (found.result, found.text.endswith(f"x86_64{said}")) == ("fail", True), found
     assert "MLX needs an arm64 Python" in found.fix
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert checks.python(pretended(tmp_path)).result == "ok"
+    assert checks.check_python(pretended(tmp_path)).result == "ok"
 
 
 def test_the_systems_own_python_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("sys.executable", "/usr/bin/python3-of-xcode")
-    found = checks.python(pretended(tmp_path))
+    found = checks.check_python(pretended(tmp_path))
     assert (found.result, "the system's own" in found.text) == ("warn", True)
     assert "uv tool install" in found.fix
 
 
 def test_mlx_is_installed_loads_and_has_metal(tmp_path: Path):
-    found = checks.mlx(with_device(tmp_path))
+    found = checks.check_mlx(with_device(tmp_path))
     assert seen(found) == ("ok", "MLX 0.32.4 on Apple M3 Ultra", "")
     assert found.numbers == {"most": 96 * GIB}
-    found = checks.mlx(with_device(tmp_path, metal=False))
+    found = checks.check_mlx(with_device(tmp_path, metal=False))
     assert seen(found)[:2] == ("fail", "MLX 0.32.4 on Apple M3 Ultra: no Metal")
     assert "log in once" in found.fix
-    assert checks.mlx(with_device(tmp_path, "linux", metal=False)).result == "ok"
-    found = checks.mlx(with_device(tmp_path, error="dlopen: no such symbol"))
+    assert checks.check_mlx(with_device(tmp_path, "linux", metal=False)).result == "ok"
+    found = checks.check_mlx(with_device(tmp_path, error="dlopen: no such symbol"))
     assert seen(found)[:2] == ("fail", "MLX cannot be loaded: dlopen: no such symbol")
     assert "uv tool install --reinstall macpool" in found.fix
-    assert checks.mlx(with_device(tmp_path, installed=False)).result == "not here"
+    assert checks.check_mlx(with_device(tmp_path, installed=False)).result == "not here"
     joined(tmp_path)
-    found = checks.mlx(with_device(tmp_path, installed=False))
+    found = checks.check_mlx(with_device(tmp_path, installed=False))
     assert seen(found) == ("fail", "MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
 
 
 def test_a_machine_whose_modules_do_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
     here = silent(pretended(tmp_path))
     for check, module in (
-        (checks.mlx, "node.engine.process.device_info"),
-        (checks.memory, "node.inspect.report"),
-        (checks.wired_limit, "node.inspect.report"),
+        (checks.check_mlx, "node.engine.process.device_info"),
+        (checks.check_memory, "node.inspect.report"),
+        (checks.check_wired_limit, "node.inspect.report"),
     ):
         found = check(here)
         assert (found.result, f"python -m {module}" in found.fix) == ("warn", True), found
@@ -136,7 +140,7 @@ def memory(**changes: Any) -> dict[str, Any]:
 
 
 def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
-    found = checks.memory(pretended(tmp_path))
+    found = checks.check_memory(pretended(tmp_path))
     assert seen(found) == ("ok", "RAM 128.0 GiB, cap 96.0 GiB (limited by static), margin 10.0 GiB", "")
     assert found.numbers == {"total": 128 * GIB, "cap": 96 * GIB, "margin": 10 * GIB}
 
@@ -154,13 +158,15 @@ def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
     ],
 )
 def test_memory_that_is_not_as_it_should_be(tmp_path: Path, changes: dict[str, Any], expected: tuple[str, str, str]):
-    found = checks.memory(pretended(tmp_path, memory=memory(**changes)))
+    found = checks.check_memory(pretended(tmp_path, memory=memory(**changes)))
     assert (found.result, found.text.endswith(expected[1]), found.fix) == (expected[0], True, expected[2]), found
 
 
 @pytest.mark.parametrize(("megabytes", "result"), [(0, "ok"), (122880, "ok"), (122881, "fail")])
 def test_the_wired_limit_is_at_most_the_safe_one(tmp_path: Path, megabytes: int, result: str):
-    found = checks.wired_limit(pretended(tmp_path, {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": f"{megabytes}\n"}))
+    found = checks.check_wired_limit(
+        pretended(tmp_path, {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": f"{megabytes}\n"})
+    )
     assert found.result == result
     assert found.numbers == {"now": megabytes * MIB, "safe": 120 * GIB}
     if result == "fail":
@@ -200,7 +206,7 @@ def test_disks_have_room_for_models_and_for_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: int, state: int, result: str, least: int
 ):
     monkeypatch.setattr("os.statvfs", Disk({"/models": models, str(tmp_path): state}))
-    found = checks.disk(pretended(tmp_path, folders=["/models/not-made-yet"]))
+    found = checks.check_disk(pretended(tmp_path, folders=["/models/not-made-yet"]))
     assert (found.result, found.numbers) == (result, {"free": least})
     assert "free for /models/not-made-yet" in found.text
     short = "/models/not-made-yet" if result == "warn" else str(tmp_path)
@@ -211,7 +217,7 @@ def test_disks_have_room_for_models_and_for_the_state(
 
 def test_room_is_what_others_than_root_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({str(tmp_path): 2 * GIB}))
-    assert "2.0 GiB free" in checks.disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
+    assert "2.0 GiB free" in checks.check_disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
 
 
 @pytest.mark.parametrize("name", ["pepper", "run.json", "cluster.db", "token", "identity.json", "a.pem", "a.key"])
@@ -220,7 +226,7 @@ def test_every_secret_is_its_owners_alone(tmp_path: Path, name: str, mode: int, 
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / name).touch(mode=0o600)
     (tmp_path / "deep" / name).chmod(mode)
-    found = checks.files(pretended(tmp_path))
+    found = checks.check_files(pretended(tmp_path))
     assert found.result == result
     if result == "ok":
         assert (found.text, found.numbers) == ("1 files with secrets, none readable by other users", {"secrets": 1})
@@ -234,16 +240,16 @@ def test_what_is_no_secret_may_be_read(tmp_path: Path):
         (tmp_path / path).touch()
         (tmp_path / path).chmod(0o644)
     (tmp_path / "link.pem").symlink_to(tmp_path / "notes.txt")
-    assert checks.files(pretended(tmp_path)).numbers == {"secrets": 0}
+    assert checks.check_files(pretended(tmp_path)).numbers == {"secrets": 0}
     gone = pretended(tmp_path / "gone")
-    assert seen(checks.files(gone))[:2] == ("not here", f"there is no state folder {tmp_path / 'gone'}")
+    assert seen(checks.check_files(gone))[:2] == ("not here", f"there is no state folder {tmp_path / 'gone'}")
 
 
 def test_more_than_three_open_secrets_are_counted(tmp_path: Path):
     for number in range(5):
         (tmp_path / f"{number}.key").touch()
         (tmp_path / f"{number}.key").chmod(0o644)
-    found = checks.files(pretended(tmp_path))
+    found = checks.check_files(pretended(tmp_path))
     assert (found.text.endswith(" and 2 more"), found.numbers) == (True, {"open": 5})
 
 
@@ -258,7 +264,7 @@ def test_open_files_are_at_least_1024(
         return 256, hard
 
     monkeypatch.setattr("resource.getrlimit", limits)
-    found = checks.open_files(pretended(tmp_path))
+    found = checks.check_open_files(pretended(tmp_path))
     assert (found.result, found.numbers) == (result, {"most": most})
     assert ("ulimit -Hn" in found.fix) is (result == "warn")
 
@@ -291,7 +297,7 @@ def test_the_firewall_lets_a_coordinator_listen(
     listed = "" if listing is None else f"1 :  {PROGRAM}\n         {listing}\n"
     block = "Firewall has block all state set to enabled." if all_blocked else "Block all DISABLED!"
     tools = {**SOCKETS_ON, f"{FIREWALL} --listapps": listed, f"{FIREWALL} --getblockall": block}
-    found = checks.firewall(pretended(tmp_path, tools))
+    found = checks.check_firewall(pretended(tmp_path, tools))
     assert (found.result, says in found.text) == (result, True), found
     if result != "ok":
         assert f"--add '{PROGRAM}' --unblockapp '{PROGRAM}'" in found.fix
@@ -299,8 +305,8 @@ def test_the_firewall_lets_a_coordinator_listen(
 
 
 def test_a_firewall_that_is_off_or_cannot_be_read(tmp_path: Path):
-    assert seen(checks.firewall(pretended(tmp_path))) == ("ok", "the application firewall is off", "")
-    found = checks.firewall(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": None}))
+    assert seen(checks.check_firewall(pretended(tmp_path))) == ("ok", "the application firewall is off", "")
+    found = checks.check_firewall(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": None}))
     assert (found.result, FIREWALL in found.fix) == ("warn", True)
 
 
@@ -318,7 +324,7 @@ def test_a_firewall_that_is_off_or_cannot_be_read(tmp_path: Path):
 def test_a_desktop_never_sleeps_wakes_by_network_and_restarts(
     tmp_path: Path, listing: str, result: str, steps: str | None
 ):
-    found = checks.sleep(pretended(tmp_path, {"/usr/bin/pmset -g": listing}))
+    found = checks.check_sleep(pretended(tmp_path, {"/usr/bin/pmset -g": listing}))
     assert found.result == result
     if steps is None:
         assert (found.text, found.fix) == ("the sleep settings cannot be read", "check `pmset -g`")
@@ -332,20 +338,22 @@ def test_a_closed_lid_is_a_warning(tmp_path: Path):
     tool = "/usr/sbin/ioreg -r -k AppleClamshellState -d 4"
     power = PowerState(plugged=True, battery=80.0)
     closed = pretended(tmp_path, {tool: '"AppleClamshellState" = Yes'}, power=power)
-    found = checks.power(closed)
+    found = checks.check_power(closed)
     assert seen(found)[:2] == ("warn", "on mains, 80 %, lid closed")
     assert (found.fix[:13], found.numbers) == ("connect power", {"battery": 80.0})
-    opened = checks.power(pretended(tmp_path, {tool: '"AppleClamshellState" = No'}, power=power))
+    opened = checks.check_power(pretended(tmp_path, {tool: '"AppleClamshellState" = No'}, power=power))
     assert seen(opened) == ("ok", "on mains, 80 %", "")
 
 
 def test_filevault_off_on_and_unreadable(tmp_path: Path):
     tool = "/usr/bin/fdesetup status"
-    found = [checks.filevault(pretended(tmp_path, {tool: text})) for text in ("FileVault is Off.", "FileVault is On.")]
+    found = [
+        checks.check_filevault(pretended(tmp_path, {tool: text})) for text in ("FileVault is Off.", "FileVault is On.")
+    ]
     assert [one.result for one in found] == ["ok", "warn"]
     assert found[0].text == "FileVault is off: services start without a password"
     assert "fdesetup authrestart" in found[1].fix
-    found = [checks.filevault(pretended(tmp_path, {tool: None}))]
+    found = [checks.check_filevault(pretended(tmp_path, {tool: None}))]
     assert seen(found[0]) == ("warn", "FileVault cannot be read", "check `fdesetup status`")
 
 
@@ -360,7 +368,7 @@ def test_filevault_off_on_and_unreadable(tmp_path: Path):
 def test_started_from_names_the_program_and_whether_it_needs_a_permission(
     tmp_path: Path, environ: dict[str, str], result: str, who: str
 ):
-    found = checks.started_from(pretended(tmp_path, environ=environ))
+    found = checks.check_started_from(pretended(tmp_path, environ=environ))
     assert (found.result, found.text) == (result, f"started from {who} for the local network")
     assert ("sudo cluster service install" in found.fix) is (result == "warn")
 
@@ -375,40 +383,40 @@ def test_started_from_names_the_program_and_whether_it_needs_a_permission(
     ],
 )
 def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[str, str], result: str, text: str):
-    found = checks.proxy(pretended(tmp_path, environ=environ))
+    found = checks.check_proxy(pretended(tmp_path, environ=environ))
     assert (found.result, found.text) == (result, text)
     assert ("NO_PROXY" in found.fix) is (result == "warn")
 
 
 def test_another_system_is_named_as_it_names_itself(tmp_path: Path):
-    found = checks.system(pretended(tmp_path, platform="linux"))
+    found = checks.check_system(pretended(tmp_path, platform="linux"))
     assert (found.result, found.text.split()[0]) == ("ok", platform.system())
 
 
 def test_pythons_of_another_systems_folders_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.executable", "/usr/bin/python3-of-linux")
-    assert checks.python(pretended(tmp_path, platform="linux")).result == "ok"
+    assert checks.check_python(pretended(tmp_path, platform="linux")).result == "ok"
 
 
 def test_a_device_that_tells_no_limit_has_none(tmp_path: Path):
-    assert checks.mlx(with_device(tmp_path, most=0)).numbers == {"most": None}
+    assert checks.check_mlx(with_device(tmp_path, most=0)).numbers == {"most": None}
 
 
 def test_a_limit_of_metal_that_is_not_known_is_left_out(tmp_path: Path):
-    found = checks.wired_limit(pretended(tmp_path, memory=memory(metal=None)))
+    found = checks.check_wired_limit(pretended(tmp_path, memory=memory(metal=None)))
     assert seen(found) == ("ok", "Metal's limit is the system's default; highest safe value 122880 MB", "")
 
 
 def test_the_fullest_disk_is_the_one_to_make_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({"/models": 5 * GIB, "/more": 3 * GIB, str(tmp_path): 50 * GIB}))
-    found = checks.disk(pretended(tmp_path, folders=["/models", "/more"]))
+    found = checks.check_disk(pretended(tmp_path, folders=["/models", "/more"]))
     assert found.text == f"5.0 GiB free for /models, 3.0 GiB free for /more, 50.0 GiB free for {tmp_path}"
     assert found.fix.startswith("free space on the disk of /more,")
 
 
 def test_unlisted_disks_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({}))
-    found = checks.disk(silent(pretended(tmp_path)))
+    found = checks.check_disk(silent(pretended(tmp_path)))
     assert (seen(found), found.numbers) == (("ok", "there is no folder yet", ""), {"free": None})
 
 
@@ -416,7 +424,7 @@ def test_unlisted_disks_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_paths_below_the_home_folder_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, shown: str):
     state = tmp_path / "state"
     monkeypatch.setenv("HOME", {"parent": str(tmp_path), "/": "/", "state": str(state)}[home])
-    found = checks.files(pretended(state))
+    found = checks.check_files(pretended(state))
     assert found.text == f"there is no state folder {state if shown == 'whole' else shown}"
 
 
@@ -425,22 +433,22 @@ def test_secrets_of_another_user_are_a_failure_and_none_to_root(tmp_path: Path, 
     here, owner = pretended(tmp_path), tmp_path.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 4242)
     expected = f"{tmp_path} belongs to another user", f"change its owner: sudo chown -R $(id -un) '{tmp_path}'"
-    assert seen(checks.files(here)) == ("fail", *expected)
+    assert seen(checks.check_files(here)) == ("fail", *expected)
     if owner == 0:
         os.chown(tmp_path / "pepper", 4242, -1)
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert checks.files(here).result == "ok"
+    assert checks.check_files(here).result == "ok"
 
 
 def test_three_open_secrets_are_named(tmp_path: Path):
     for number in range(3):
         (tmp_path / f"{number}.key").touch()
         (tmp_path / f"{number}.key").chmod(0o644)
-    found = checks.files(pretended(tmp_path))
+    found = checks.check_files(pretended(tmp_path))
     assert (found.text.count(".key"), "more" in found.text) == (3, False)
     (tmp_path / "3.key").touch()
     (tmp_path / "3.key").chmod(0o644)
-    found = checks.files(pretended(tmp_path))
+    found = checks.check_files(pretended(tmp_path))
     assert (found.text.count(".key"), found.text.endswith(" and 1 more")) == (3, True)
 
 
@@ -448,4 +456,4 @@ def test_a_large_state_folder_is_looked_through_so_far(tmp_path: Path, monkeypat
     monkeypatch.setattr(checks, "MAX_FILES_SEARCHED", 2)
     for number in range(3):
         (tmp_path / f"{number}.key").touch(mode=0o600)
-    assert checks.files(pretended(tmp_path)).numbers == {"secrets": 2}
+    assert checks.check_files(pretended(tmp_path)).numbers == {"secrets": 2}

@@ -3,17 +3,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.doctor import macos
-from coordinator.doctor.macos import Reachability, is_blocked, responsible
+from coordinator.doctor.macos import Reachability, find_responsible_program, is_blocked
 
 
 def test_the_version_of_the_system():
-    assert macos.version_in("ProductName: macOS\nProductVersion: 15.5\nBuildVersion: 24F74\n") == ("15.5", "24F74")
-    assert macos.version_in("") == ("", "")
+    assert macos.parse_version("ProductName: macOS\nProductVersion: 15.5\nBuildVersion: 24F74\n") == ("15.5", "24F74")
+    assert macos.parse_version("") == ("", "")
 
 
 def test_power_settings_with_their_remarks():
     text = "Currently in use:\n sleep                1 (sleep prevented by caffeinate)\n womp 1\n hibernatemode 3\n"
-    assert macos.power_settings_in(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
+    assert macos.parse_power_settings(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_power_settings_with_their_remarks():
     ],
 )
 def test_the_firewall(text: str, on: bool | None):
-    assert macos.firewall_in(text) is on
+    assert macos.parse_firewall(text) is on
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_the_firewall(text: str, on: bool | None):
     ],
 )
 def test_a_firewall_that_lets_nothing_in(text: str, all_blocked: bool | None):
-    assert macos.blocks_all_in(text) is all_blocked
+    assert macos.parse_block_all(text) is all_blocked
 
 
 LISTED = """Total number of apps = 2
@@ -54,18 +54,18 @@ LISTED = """Total number of apps = 2
 
 
 def test_a_program_in_the_firewalls_list():
-    assert macos.blocked_in(LISTED, "/opt/uv/python3.11") is True
-    assert macos.blocked_in(LISTED, "/opt/homebrew/bin/python3.12") is False
-    assert macos.blocked_in(LISTED, "/opt/other") is None
+    assert macos.parse_blocked(LISTED, "/opt/uv/python3.11") is True
+    assert macos.parse_blocked(LISTED, "/opt/homebrew/bin/python3.12") is False
+    assert macos.parse_blocked(LISTED, "/opt/other") is None
 
 
 def test_filevault_and_lid():
-    assert macos.filevault_in("FileVault is On.\n") is True
-    assert macos.filevault_in("FileVault is Off.\n") is False
-    assert macos.filevault_in("Error") is None
-    assert macos.lid_in('  "AppleClamshellState" = Yes') is True
-    assert macos.lid_in('  "AppleClamshellState" = No') is False
-    assert macos.lid_in("") is None
+    assert macos.parse_filevault("FileVault is On.\n") is True
+    assert macos.parse_filevault("FileVault is Off.\n") is False
+    assert macos.parse_filevault("Error") is None
+    assert macos.parse_lid('  "AppleClamshellState" = Yes') is True
+    assert macos.parse_lid('  "AppleClamshellState" = No') is False
+    assert macos.parse_lid("") is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_privacy_is_told_from_a_network_that_is_down(gateway: int | None, others
     ],
 )
 def test_who_is_responsible(environ: dict[str, str], who: str, exempt: bool):
-    assert responsible(environ) == who
-    assert macos.exempt(environ) is exempt
+    assert find_responsible_program(environ) == who
+    assert macos.is_exempt(environ) is exempt
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_who_is_responsible(environ: dict[str, str], who: str, exempt: bool):
     ],
 )
 def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
-    message, gpu = macos.panic_in(report)
+    message, gpu = macos.parse_panic(report)
     assert gpu is found
     assert "\\" not in message
     assert message or "panic(cpu" not in report
@@ -123,18 +123,18 @@ def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
 @given(st.text(max_size=200))
 def test_no_text_breaks_a_reader(text: str):
     for read in (
-        macos.version_in,
-        macos.power_settings_in,
-        macos.firewall_in,
-        macos.blocks_all_in,
-        macos.filevault_in,
-        macos.lid_in,
-        macos.gateway_in,
-        macos.panic_in,
+        macos.parse_version,
+        macos.parse_power_settings,
+        macos.parse_firewall,
+        macos.parse_block_all,
+        macos.parse_filevault,
+        macos.parse_lid,
+        macos.parse_gateway,
+        macos.parse_panic,
     ):
         read(text)
-    macos.blocked_in(text, "python")
-    macos.neighbours_in(text, None)
+    macos.parse_blocked(text, "python")
+    macos.parse_neighbours(text, None)
 
 
 def test_neighbours_are_machines_beside_the_gateway():
@@ -149,4 +149,4 @@ def test_neighbours_are_machines_beside_the_gateway():
             ("224.0.0.251", "1:0"),
         )
     )
-    assert macos.neighbours_in(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]
+    assert macos.parse_neighbours(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]

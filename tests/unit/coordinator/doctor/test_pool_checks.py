@@ -82,20 +82,20 @@ def answering(tmp_path: Path) -> Iterator[Answering]:
 
 def test_a_coordinator_that_answers_is_named_with_its_version(tmp_path: Path, answering: Answering):
     answering.answers["/api/v1/version"] = {"version": "1.2.3"}
-    found = checks.coordinator(pretended(tmp_path))
+    found = checks.check_coordinator(pretended(tmp_path))
     assert seen(found) == ("ok", "the coordinator answers, version 1.2.3", "")
     assert 0 <= float(found.numbers["seconds"] or 0) < 5
 
 
 def test_a_key_that_is_refused_is_a_failure_with_the_verb_that_makes_one(tmp_path: Path, answering: Answering):
-    found = checks.coordinator(pretended(tmp_path))
+    found = checks.check_coordinator(pretended(tmp_path))
     assert found.result == "fail"
     assert "cluster key create NAME --scope admin" in found.fix
 
 
 def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
     (tmp_path / "cluster.db").touch()
-    found = checks.coordinator(pretended(tmp_path))
+    found = checks.check_coordinator(pretended(tmp_path))
     expected = f"the coordinator of {tmp_path} is not running", "`cluster up`, or `cluster service restart`"
     assert seen(found) == ("fail", *expected)
 
@@ -124,7 +124,7 @@ def test_a_node_reports_who_answers_at_each_address(
     tmp_path: Path, dialled: list[dict[str, Any]], result: str, text: str, intercepted: bool
 ):
     joined(tmp_path)
-    found = checks.coordinator(pretended(tmp_path, dialled=dialled))
+    found = checks.check_coordinator(pretended(tmp_path, dialled=dialled))
     assert (found.result, found.text, found.intercepted) == (result, text, intercepted)
     assert found.numbers == {one["address"]: 0.002 for one in dialled}
     assert ("cluster join HOST:8081" in found.fix) is (result == "fail")
@@ -133,7 +133,7 @@ def test_a_node_reports_who_answers_at_each_address(
 def test_an_identity_that_cannot_be_used_is_named_by_coordinator_and_identity(tmp_path: Path):
     joined(tmp_path)
     here = pretended(tmp_path, identity_error="the identity is of another machine")
-    for check in (checks.coordinator, checks.identity):
+    for check in (checks.check_coordinator, checks.check_identity):
         assert check(here).result == "fail"
         assert check(here).text == "the identity is of another machine"
         assert "token" in check(here).fix
@@ -142,7 +142,7 @@ def test_an_identity_that_cannot_be_used_is_named_by_coordinator_and_identity(tm
 def test_the_identity_names_node_and_cluster(tmp_path: Path):
     joined(tmp_path)
     known = {"name": "studio", "node": "n-1", "cluster": "c-1", "expires": 2e9}
-    found = checks.identity(pretended(tmp_path, identity=known))
+    found = checks.check_identity(pretended(tmp_path, identity=known))
     assert seen(found) == ("ok", "studio (n-1) of cluster c-1", "")
 
 
@@ -152,27 +152,29 @@ def silent(here: HostProbe) -> HostProbe:
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.run(command, seconds)
 
-    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(
+        here.session, here.platform, here.environ, ask, here.dial, here.root, here.get_power, here.timeout_seconds
+    )
 
 
 def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
     joined(tmp_path)
-    found = {check: check(silent(pretended(tmp_path))) for check in (checks.coordinator, checks.identity)}
+    found = {check: check(silent(pretended(tmp_path))) for check in (checks.check_coordinator, checks.check_identity)}
     examine = "run `python -m node.inspect.report --state STATE`"
     assert {seen(one) for one in found.values()} == {("warn", "the node's inspection did not answer in time", examine)}
-    found_settings = seen(checks.settings(silent(pretended(tmp_path))))
+    found_settings = seen(checks.check_settings(silent(pretended(tmp_path))))
     assert found_settings == ("warn", "the node's inspection did not answer in time", "run `cluster config check`")
-    assert seen(checks.video(silent(pretended(tmp_path))))[:2] == (
+    assert seen(checks.check_video(silent(pretended(tmp_path))))[:2] == (
         "not here",
         "the node's inspection did not answer in time",
     )
-    assert seen(checks.video(pretended(tmp_path)))[:2] == ("not here", "video is not enabled here")
+    assert seen(checks.check_video(pretended(tmp_path)))[:2] == ("not here", "video is not enabled here")
 
 
 def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, answering: Answering):
     here = pretended(tmp_path)
-    object.__setattr__(here, "version", lambda: CoordinatorAnswer(None, PIN, "the fingerprint is another one"))
-    found = checks.coordinator(here)
+    object.__setattr__(here, "read_version", lambda: CoordinatorAnswer(None, PIN, "the fingerprint is another one"))
+    found = checks.check_coordinator(here)
     assert seen(found)[:2] == ("fail", "the fingerprint is another one")
     assert found.intercepted
 
@@ -190,7 +192,7 @@ def dialling(
         dialled.append((host, port))
         return reach.get(host, 61)
 
-    return HostProbe(here.session, here.platform, here.environ, here.run, dial, here.root, here.power), dialled
+    return HostProbe(here.session, here.platform, here.environ, here.run, dial, here.root, here.get_power), dialled
 
 
 GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
@@ -228,7 +230,7 @@ def test_the_gateway_and_two_neighbours_are_dialled(
     tmp_path: Path, reach: dict[str, int], tools: dict[str, str | None], dialled: list[Any], text: str, result: str
 ):
     here, found = dialling(tmp_path, reach, tools)
-    assert seen(checks.local_network(here))[:2] == (result, text)
+    assert seen(checks.check_local_network(here))[:2] == (result, text)
     assert found == dialled
 
 
@@ -248,7 +250,7 @@ def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
 ):
     joined(tmp_path)
     here, found = dialling(tmp_path, {}, ARP, dialled=[{**PEER, "errno": errno}])
-    assert seen(checks.local_network(here))[:2] == ("ok", text)
+    assert seen(checks.check_local_network(here))[:2] == ("ok", text)
     assert found == dialled
 
 
@@ -262,28 +264,28 @@ def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
     ],
 )
 def test_the_local_network_names_what_answered(tmp_path: Path, reach: dict[str, int], result: str, text: str):
-    found = checks.local_network(pretended(tmp_path, reach=reach))
+    found = checks.check_local_network(pretended(tmp_path, reach=reach))
     assert (found.result, found.text.endswith(text)) == (result, True), found
     assert (result == "fail") is found.text.startswith("macOS blocks Terminal from the local network (errno 65)")
 
 
 def test_a_network_without_other_machines_says_so(tmp_path: Path):
-    found = checks.local_network(pretended(tmp_path, {"/usr/sbin/arp -an": ""}))
+    found = checks.check_local_network(pretended(tmp_path, {"/usr/sbin/arp -an": ""}))
     assert seen(found)[:2] == ("not here", "gateway: answers; no other machine of the local network is known")
 
 
 def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "GROUP", ("224.0.0.251", free_port(socket.SOCK_DGRAM)))
-    heard = checks.bonjour(pretended(tmp_path))
+    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("224.0.0.251", free_port(socket.SOCK_DGRAM)))
+    heard = checks.check_bonjour(pretended(tmp_path))
     assert heard.result in ("ok", "warn")
     if heard.result == "ok":
         assert heard.text == "a query to Bonjour's group returns"
         monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
-        lost = checks.bonjour(pretended(tmp_path))
+        lost = checks.check_bonjour(pretended(tmp_path))
         assert (lost.result, lost.text) == ("warn", "a query to Bonjour's group is lost")
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
-    monkeypatch.setattr(checks, "GROUP", ("127.0.0.1", free_port(socket.SOCK_DGRAM)))
-    found = checks.bonjour(pretended(tmp_path))
+    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("127.0.0.1", free_port(socket.SOCK_DGRAM)))
+    found = checks.check_bonjour(pretended(tmp_path))
     assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
 
 
@@ -306,7 +308,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     made = lives(tmp_path, days * DAY)
     end = made.get_validity()["coordinator"][1]
     assert abs(end - time.time() - days * DAY) < 2 * DAY / 24, "the test's own arithmetic: lives are 90 days"
-    found = checks.certificates(pretended(tmp_path))
+    found = checks.check_certificates(pretended(tmp_path))
     assert found.result == result
     assert abs(float(found.numbers["coordinator"] or 0) - (end - time.time())) < 5
     assert float(found.numbers["authority"] or 0) > 300 * DAY
@@ -320,13 +322,13 @@ def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_p
     joined(tmp_path)
     now = time.time()
     shown = [{**PEER, "expires": now + 50 * DAY}, {**PEER, "expires": now + 20 * DAY}, PEER]
-    found = checks.certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
+    found = checks.check_certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
     assert found.result == "ok"
     assert {name: round(float(left or 0) / DAY) for name, left in found.numbers.items()} == {
         "node": 30,
         "coordinator": 20,
     }
-    found = checks.certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
+    found = checks.check_certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
     assert (found.result, "node has expired" in found.text) == ("fail", True)
 
 
@@ -336,14 +338,18 @@ def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
     joined(tmp_path)
     now = 2e9
     monkeypatch.setattr("time.time", lambda: now)
-    found = [checks.certificates(pretended(tmp_path, identity={"expires": now + left})) for left in (0, 1, 14 * DAY)]
+    found = [
+        checks.check_certificates(pretended(tmp_path, identity={"expires": now + left})) for left in (0, 1, 14 * DAY)
+    ]
     assert [(one.result, one.numbers) for one in found] == [
         ("fail", {"node": 0}),
         ("warn", {"node": 1}),
         ("ok", {"node": 14 * DAY}),
     ]
     assert found[0].text == "node has expired"
-    assert checks.certificates(pretended(tmp_path)).result == "not here", "an identity that cannot be read has none"
+    assert checks.check_certificates(pretended(tmp_path)).result == "not here", (
+        "an identity that cannot be read has none"
+    )
 
 
 @pytest.mark.parametrize(
@@ -351,7 +357,7 @@ def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
 )
 def test_the_clock_is_compared_with_the_coordinators(tmp_path: Path, answering: Answering, skew: float, result: str):
     answering.answers["/api/v1/version"] = {"version": "1", "time": time.time() - skew}
-    found = checks.clock(pretended(tmp_path))
+    found = checks.check_clock(pretended(tmp_path))
     assert found.result == result
     assert abs(float(found.numbers["skew"] or 0) - skew) < 1.0
     assert found.text == f"{float(found.numbers['skew'] or 0):+.1f} s compared with the coordinator's endpoint"
@@ -363,18 +369,18 @@ def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, ske
     (tmp_path / "logs").mkdir()
     lines = [{"event": "linked", "skew": 9999}, {"event": "linked", "skew": skew}, {"event": "report"}]
     (tmp_path / "logs" / "node.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = checks.clock(pretended(tmp_path))
+    found = checks.check_clock(pretended(tmp_path))
     assert (found.result, found.numbers) == (result, {"skew": skew})
     assert found.text == f"{skew:+.1f} s compared with the last link"
 
 
 def test_an_unknown_clock_is_omitted(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
     answering.answers["/api/v1/version"] = {"version": "1"}
-    assert checks.clock(pretended(tmp_path)).result == "not here"
+    assert checks.check_clock(pretended(tmp_path)).result == "not here"
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now)
     answering.answers["/api/v1/version"] = {"version": "1", "time": now - 1.23456}
-    assert checks.clock(pretended(tmp_path)).numbers == {"skew": 1.235}
+    assert checks.check_clock(pretended(tmp_path)).numbers == {"skew": 1.235}
 
 
 def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -382,9 +388,9 @@ def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypat
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "node.log"
     log.write_text(json.dumps({"skew": 9.0}))
-    assert checks.clock(pretended(tmp_path)).numbers == {"skew": 9.0}
+    assert checks.check_clock(pretended(tmp_path)).numbers == {"skew": 9.0}
     log.write_text(json.dumps({"skew": 9.0}) + "x" * 200)
-    assert checks.clock(pretended(tmp_path)).result == "not here"
+    assert checks.check_clock(pretended(tmp_path)).result == "not here"
 
 
 # versions
@@ -393,27 +399,27 @@ def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypat
 def test_versions_without_a_coordinator_or_its_nodes_are_those_that_are_known(tmp_path: Path, answering: Answering):
     ours = version("macpool")
     answering.answers["/api/v1/version"] = {"version": ours}
-    assert checks.protocol(pretended(tmp_path)).numbers == {"nodes": 0}
+    assert checks.check_protocol(pretended(tmp_path)).numbers == {"nodes": 0}
     answering.answers.clear()
     text = f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version"
-    assert seen(checks.protocol(pretended(tmp_path)))[:2] == ("not here", text)
+    assert seen(checks.check_protocol(pretended(tmp_path)))[:2] == ("not here", text)
     text = f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)"
-    assert seen(checks.protocol(pretended(tmp_path / "elsewhere")))[:2] == ("not here", text)
+    assert seen(checks.check_protocol(pretended(tmp_path / "elsewhere")))[:2] == ("not here", text)
 
 
 def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
     ours = version("macpool")
     nodes = [{"name": "a", "version": ours}, {"name": "b", "version": "0.0.1"}, {"name": "c", "version": ""}]
     answering.answers |= {"/api/v1/version": {"version": ours}, "/api/v1/nodes": {"nodes": nodes[:1]}}
-    found = checks.protocol(pretended(tmp_path))
+    found = checks.check_protocol(pretended(tmp_path))
     expected = f"macpool {ours} here, {ours} at the coordinator, protocol {PROTOCOL}"
     assert (seen(found), found.numbers) == (("ok", expected, ""), {"nodes": 1})
     answering.answers["/api/v1/nodes"] = {"nodes": nodes}
-    found = checks.protocol(pretended(tmp_path))
+    found = checks.check_protocol(pretended(tmp_path))
     assert (found.result, found.text, found.numbers) == ("warn", f"{expected}; elsewhere 0.0.1", {"nodes": 2})
     assert f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work together" in found.fix
     answering.answers |= {"/api/v1/version": {"version": "9.9.9"}, "/api/v1/nodes": {"nodes": []}}
-    found = checks.protocol(pretended(tmp_path))
+    found = checks.check_protocol(pretended(tmp_path))
     assert (found.result, found.text.endswith("elsewhere 9.9.9")) == ("warn", True)
 
 
@@ -422,39 +428,39 @@ def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
 
 def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
     (tmp_path / "config.toml").write_text('[router]\nqueue_timeout_seconds = "soon"\n')
-    found = checks.settings(pretended(tmp_path))
+    found = checks.check_settings(pretended(tmp_path))
     assert (found.result, found.numbers) == ("fail", {"wrong": 1})
     assert "router.queue_timeout_seconds" in found.text
     assert "cluster config check" in found.fix
     (tmp_path / "config.toml").unlink()
-    assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
+    assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
 
 
 def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_path: Path):
     (tmp_path / "config.toml").write_text("[router]\nqueue_timeout_seconds = 7\n")
-    assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "1 settings are not the default")
+    assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "1 settings are not the default")
     (tmp_path / "config.toml").write_text("[router]\n" + "".join(f"wrong{number} = 1\n" for number in range(4)))
-    found = checks.settings(pretended(tmp_path))
+    found = checks.check_settings(pretended(tmp_path))
     assert (found.result, found.numbers, found.text.count("router.wrong")) == ("fail", {"wrong": 4}, 3)
 
 
 @pytest.mark.parametrize(("differing", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
 def test_settings_that_differ_from_what_runs_are_counted(tmp_path: Path, differing: int, more: str):
     drift = [{"key": f"node.x{number}", "running": "a", "now": "b"} for number in range(differing)]
-    found = checks.settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
+    found = checks.check_settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
     assert (found.result, found.numbers["drift"]) == ("warn", differing)
     assert found.text.endswith(f"config.toml has node.x0 = b, the running process uses a{more}")
 
 
 def test_logs_that_there_are_not_have_no_errors(tmp_path: Path):
-    assert seen(checks.log_errors(pretended(tmp_path)))[:2] == ("not here", "there are no logs yet")
+    assert seen(checks.check_log_errors(pretended(tmp_path)))[:2] == ("not here", "there are no logs yet")
 
 
 def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 1000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "node.log").write_text(event(10) * 100 + event(10, name="e" * 100))
-    found = checks.log_errors(pretended(tmp_path))
+    found = checks.check_log_errors(pretended(tmp_path))
     assert found.text.endswith(f"the last: {'e' * 80}")
     assert 5 < int(found.numbers["errors"] or 0) < 20
 
@@ -480,7 +486,7 @@ def test_errors_of_the_last_hour_in_either_log_are_counted(
 ):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / file).write_text(lines())
-    found = checks.log_errors(pretended(tmp_path))
+    found = checks.check_log_errors(pretended(tmp_path))
     assert (found.result, found.numbers) == (result, {"errors": count})
     if count:
         assert found.text == f"{count} errors in the last hour, the last: denied"
@@ -504,26 +510,26 @@ def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ray")
 def test_taken_ports_of_ray_are_a_failure_unless_our_own_ray_runs(tmp_path: Path):
-    assert checks.video(pretended(tmp_path)).result == "not here"
+    assert checks.check_video(pretended(tmp_path)).result == "not here"
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         held.listen()
         first = int(held.getsockname()[1]) - 59
         here = pretended(tmp_path, video={"enabled": True, "first_port": first})
-        found = checks.video(here)
+        found = checks.check_video(here)
         assert found.result == "fail"
         assert found.text.startswith(f"Ray 9.9.9, ports {first} to {first + 59}: ")
         assert int(found.numbers["taken"] or 0) >= 1
         assert "worker.ray_ports" in found.fix
         (tmp_path / "node" / "video" / "ray").mkdir(parents=True)
-        ours = checks.video(here)
+        ours = checks.check_video(here)
         assert (ours.result, ours.text) == ("ok", f"{found.text.partition(': ')[0]}, {ours.numbers['taken']} in use")
 
 
 @pytest.mark.usefixtures("ray")
 def test_free_ports_of_ray_are_no_fault(tmp_path: Path):
     here = pretended(tmp_path, video={"enabled": True, "first_port": free_range(60)})
-    found = checks.video(here)
+    found = checks.check_video(here)
     assert (found.result, found.text.endswith(", all free"), found.numbers) == ("ok", True, {"taken": 0})
 
 
@@ -532,7 +538,7 @@ def test_without_ray_its_ports_are_not_looked_at(tmp_path: Path, monkeypatch: py
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("importlib.metadata.version", missing)
-    found = checks.video(pretended(tmp_path, video={"enabled": True, "first_port": 6480}))
+    found = checks.check_video(pretended(tmp_path, video={"enabled": True, "first_port": 6480}))
     assert (found.result, found.text.startswith("Ray is not installed")) == ("not here", True)
 
 

@@ -362,13 +362,13 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
         lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1), clock=lambda: now[0]
     )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
-    metrics.get_video_snapshot = lambda: VideoSnapshot(used=True, kept=7)
+    metrics.get_video_snapshot = lambda: VideoSnapshot(used=True, stored_bytes=7)
     picture = metrics.take_node_snapshot(view(port.member("a").node, reported_at=70.0), None)
     assert (round(picture.wall - picture.reported_at, 6), time.time() - picture.wall < 60) == (30.0, True)
     picture = metrics.take_node_snapshot(view(port.member("b").node, reported_at=130.0), None)
     assert picture.reported_at == picture.wall, "no report comes from the future"
     assert metrics.take_snapshot().certificates == {"endpoint": (1.0, 2.0)}
-    assert metrics.take_snapshot().video.kept == 7
+    assert metrics.take_snapshot().video.stored_bytes == 7
     lives["endpoint"] = (3.0, 4.0)
     now[0] += 60.0
     assert metrics.take_snapshot().certificates == {"endpoint": (1.0, 2.0)}

@@ -226,9 +226,9 @@ def counters() -> Counters:
 
 def video() -> VideoSnapshot:
     made = VideoCounters({"completed": 201, "failed": 202, "cancelled": 203}, {"worker_lost": 204}, 205.5)
-    made.waited.observe(206.0)
-    made.took.observe(207.0)
-    made.confirmed.observe(0.5)
+    made.queue_seconds.observe(206.0)
+    made.run_seconds.observe(207.0)
+    made.confirm_seconds.observe(0.5)
     states = {"queued": 208, "leasing": 209, "in_progress": 210, "finalizing": 211}
     return VideoSnapshot(made, states, 212.0, 213, {A: 0.625}, used=True)
 
@@ -410,7 +410,7 @@ def test_a_pool_that_makes_no_videos_has_no_series_of_videos():
 def test_every_metric_of_a_condition_has_a_value_here():
     """An alert reads metrics. This file must check the value of each of them."""
     known = {name.partition("{")[0] for name in (*NODE_NUMBERS, *POOL_NUMBERS)}
-    wanted = {name.removeprefix("macpool_") for rule in RULES for name in rule.metrics() if name != "up"}
+    wanted = {name.removeprefix("macpool_") for rule in RULES for name in rule.list_metrics() if name != "up"}
     assert wanted - {"cluster_model_fingerprints"} <= known  # fingerprints: test_metrics.py
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
-from coordinator.doctor.service_checks import service
+from coordinator.doctor.service_checks import check_service
 from coordinator.service import launchd, setup
 from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost
@@ -44,7 +44,7 @@ def test_installed_twice_is_installed_once(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     done, standing = install(host, wanted)
     assert standing.running
-    assert host.unit.read_text() == host.text(wanted)
+    assert host.unit.read_text() == host.render_unit(wanted)
     assert stat.S_IMODE(host.unit.stat().st_mode) == 0o644
     assert any(str(host.unit) in one for one in done)
     before = calls(tmp_path)
@@ -60,16 +60,16 @@ def test_what_is_half_there_is_repaired(tmp_path: Path, platform: str, missing: 
     if missing == "unit":
         host.unit.unlink()
     elif missing == "loaded":
-        host.unload()
+        host.unload_unit()
     elif missing == "changed":
-        host.unit.write_text(host.text(plan(tmp_path, arguments=("--lan",))))
+        host.unit.write_text(host.render_unit(plan(tmp_path, arguments=("--lan",))))
     else:
         host.unit.unlink()
         host.unit.with_name(f".{host.unit.name}.new").write_text("half")
     done, standing = install(host, wanted)
     assert done
     assert standing.running
-    assert host.unit.read_text() == host.text(wanted)
+    assert host.unit.read_text() == host.render_unit(wanted)
     assert not host.unit.with_name(f".{host.unit.name}.new").exists()
 
 
@@ -78,11 +78,11 @@ def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_p
     host, newer = manager(tmp_path, platform), plan(tmp_path, arguments=("--lan",))
     _, before = install(host, plan(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ServiceHost, "unload" if host.mac else "load", cut_off)
+        patch.setattr(ServiceHost, "unload_unit" if host.mac else "load_unit", cut_off)
         with pytest.raises(KeyboardInterrupt):
             install(host, newer)
-    assert host.unit.read_text() == host.text(newer)
-    assert host.state().pid == before.pid
+    assert host.unit.read_text() == host.render_unit(newer)
+    assert host.read_state().pid == before.pid
     done, standing = install(host, newer)
     assert done, "the file is new, and what runs is not"
     assert standing.pid != before.pid
@@ -99,7 +99,7 @@ def cut_off(*_: object) -> None:
 def test_a_state_folder_whose_name_goes_on_is_another(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     host.unit.parent.mkdir(parents=True)
-    host.unit.write_text(host.text(plan(tmp_path, state=f"{wanted.state}-of-the-lab")))
+    host.unit.write_text(host.render_unit(plan(tmp_path, state=f"{wanted.state}-of-the-lab")))
     with pytest.raises(ServiceError, match="another state folder"):
         install(host, wanted)
 
@@ -125,11 +125,11 @@ def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
         (host.logs / "service.log").write_text("the port is taken\n")
         os.chown(host.logs, USER.pw_uid, USER.pw_gid)
     with pytest.raises(ServiceError, match="does not stay up") as caught:
-        install(host, wanted, seconds=0.3)
+        install(host, wanted, timeout_seconds=0.3)
     assert caught.value.code == 7
     assert platform == "linux" or "the port is taken" in str(caught.value)
     assert not host.unit.exists()
-    assert not host.state().loaded
+    assert not host.read_state().loaded
 
 
 @BOTH
@@ -138,10 +138,10 @@ def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, pl
     install(host, wanted)
     (tmp_path / "bin" / "broken").touch()
     with pytest.raises(ServiceError):
-        install(host, plan(tmp_path, arguments=("--lan",)), seconds=0.3)
+        install(host, plan(tmp_path, arguments=("--lan",)), timeout_seconds=0.3)
     (tmp_path / "bin" / "broken").unlink()
-    assert host.unit.read_text() == host.text(wanted)
-    assert host.state().running
+    assert host.unit.read_text() == host.render_unit(wanted)
+    assert host.read_state().running
 
 
 @BOTH
@@ -152,14 +152,14 @@ def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: st
     if what == "foreign":
         host.unit.write_text("[Service]\nExecStart=/bin/other\n")
     elif what == "link":
-        (tmp_path / "elsewhere").write_text(host.text(wanted))
+        (tmp_path / "elsewhere").write_text(host.render_unit(wanted))
         host.unit.symlink_to(tmp_path / "elsewhere")
     elif what == "folder":
         host.unit.mkdir()
     elif what == "other user":
-        host.unit.write_text(host.text(plan(tmp_path, user="daemon")))
+        host.unit.write_text(host.render_unit(plan(tmp_path, user="daemon")))
     elif what == "other state":
-        host.unit.write_text(host.text(plan(tmp_path, state="/var/other")))
+        host.unit.write_text(host.render_unit(plan(tmp_path, state="/var/other")))
     elif os.geteuid() == 0:
         os.chown(wanted.state, 1, 1)
     else:
@@ -170,7 +170,7 @@ def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: st
     assert caught.value.code == 6
     assert (host.unit.read_bytes() if host.unit.is_file() else b"") == before
     assert calls(tmp_path) == []
-    assert not host.state().loaded
+    assert not host.read_state().loaded
 
 
 @BOTH
@@ -190,7 +190,7 @@ def test_uninstall_leaves_the_data(tmp_path: Path, platform: str):
     (Path(wanted.state) / "cluster.db").write_text("the cluster")
     assert uninstall(host)
     assert not host.unit.exists()
-    assert not host.state().loaded
+    assert not host.read_state().loaded
     assert (Path(wanted.state) / "cluster.db").read_text() == "the cluster"
     assert uninstall(host) == [], "a second time there is nothing to do"
 
@@ -286,15 +286,15 @@ def test_what_cannot_be_installed(tmp_path: Path, arguments: list[str], code: in
 def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):
     host, wanted = manager(tmp_path, "darwin"), plan(tmp_path, python="/bin/sh")
     here = pretended(tmp_path / "state")
-    assert service(here, host).result == "not here"
+    assert check_service(here, host).result == "not here"
     install(host, wanted)
-    assert service(here, host).result == "ok"
+    assert check_service(here, host).result == "ok"
     (tmp_path / "bin" / "broken").touch()
-    assert service(here, host).result == "fail"
+    assert check_service(here, host).result == "fail"
     (tmp_path / "bin" / "broken").unlink()
-    host.unit.write_text(host.text(wanted).replace("Interactive", "Standard"))
-    assert "throttles" in service(here, host).text
-    host.unit.write_text(host.text(wanted).replace("/bin/sh", "/opt/gone/python"))
-    assert "is missing" in service(here, host).text
+    host.unit.write_text(host.render_unit(wanted).replace("Interactive", "Standard"))
+    assert "throttles" in check_service(here, host).text
+    host.unit.write_text(host.render_unit(wanted).replace("/bin/sh", "/opt/gone/python"))
+    assert "is missing" in check_service(here, host).text
     host.unit.write_text("somebody's")
-    assert service(here, host).result == "warn"
+    assert check_service(here, host).result == "warn"

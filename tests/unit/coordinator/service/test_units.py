@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import ServicePlan, clamp_wired_limit, refused_arguments
+from coordinator.service.plan import ServicePlan, explain_refused_arguments, explain_unsafe_wired_limit
 from wire.units import GIB
 
 PLAN = ServicePlan(
@@ -27,8 +27,8 @@ WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), min_si
 
 
 def test_the_job_of_launchd_has_what_a_server_needs():
-    job = plistlib.loads(launchd.text(launchd.job(PLAN)).encode())
-    assert job == launchd.job(PLAN)
+    job = plistlib.loads(launchd.render_property_list(launchd.build_job(PLAN)).encode())
+    assert job == launchd.build_job(PLAN)
     assert job["ProgramArguments"][:5] == ["/opt/macpool/bin/python", "-P", "-m", "coordinator.cli", "up"]
     assert (job["UserName"], job["ProcessType"], job["RunAtLoad"]) == ("pool", "Interactive", True)
     assert job["KeepAlive"] == {"SuccessfulExit": False}
@@ -39,8 +39,8 @@ def test_the_job_of_launchd_has_what_a_server_needs():
 
 
 def test_our_own_jobs_have_no_fault():
-    for job in (launchd.job(PLAN), launchd.wired_job(4096)):
-        assert launchd.faults(launchd.text(job).encode()) == []
+    for job in (launchd.build_job(PLAN), launchd.build_wired_job(4096)):
+        assert launchd.find_faults(launchd.render_property_list(job).encode()) == []
 
 
 @pytest.mark.parametrize(
@@ -57,21 +57,23 @@ def test_our_own_jobs_have_no_fault():
     ],
 )
 def test_what_launchd_would_refuse_in_silence_is_found(change: dict, fault: str):
-    assert launchd.faults(plistlib.dumps({**launchd.job(PLAN), **change})) == [fault]
+    assert launchd.find_faults(plistlib.dumps({**launchd.build_job(PLAN), **change})) == [fault]
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_linter(content: bytes):
-    assert launchd.faults(content)
+    assert launchd.find_faults(content)
     assert launchd.parse_own_job(content) is None
 
 
 def test_only_our_own_files_are_ours():
-    assert launchd.parse_own_job(launchd.text(launchd.job(PLAN)).encode()) == launchd.job(PLAN)
+    assert launchd.parse_own_job(launchd.render_property_list(launchd.build_job(PLAN)).encode()) == launchd.build_job(
+        PLAN
+    )
     other = {"Label": "org.macpool", "ProgramArguments": ["/usr/local/bin/other"]}
     assert launchd.parse_own_job(plistlib.dumps(other)) is None
-    assert launchd.parse_own_job(plistlib.dumps({**launchd.job(PLAN), "Label": "com.other"})) is None
-    found = systemd.parse_own_unit(systemd.unit(PLAN))
+    assert launchd.parse_own_job(plistlib.dumps({**launchd.build_job(PLAN), "Label": "com.other"})) is None
+    found = systemd.parse_own_unit(systemd.render_unit(PLAN))
     assert found is not None
     assert found["User"] == "pool"
     assert systemd.parse_own_unit("[Service]\nExecStart=/bin/other\n") is None
@@ -83,7 +85,7 @@ def test_systemd_takes_the_unit(tmp_path: Path):
         print("systemd-analyze is not here: the strict reading below is all that looks at the unit")
         return
     file = tmp_path / "macpool.service"
-    file.write_text(systemd.unit(PLAN).replace(PLAN.python, "/bin/true"))
+    file.write_text(systemd.render_unit(PLAN).replace(PLAN.python, "/bin/true"))
     done = subprocess.run([tool, "verify", file], capture_output=True, text=True)
     said = [line for line in done.stderr.splitlines() if "macpool.service" in line]
     assert (done.returncode, said) == (0, [])
@@ -108,7 +110,7 @@ def sections(unit: str) -> dict[str, dict[str, list[str]]]:
 
 
 def test_the_unit_of_systemd_has_what_a_server_needs():
-    unit = sections(systemd.unit(PLAN))
+    unit = sections(systemd.render_unit(PLAN))
     assert list(unit) == ["Unit", "Service", "Install"]
     service = {name: values[-1] for name, values in unit["Service"].items()}
     assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
@@ -123,13 +125,13 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
 
 
 def test_systemd_reads_the_words_that_we_meant():
-    assert systemd.quoted('a b$c%d"e\\f') == '"a b$$c%%d\\"e\\\\f"'
-    assert systemd.quoted("A=$x", expanded=False) == "A=$x"
+    assert systemd.quote_word('a b$c%d"e\\f') == '"a b$$c%%d\\"e\\\\f"'
+    assert systemd.quote_word("A=$x", expanded=False) == "A=$x"
 
 
 @given(WORDS)
 def test_a_word_stays_one_word(word: str):
-    plain = systemd.quoted(word)
+    plain = systemd.quote_word(word)
     if plain.startswith('"'):
         body = plain[1:-1]
         assert body.replace("\\\\", "").replace('\\"', "").count('"') == 0
@@ -176,12 +178,12 @@ def test_what_systemctl_prints(listing: str, found: tuple):
 
 @pytest.mark.parametrize("argument", ["--token", "--token=mpj1.x", "--token-file", "--state", "a\nb"])
 def test_no_unit_has_a_world_readable_secret(argument: str):
-    assert refused_arguments(("--lan", argument)) is not None
-    assert refused_arguments(("--lan", "--set", "memory.cap=80%")) is None
+    assert explain_refused_arguments(("--lan", argument)) is not None
+    assert explain_refused_arguments(("--lan", "--set", "memory.cap=80%")) is None
 
 
 @pytest.mark.parametrize(
     ("wanted", "safe", "taken"), [(122880, 120 * GIB, True), (122881, 120 * GIB, False), (1, 0, False)]
 )
 def test_a_wired_limit_leaves_the_system_its_reserve(wanted: int, safe: int, taken: bool):
-    assert (clamp_wired_limit(wanted, safe) is None) is taken
+    assert (explain_unsafe_wired_limit(wanted, safe) is None) is taken

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, write_bundle
+from coordinator.cli.commands.trust_ca import SYSTEM_STORE, build_commands, check_authority, find_bundle, write_bundle
 from coordinator.client.errors import PIN, CommandError
 from coordinator.tls.cluster_ca import (
     AuthorityError,
@@ -211,9 +211,9 @@ def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
 
 def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
     made = endpoint(tmp_path)
-    assert check(made.ca_pem, "https://x", made.fingerprint.upper()) == made.fingerprint
+    assert check_authority(made.ca_pem, "https://x", made.fingerprint.upper()) == made.fingerprint
     with pytest.raises(CommandError) as wrong:
-        check(made.ca_pem, "https://x", "0" * 64)
+        check_authority(made.ca_pem, "https://x", "0" * 64)
     assert wrong.value.exit_code == PIN
     key = ec.generate_private_key(ec.SECP256R1())
     addresses = x509.NameConstraints([x509.IPAddress(ipaddress.ip_network("10.0.0.0/8"))], None)
@@ -223,26 +223,26 @@ def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
             builder = builder.add_extension(constraints, critical=True)
         free = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
         with pytest.raises(CommandError, match="can certify any site"):
-            check(free, "https://x", None)
+            check_authority(free, "https://x", None)
     with pytest.raises(CommandError, match="sent no certificate"):
-        check("<html>", "https://x", None)
+        check_authority("<html>", "https://x", None)
 
 
 def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
     file, found = tmp_path / "ca.crt", "ab" * 32
-    (mac,) = commands("darwin", file, found, remove=False)
+    (mac,) = build_commands("darwin", file, found, remove=False)
     assert mac[:5] == ["security", "add-trusted-cert", "-r", "trustRoot", "-p"]
-    assert commands("darwin", file, found, remove=True) == [["security", "remove-trusted-cert", str(file)]]
+    assert build_commands("darwin", file, found, remove=True) == [["security", "remove-trusted-cert", str(file)]]
     place = str(SYSTEM_STORE / "macpool-abababababababab.crt")
-    assert commands("linux", file, found, remove=False)[0][-2:] == [str(file), place]
-    assert commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
+    assert build_commands("linux", file, found, remove=False)[0][-2:] == [str(file), place]
+    assert build_commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
 
 
 def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
     made = endpoint(tmp_path)
-    assert bundle_of(tmp_path, made.ca_pem) is None
+    assert find_bundle(tmp_path, made.ca_pem) is None
     bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
-    assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
+    assert find_bundle(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
 

@@ -1,6 +1,13 @@
 import pytest
 
-from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MAX_CODES, MAX_KEYS, PAGE, BrowserSessions
+from coordinator.ui.browser_sessions import (
+    CODE_SECONDS,
+    KEY_SECONDS,
+    MAX_CODES,
+    MAX_KEYS,
+    PAGE_KEY_NAME,
+    BrowserSessions,
+)
 from router.admission.api_keys import KeyRing
 
 
@@ -11,7 +18,7 @@ class Door:
         self.visitors = BrowserSessions(self.ring, b"pepper", lambda: self.now)
 
     def enter(self) -> str:
-        entered = self.visitors.enter(self.visitors.create_code())
+        entered = self.visitors.redeem_code(self.visitors.create_code())
         assert entered is not None
         return entered[0]
 
@@ -24,24 +31,24 @@ def door() -> Door:
 def test_a_code_gives_an_administrators_key_for_half_a_day(door: Door):
     code = door.visitors.create_code()
     assert len(code) == 32
-    entered = door.visitors.enter(code)
+    entered = door.visitors.redeem_code(code)
     assert entered is not None
     text, until = entered
     key = door.ring.check(text)
     assert key is not None
-    assert (key.name, key.allows("admin"), until) == (PAGE, True, door.now + KEY_SECONDS)
+    assert (key.name, key.allows("admin"), until) == (PAGE_KEY_NAME, True, door.now + KEY_SECONDS)
     door.now = until
     assert door.ring.check(text) is None
 
 
 def test_a_code_is_good_once_and_for_two_minutes(door: Door):
     code, late = door.visitors.create_code(), door.visitors.create_code()
-    assert door.visitors.enter(code) is not None
-    assert door.visitors.enter(code) is None
+    assert door.visitors.redeem_code(code) is not None
+    assert door.visitors.redeem_code(code) is None
     door.now += CODE_SECONDS
-    assert door.visitors.enter(late) is None
-    assert door.visitors.enter("") is None
-    assert door.visitors.enter("\ud800") is None
+    assert door.visitors.redeem_code(late) is None
+    assert door.visitors.redeem_code("") is None
+    assert door.visitors.redeem_code("\ud800") is None
 
 
 def test_a_visit_ends_at_once(door: Door):
@@ -58,7 +65,7 @@ def test_codes_and_visits_are_bounded(door: Door):
     first = door.visitors.create_code()
     for _ in range(MAX_CODES):
         door.visitors.create_code()
-    assert door.visitors.enter(first) is None
+    assert door.visitors.redeem_code(first) is None
     visits = [door.enter() for _ in range(MAX_KEYS + 1)]
     assert door.ring.check(visits[0]) is None
     assert all(door.ring.check(text) is not None for text in visits[1:])

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.api.qr import qr_matrix
+from coordinator.api.qr import build_qr_matrix
 from coordinator.ui import static_files
 from tests.support.cluster.application import application
 
 STATIC = Path(static_files.__file__).parent / "static"
-SERVED = sorted(path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix[1:] in static_files.TYPES)
+SERVED = sorted(path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix[1:] in static_files.CONTENT_TYPES)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_no_file_asks_for_anything_from_elsewhere():
 
 
 def test_a_join_line_has_its_squares():
-    rows = qr_matrix("cluster join macpool://192.168.1.20:8081 --token mpj1." + "x" * 120)
+    rows = build_qr_matrix("cluster join macpool://192.168.1.20:8081 --token mpj1." + "x" * 120)
     assert len(rows) == len(rows[0]) >= 21
     assert set("".join(rows)) == {"0", "1"}
     assert [row[:7] for row in rows[:7]] == [

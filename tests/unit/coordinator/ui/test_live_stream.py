@@ -29,7 +29,7 @@ async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
 
 async def test_everything_at_first_and_then_what_changes():
     state: dict[str, object] = {"nodes": ["a"], "status": {"queued": 0}}
-    stream = LiveStream(lambda: state).stream(lambda: True)
+    stream = LiveStream(lambda: state).stream_events(lambda: True)
     assert await soon(stream) == state
     state["nodes"] = ["a", "b\n\nevent: x"]
     assert await soon(stream) == {"nodes": ["a", "b\n\nevent: x"]}
@@ -37,7 +37,7 @@ async def test_everything_at_first_and_then_what_changes():
 
 
 async def test_who_does_not_follow_is_told_once():
-    stream = LiveStream(lambda: {"n": 1}).stream(lambda: True, follow=False)
+    stream = LiveStream(lambda: {"n": 1}).stream_events(lambda: True, follow=False)
     async with asyncio.timeout(30):
         assert [told(news) async for news in stream] == [{"n": 1}]
 
@@ -45,7 +45,7 @@ async def test_who_does_not_follow_is_told_once():
 async def test_who_reads_slowly_misses_steps_and_never_the_newest():
     state = {"n": 0}
     live = LiveStream(lambda: state)
-    quick, slow = live.stream(lambda: True), live.stream(lambda: True)
+    quick, slow = live.stream_events(lambda: True), live.stream_events(lambda: True)
     assert await soon(quick) == await soon(slow) == {"n": 0}
     for number in (1, 2, 3):
         state["n"] = number
@@ -64,7 +64,7 @@ async def test_a_failing_check_stops_no_other_check():
             raise RuntimeError("no picture")
         return {"n": state["n"]}
 
-    stream = LiveStream(sections).stream(lambda: True)
+    stream = LiveStream(sections).stream_events(lambda: True)
     assert await soon(stream) == {"n": 1}
     state.clear()
     waiting = asyncio.ensure_future(soon(stream))
@@ -78,7 +78,7 @@ async def test_no_snapshot_is_made_without_a_viewer():
     looks: asyncio.Queue[int] = asyncio.Queue()
     live = LiveStream(lambda: looks.put_nowait(1) or {})
     for _ in range(2):  # the stream stops with the last viewer, and starts again with the next one
-        waiting = asyncio.ensure_future(anext(live.stream(lambda: True)))
+        waiting = asyncio.ensure_future(anext(live.stream_events(lambda: True)))
         async with asyncio.timeout(30):
             for _ in range(3):
                 await looks.get()
@@ -91,7 +91,7 @@ async def test_no_snapshot_is_made_without_a_viewer():
 
 async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
     state, welcome = {"n": 0}, [True]
-    stream = LiveStream(lambda: state).stream(lambda: welcome[0])
+    stream = LiveStream(lambda: state).stream_events(lambda: welcome[0])
     await soon(stream)
     welcome[0] = False
     state["n"] = 1
@@ -101,7 +101,7 @@ async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
 
 async def test_viewers_are_counted():
     live = LiveStream(lambda: {"n": 1})
-    streams = [live.stream(lambda: True) for _ in range(MAX_VIEWERS)]
+    streams = [live.stream_events(lambda: True) for _ in range(MAX_VIEWERS)]
     for stream in streams:
         await soon(stream)
     assert live.full

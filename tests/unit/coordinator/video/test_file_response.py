@@ -1,13 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.video.file_response import ByteRange, span_of
+from coordinator.video.file_response import ByteRange, parse_range
 from router.errors import Problem
 
 
 @given(st.text(max_size=40) | st.from_regex(r"bytes=\d{0,20}-\d{0,20}", fullmatch=True), st.integers(1, 10**12))
 def test_whatever_is_asked_for_lies_within_the_file(header: str, size: int):
-    found = span_of(header, size)
+    found = parse_range(header, size)
     if isinstance(found, Problem):
         assert found.status == 416
     elif found is not None:
@@ -16,12 +16,12 @@ def test_whatever_is_asked_for_lies_within_the_file(header: str, size: int):
 
 @given(st.integers(1, 1000), st.integers(0, 1100), st.integers(0, 1100))
 def test_a_range_is_what_the_standard_says(size: int, first: int, last: int):
-    found = span_of(f"bytes={first}-{last}", size)
+    found = parse_range(f"bytes={first}-{last}", size)
     if first > last:
         assert found is None
     elif first >= size:
         assert isinstance(found, Problem)
     else:
         assert found == ByteRange(first, min(last, size - 1))
-    tail = span_of(f"bytes=-{last}", size)
+    tail = parse_range(f"bytes=-{last}", size)
     assert tail == ByteRange(max(0, size - last), size - 1) if last else isinstance(tail, Problem)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.video.metrics import OTHER, VideoCounters, snapshot
+from coordinator.video.metrics import OTHER, VideoCounters, take_video_snapshot
 from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, StoredFile, VideoJob
 
 JOB = VideoJob("video_1", 1, "key", 100.0, RequestedClip("m", "p", 64, 48, 16, 8, 4, 12), 36)
@@ -33,47 +33,47 @@ def test_an_end_is_counted_once(job: VideoJob, end: str, reasons: dict[str, int]
     counters.count_transition(job, replace(job, expired=True), 500.0)
     assert {name: count for name, count in counters.ends.items() if count} == {end: 1}
     assert counters.failures == reasons
-    assert counters.seconds == (2.0 if end == "completed" else 0.0)
-    assert counters.took.tally().total == (40.0 if end == "completed" else 0.0)
+    assert counters.clip_seconds == (2.0 if end == "completed" else 0.0)
+    assert counters.run_seconds.tally().total == (40.0 if end == "completed" else 0.0)
 
 
 def test_the_wait_ends_with_the_lease():
     counters = VideoCounters()
     counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.IN_PROGRESS), 112.5)
     counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.QUEUED), 113.0)
-    assert (sum(counters.waited.counts), counters.waited.total) == (1, 12.5)
+    assert (sum(counters.queue_seconds.counts), counters.queue_seconds.total) == (1, 12.5)
 
 
 def test_a_picture_says_how_the_jobs_stand():
     running = replace(JOB, id="b", state=JobState.IN_PROGRESS, node="n", progress=40)
     kept = ended(files=(StoredFile("clip.mp4", 1000, "00"),))
-    seen = snapshot(VideoCounters(), [JOB, running, kept], 160.0, offered=True)
+    seen = take_video_snapshot(VideoCounters(), [JOB, running, kept], 160.0, offered=True)
     assert seen.states == {"queued": 1, "leasing": 0, "in_progress": 1, "finalizing": 0}
-    assert (seen.oldest, seen.kept, seen.progress, seen.used) == (60.0, 1000, {"n": 0.4}, True)
+    assert (seen.oldest_wait_seconds, seen.stored_bytes, seen.progress, seen.used) == (60.0, 1000, {"n": 0.4}, True)
 
 
 def test_a_pool_without_videos_shows_none():
-    assert not snapshot(VideoCounters(), [], 0.0, offered=False).used
+    assert not take_video_snapshot(VideoCounters(), [], 0.0, offered=False).used
 
 
 def test_the_oldest_wait_is_that_of_the_queued_job_that_came_first():
     jobs = [replace(JOB, id=str(created), created=created) for created in (130.0, 100.0, 120.0)]
     leasing = replace(JOB, id="leasing", state=JobState.LEASING, created=10.0)
-    seen = snapshot(VideoCounters(), [*jobs, leasing], 160.0, offered=True)
-    assert (seen.oldest, seen.states["queued"], seen.states["leasing"]) == (60.0, 3, 1)
-    assert snapshot(VideoCounters(), [leasing], 160.0, offered=True).oldest == 0.0
+    seen = take_video_snapshot(VideoCounters(), [*jobs, leasing], 160.0, offered=True)
+    assert (seen.oldest_wait_seconds, seen.states["queued"], seen.states["leasing"]) == (60.0, 3, 1)
+    assert take_video_snapshot(VideoCounters(), [leasing], 160.0, offered=True).oldest_wait_seconds == 0.0
 
 
 def test_a_lease_is_counted_by_its_confirmation_and_the_wait_by_the_begin():
     counters = VideoCounters()
     counters.count_grant(0.25)
     counters.count_grant(-1.0)
-    assert (sum(counters.confirmed.counts), counters.confirmed.total) == (2, 0.25)
-    assert sum(counters.waited.counts) == sum(counters.took.counts) == 0
+    assert (sum(counters.confirm_seconds.counts), counters.confirm_seconds.total) == (2, 0.25)
+    assert sum(counters.queue_seconds.counts) == sum(counters.run_seconds.counts) == 0
 
 
 def test_files_of_all_jobs_are_kept_bytes_and_a_finalizing_job_shows_its_progress():
     kept = [ended(files=(StoredFile("a.mp4", 1000, "00"), StoredFile("b.webp", 24, "00"))), ended("worker_lost")]
     finalizing = replace(JOB, id="f", state=JobState.FINALIZING, node="n2", progress=99)
-    seen = snapshot(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
-    assert (seen.kept, seen.progress, seen.used, seen.states["finalizing"]) == (1024, {"n2": 0.99}, True, 1)
+    seen = take_video_snapshot(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
+    assert (seen.stored_bytes, seen.progress, seen.used, seen.states["finalizing"]) == (1024, {"n2": 0.99}, True, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.state.database import StoreError
-from coordinator.video.state.memory_model import SEED, VideoProfileKey
+from coordinator.video.state.memory_model import FIRST_MEASURED_PROFILE, VideoProfileKey
 from coordinator.video.store import FILE, VideoStore
 from tests.support.processes import ROOT, environment
 from tests.unit.coordinator.video.state.test_job_table import a_job
@@ -40,15 +40,15 @@ async def test_what_was_put_is_there_again(tmp_path: Path):
     for number in (2, 1, 3):
         store.put_job(a_job(number))
     store.put_job(a_job(2, phase="changed"))
-    store.drop_job("video_3")
+    store.delete_job("video_3")
     key = VideoProfileKey("wan", "0.18.14", 8)
-    store.put_profile(key, SEED.with_measurement(336, 2**40))
+    store.put_profile(key, FIRST_MEASURED_PROFILE.add_measurement(336, 2**40))
     await store.flush()
     store.close()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
     again = VideoStore(tmp_path)
     assert again.jobs == (a_job(1), a_job(2, phase="changed"))
-    assert again.profiles == {key: SEED.with_measurement(336, 2**40)}
+    assert again.profiles == {key: FIRST_MEASURED_PROFILE.add_measurement(336, 2**40)}
     again.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.api.routes.requests import WallClock, summary
+from coordinator.api.routes.requests import WallClock, summarize_request
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.database import MemberRow
 from router.admission.api_keys import anonymous_key
@@ -303,7 +303,7 @@ def test_a_requests_row_has_its_time_mac_and_speed(seconds: float, decode: float
         (0.5, "first token", "studio"),
     )
     story = RequestRecord("r", "k", "tiny", True, 100.0, seconds, "ok", "", steps, 5, 0, tokens, Timings(decode=decode))
-    row = summary(story, WallClock(lambda: 110.0))
+    row = summarize_request(story, WallClock(lambda: 110.0))
     assert (row["node"], row["ttft_seconds"], row["tokens_per_second"]) == ("studio", 0.5, rate)
     assert abs(row["at"] - (time.time() - 10)) < 1
 

@@ -10,39 +10,39 @@ from hypothesis import strategies as st
 from coordinator.video.state.events import (
     ACKNOWLEDGED,
     Action,
-    AskForLease,
     CoordinatorRestarted,
+    DeleteJob,
     Event,
     ExpireFiles,
     FetchFiles,
     FilesFetched,
     FilesLost,
-    ForgetJob,
-    GiveBackLease,
     JobCancelled,
     JobDeleted,
     JobPlaced,
     JobSubmitted,
     JobTick,
-    JobWaits,
+    JobWaited,
     LeaseAnswered,
     LeasesReported,
     NodeAway,
     NodeRemoved,
-    PeakMeasured,
+    RecordPeak,
+    ReleaseLease,
+    RequestLease,
     SaveJob,
 )
 from coordinator.video.state.job_table import JobRules, JobTable
 from coordinator.video.state.jobs import (
-    MOVES,
-    IllegalMoveError,
+    TRANSITIONS,
+    IllegalTransitionError,
     JobFault,
     JobState,
     RequestedClip,
     StoredFile,
     VideoJob,
+    change_state,
     to_row,
-    with_state,
 )
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
@@ -111,16 +111,16 @@ def test_a_job_from_the_line_to_its_files():
     story = Story()
     story.submit(1)
     job = story.place()
-    assert story.actions[-1] == AskForLease(job)
+    assert story.actions[-1] == RequestLease(job)
     story.grant(job)
     assert story.job(1).state == JobState.IN_PROGRESS
     story.report("a", state_of(job, progress=40, step=8, peak=77))
     assert (story.job(1).progress, story.job(1).phase, story.job(1).due) == (40, "denoising", None)
     actions = story.end(job, peak=80, seconds=9.0, made=b'{"frames":49}')
-    assert [type(one) for one in actions] == [PeakMeasured, FetchFiles]
+    assert [type(one) for one in actions] == [RecordPeak, FetchFiles]
     assert to_row(story.job(1))["status"] == "in_progress"
     assert story.board.holds == {}, "its memory is back before its files are fetched"
-    assert story.tell(FilesFetched("video_1", 1, FILES)) == [GiveBackLease("a", job.lease, 1, ACKNOWLEDGED)]
+    assert story.tell(FilesFetched("video_1", 1, FILES)) == [ReleaseLease("a", job.lease, 1, ACKNOWLEDGED)]
     told = to_row(story.job(1))
     assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
     assert told["expires_at"] == int(story.now + 86400)
@@ -187,10 +187,8 @@ def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
     new = story.place("b")
     story.grant(new)
     before = story.board
-    assert story.report("a", state_of(old, progress=90)) == [
-        GiveBackLease("a", old.lease, old.generation, "superseded")
-    ]
-    assert story.end(old)[-1] == GiveBackLease("a", old.lease, old.generation, ACKNOWLEDGED)
+    assert story.report("a", state_of(old, progress=90)) == [ReleaseLease("a", old.lease, old.generation, "superseded")]
+    assert story.end(old)[-1] == ReleaseLease("a", old.lease, old.generation, ACKNOWLEDGED)
     assert story.tell(LeaseAnswered("a", LeaseGranted(old.lease, old.generation)))[-1].cause == "superseded"  # pyright: ignore
     story.tell(LeaseAnswered("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
     story.tell(FilesFetched("video_1", old.generation, FILES))
@@ -260,10 +258,10 @@ def test_this_process_began_again():
     asked = story.place("b")
     story.tell(CoordinatorRestarted())
     assert [story.job(n).state for n in (1, 2, 3)] == [JobState.IN_PROGRESS, JobState.QUEUED, JobState.QUEUED]
-    hold = story.board.hold_of("a")
+    hold = story.board.find_hold("a")
     assert hold is not None
     assert (hold.granted, hold.job, hold.size, hold.since) == (True, "video_1", 36, story.job(1).started)
-    assert story.board.hold_of("b") is None
+    assert story.board.find_hold("b") is None
     assert story.report("b", state_of(asked, "granted"))[-1].cause == "superseded"  # pyright: ignore
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
@@ -279,21 +277,21 @@ def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
     assert story.report("a", state_of(job, "ended")) == []
     assert isinstance(story.end(job)[-1], FetchFiles)
     story.tell(FilesFetched("video_1", 1, FILES))
-    assert story.end(job)[-1] == GiveBackLease("a", job.lease, 1, ACKNOWLEDGED)
+    assert story.end(job)[-1] == ReleaseLease("a", job.lease, 1, ACKNOWLEDGED)
 
 
 def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so():
     story = Story()
     job = story.running()
     actions = story.tell(JobCancelled("video_1"))
-    assert GiveBackLease("a", job.lease, job.generation, "cancelled") in actions
+    assert ReleaseLease("a", job.lease, job.generation, "cancelled") in actions
     assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
     assert story.job(1).generation == job.generation + 1, "later reports of the worker are outdated"
     story.submit(2)
     with pytest.raises(ValueError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.report("a", state_of(job)) == [], "the end was reported already"
-    assert story.end(job, "cancelled")[-1] == GiveBackLease("a", job.lease, job.generation, ACKNOWLEDGED)
+    assert story.end(job, "cancelled")[-1] == ReleaseLease("a", job.lease, job.generation, ACKNOWLEDGED)
     assert story.place("a").id == "video_2"
     assert story.job(1).state == JobState.FAILED
 
@@ -301,9 +299,9 @@ def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so(
 def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
     story = Story()
     job = story.running()
-    assert ForgetJob("video_1") in story.tell(JobDeleted("video_1"))
+    assert DeleteJob("video_1") in story.tell(JobDeleted("video_1"))
     assert story.board.jobs == {}
-    assert story.board.hold_of("a") is not None
+    assert story.board.find_hold("a") is not None
     story.end(job, "cancelled")
     assert story.board.holds == {}
 
@@ -312,7 +310,7 @@ def test_a_deleted_job_whose_files_come_late_leaves_none():
     story = Story()
     story.end(story.running())
     story.tell(JobDeleted("video_1"))
-    assert ForgetJob("video_1") in story.tell(FilesFetched("video_1", 1, FILES))
+    assert DeleteJob("video_1") in story.tell(FilesFetched("video_1", 1, FILES))
 
 
 @pytest.mark.parametrize("event", ["late", "node"])
@@ -329,12 +327,12 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
             actions = story.tell(JobTick())
         else:
             actions = story.end(job, "start_failed")
-            assert story.board.hold_of("a") is None, "the node has reported the end of the lease"
+            assert story.board.find_hold("a") is None, "the node has reported the end of the lease"
             story.grant(job)
             assert story.board.holds == {}
-        assert any(isinstance(one, GiveBackLease) and one.lease == job.lease for one in actions)
+        assert any(isinstance(one, ReleaseLease) and one.lease == job.lease for one in actions)
         assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED)
-        assert event == "node" or story.board.hold_of("a") is not None, "until the node reports the end of the lease"
+        assert event == "node" or story.board.find_hold("a") is not None, "until the node reports the end of the lease"
         story.end(job, "start_failed")
     assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
 
@@ -344,7 +342,7 @@ def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
     job = story.running()
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
     assert story.job(1).state == JobState.IN_PROGRESS
-    assert story.board.hold_of("a") is not None
+    assert story.board.find_hold("a") is not None
 
 
 def test_a_node_that_does_not_answer_is_left_alone():
@@ -352,7 +350,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     story.submit(1)
     job = story.place()
     story.now += 31
-    assert GiveBackLease("a", job.lease, 1, "lease_timeout") in story.tell(JobTick())
+    assert ReleaseLease("a", job.lease, 1, "lease_timeout") in story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     assert "a" in story.board.pauses
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
@@ -361,13 +359,13 @@ def test_a_node_that_does_not_answer_is_left_alone():
 def test_a_head_without_headroom_fails_only_when_nothing_runs():
     story = Story()
     story.submit(1)
-    story.tell(JobWaits("video_1", "waiting: b makes another video", True))
+    story.tell(JobWaited("video_1", "waiting: b makes another video", True))
     story.now += 4000
     story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
-    story.tell(JobWaits("video_1", "waiting: a has too little", False))
+    story.tell(JobWaited("video_1", "waiting: a has too little", False))
     story.now += 3599
-    story.tell(JobWaits("video_1", "waiting: a has still too little", False))
+    story.tell(JobWaited("video_1", "waiting: a has still too little", False))
     story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     story.now += 2
@@ -447,10 +445,10 @@ def test_a_removed_node_is_not_kept_anywhere():
 
 def test_nothing_follows_an_end():
     for state in (JobState.COMPLETED, JobState.FAILED):
-        assert MOVES[state] == frozenset()
+        assert TRANSITIONS[state] == frozenset()
         for other in JobState:
-            with pytest.raises(IllegalMoveError):
-                with_state(a_job(1, state=state), other)
+            with pytest.raises(IllegalTransitionError):
+                change_state(a_job(1, state=state), other)
 
 
 # random events in any order
@@ -489,7 +487,7 @@ EVENTS = st.one_of(
     st.builds(FilesLost, JOBS, GENERATIONS, st.just(JobFault("artifact_lost", ""))),
     st.builds(JobCancelled, JOBS),
     st.builds(JobDeleted, JOBS),
-    st.builds(JobWaits, JOBS, st.just("waits"), st.booleans()),
+    st.builds(JobWaited, JOBS, st.just("waits"), st.booleans()),
     st.just(CoordinatorRestarted()),
     st.just(JobTick()),
 )
@@ -504,7 +502,7 @@ def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
     for event in events:
         before = story.board
         if event == "place":
-            free = [node for node in ("a", "b") if story.board.hold_of(node) is None]
+            free = [node for node in ("a", "b") if story.board.find_hold(node) is None]
             if story.board.head is not None and free:
                 assert story.board.head.sequence == min(job.sequence for job in story.board.waiting)
                 placed.append(story.place(free[0]).sequence)

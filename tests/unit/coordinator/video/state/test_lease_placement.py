@@ -8,12 +8,12 @@ from coordinator.video.state.jobs import JobState
 from coordinator.video.state.lease_placement import (
     LeaseChoice,
     NoLeaseChoice,
-    choose,
-    fits_nowhere,
-    guard_off,
-    video_models,
+    choose_node,
+    find_nearest_misfit,
+    is_guard_off,
+    list_video_models,
 )
-from coordinator.video.state.memory_model import SEED, key_of
+from coordinator.video.state.memory_model import FIRST_MEASURED_PROFILE, get_profile_key
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.coordinator.video.state.test_job_table import a_job
@@ -37,7 +37,7 @@ def a_board(**changes: Any) -> JobTable:
 
 
 def chosen(*nodes: NodeView, board: JobTable | None = None, now: float = 0.0) -> str:
-    found = choose(board or a_board(), ClusterView(nodes), {}, now, 0.0)
+    found = choose_node(board or a_board(), ClusterView(nodes), {}, now, 0.0)
     assert found is not None
     return found.node if isinstance(found, LeaseChoice) else found.phase
 
@@ -54,7 +54,7 @@ def test_a_node_without_headroom_gets_the_request_only_when_no_node_has_headroom
 
 def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
     board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0)})
-    found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
     assert not found.busy
 
@@ -62,7 +62,7 @@ def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
 def test_a_node_that_makes_a_video_takes_no_second_one():
     board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
     assert chosen(a_node("a", 90 * GIB), a_node("b", 40 * GIB), board=board) == "b"
-    found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
     assert found.busy
     assert "makes another video" in found.phase
@@ -70,7 +70,7 @@ def test_a_node_that_makes_a_video_takes_no_second_one():
 
 def test_a_node_that_refused_is_left_alone_until_it_said():
     board = a_board(pauses={"a": 10.0})
-    found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
     assert not found.busy, "a refusing node has no headroom, and the time limit for headroom runs"
     assert chosen(a_node("a"), board=board, now=11.0) == "a"
@@ -104,30 +104,30 @@ def test_a_model_that_no_node_has_now_is_waited_for():
 
 def test_no_job_is_chosen_while_a_node_has_not_answered():
     asked = a_job(1, state=JobState.LEASING)
-    assert choose(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
-    assert choose(JobTable(), ClusterView(), {}, 0.0, 0.0) is None
+    assert choose_node(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
+    assert choose_node(JobTable(), ClusterView(), {}, 0.0, 0.0) is None
 
 
 def test_a_job_that_no_known_node_could_take_is_known_at_once():
     small, large = a_node("small", 8 * GIB, 24 * GIB), a_node("large", 8 * GIB, state="asleep")
-    assert fits_nowhere(ClusterView((small, large)), "wan", 336, LEASE, {}) is None, "it may wake up"
-    found = fits_nowhere(ClusterView((small,)), "wan", 336, LEASE, {})
+    assert find_nearest_misfit(ClusterView((small, large)), "wan", 336, LEASE, {}) is None, "it may wake up"
+    found = find_nearest_misfit(ClusterView((small,)), "wan", 336, LEASE, {})
     assert found is not None
     assert "small: its cap leaves 22.0 GiB" in found[1]
-    found = fits_nowhere(ClusterView((large,)), "wan", 7168, LEASE, {})
+    found = find_nearest_misfit(ClusterView((large,)), "wan", 7168, LEASE, {})
     assert found is not None
     assert "44.3 GiB" in found[1]
-    raised = {key_of(WAN): SEED.with_measurement(336, 35 * GIB)}
-    assert fits_nowhere(ClusterView((large,)), "wan", 336, LEASE, raised) is not None
+    raised = {get_profile_key(WAN): FIRST_MEASURED_PROFILE.add_measurement(336, 35 * GIB)}
+    assert find_nearest_misfit(ClusterView((large,)), "wan", 336, LEASE, raised) is not None
 
 
 def test_models_are_those_that_can_be_used_somewhere():
     broken = VideoPackage("broken", cause="a shard is missing")
     view = ClusterView((a_node("a"), a_node("b", package=broken)))
-    assert set(video_models(view)) == {"wan"}
-    assert guard_off(view.nodes) is False
-    assert guard_off([a_node("a", memory=a_memory(guard=False))]) is True
-    assert guard_off([]) is False
+    assert set(list_video_models(view)) == {"wan"}
+    assert is_guard_off(view.nodes) is False
+    assert is_guard_off([a_node("a", memory=a_memory(guard=False))]) is True
+    assert is_guard_off([]) is False
 
 
 def test_a_job_whose_key_is_bound_to_labels_goes_to_nodes_that_have_them():

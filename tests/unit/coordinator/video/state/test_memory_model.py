@@ -3,19 +3,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.video.state.memory_model import (
-    SEED,
+    FIRST_MEASURED_PROFILE,
     Clip,
     ClipLimits,
+    ClipRefusal,
     ClipRequest,
-    Impossible,
     VideoMemoryProfile,
-    first_profile,
-    fitting_fps,
-    plan,
-    rounded_frames,
-    rounded_side,
-    too_large,
-    version_of,
+    explain_too_large,
+    find_fitting_fps,
+    parse_engine_version,
+    plan_clip,
+    predict_profile,
+    round_frames,
+    round_side,
 )
 from wire.units import GIB
 from wire.video import VideoPackage
@@ -26,13 +26,13 @@ LEASE = 36 * GIB
 
 def clip(size: str, package: VideoPackage = A14B) -> Clip:
     width, height = map(int, size.split("x"))
-    found = plan(ClipRequest((width, height)), ClipLimits(pixels=10**8), package, 20)
+    found = plan_clip(ClipRequest((width, height)), ClipLimits(pixels=10**8), package, 20)
     assert isinstance(found, Clip)
     return found
 
 
-def need(size: str, profile: VideoMemoryProfile = SEED) -> float:
-    return round(profile.need(clip(size).tokens) / GIB, 2)
+def need(size: str, profile: VideoMemoryProfile = FIRST_MEASURED_PROFILE) -> float:
+    return round(profile.compute_need(clip(size).tokens) / GIB, 2)
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def need(size: str, profile: VideoMemoryProfile = SEED) -> float:
 def test_the_first_profile_gives_the_numbers_of_the_first_case(size: str, tokens: int, expected: float):
     assert clip(size).tokens == tokens
     assert need(size) == pytest.approx(expected, abs=0.011)
-    assert need(size, first_profile(A14B)) == pytest.approx(expected, abs=0.011)
+    assert need(size, predict_profile(A14B)) == pytest.approx(expected, abs=0.011)
 
 
 def test_what_is_above_the_lease_is_refused_with_all_numbers():
-    assert too_large(SEED, clip("1280x720"), LEASE) is None
-    text = too_large(SEED, clip("1920x1088"), LEASE)
+    assert explain_too_large(FIRST_MEASURED_PROFILE, clip("1280x720"), LEASE) is None
+    text = explain_too_large(FIRST_MEASURED_PROFILE, clip("1920x1088"), LEASE)
     assert text is not None
     for number in ("1920x1088", "41.2 GiB", "6.0 GiB", "47.2 GiB", "36.0 GiB", "uncalibrated"):
         assert number in text
-    measured = too_large(SEED.with_measurement(336, 0), clip("1920x1088"), LEASE)
+    measured = explain_too_large(FIRST_MEASURED_PROFILE.add_measurement(336, 0), clip("1920x1088"), LEASE)
     assert "measured on 1 jobs" in (measured or "")
 
 
@@ -77,23 +77,23 @@ def test_what_is_above_the_lease_is_refused_with_all_numbers():
 )
 def test_newer_engines_hold_eight_bits_in_sixteen(engine: str, bits: int, low: bool):
     package = VideoPackage("wan", engine=engine, bits=bits, expert=int(14.35 * GIB))
-    assert (first_profile(package).need(336) < 25 * GIB) is low
+    assert (predict_profile(package).compute_need(336) < 25 * GIB) is low
     if not low:
-        assert first_profile(package).need(336) / GIB == pytest.approx(36.74, abs=0.5)
+        assert predict_profile(package).compute_need(336) / GIB == pytest.approx(36.74, abs=0.5)
 
 
 def test_a_package_that_says_nothing_is_taken_for_the_first_case():
-    assert first_profile(VideoPackage("wan", engine="0.18.14")) == SEED
-    assert version_of("0.18.14") < version_of("0.18.17.dev1") < version_of("junk")
+    assert predict_profile(VideoPackage("wan", engine="0.18.14")) == FIRST_MEASURED_PROFILE
+    assert parse_engine_version("0.18.14") < parse_engine_version("0.18.17.dev1") < parse_engine_version("junk")
 
 
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 2**40)), max_size=10))
 def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: list[tuple[int, int]]):
-    profile = SEED
+    profile = FIRST_MEASURED_PROFILE
     for tokens, peak in measured:
-        after = profile.with_measurement(tokens, peak)
+        after = profile.add_measurement(tokens, peak)
         assert after.base >= profile.base
-        assert after.peak(tokens) >= peak
+        assert after.predict_peak(tokens) >= peak
         assert after.calibrated
         profile = after
 
@@ -121,8 +121,8 @@ def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_pa
     wish: ClipRequest, package: VideoPackage
 ):
     limits = ClipLimits()
-    found = plan(wish, limits, package, 20)
-    if isinstance(found, Impossible):
+    found = plan_clip(wish, limits, package, 20)
+    if isinstance(found, ClipRefusal):
         assert found.param in ("size", "seconds", "frames", "fps", "steps")
         assert found.param in found.message
         return
@@ -141,7 +141,7 @@ def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_pa
 
 @pytest.mark.parametrize(("seconds", "frames"), [(3, 49), (4, 65), (5, 81), (7, 113)])
 def test_seconds_become_frames(seconds: int, frames: int):
-    found = plan(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
+    found = plan_clip(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
     assert isinstance(found, Clip)
     assert found.frames == frames
     assert bool(found.warnings) == (frames > 81)
@@ -149,32 +149,32 @@ def test_seconds_become_frames(seconds: int, frames: int):
 
 @pytest.mark.parametrize(("seconds", "fps"), [(8, 15), (12, 10), (30, 4)])
 def test_too_long_names_the_rate_that_would_fit_and_it_does(seconds: int, fps: int):
-    found = plan(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
-    assert isinstance(found, Impossible)
+    found = plan_clip(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
+    assert isinstance(found, ClipRefusal)
     assert f"fps {fps} would fit" in found.message
-    assert isinstance(plan(ClipRequest(seconds=seconds, fps=fps), ClipLimits(), A14B, 20), Clip)
-    assert isinstance(plan(ClipRequest(seconds=seconds, fps=fps + 1), ClipLimits(), A14B, 20), Impossible)
+    assert isinstance(plan_clip(ClipRequest(seconds=seconds, fps=fps), ClipLimits(), A14B, 20), Clip)
+    assert isinstance(plan_clip(ClipRequest(seconds=seconds, fps=fps + 1), ClipLimits(), A14B, 20), ClipRefusal)
 
 
 def test_where_no_rate_fits_the_longest_is_named():
-    found = plan(ClipRequest(seconds=500), ClipLimits(), A14B, 20)
-    assert isinstance(found, Impossible)
+    found = plan_clip(ClipRequest(seconds=500), ClipLimits(), A14B, 20)
+    assert isinstance(found, ClipRefusal)
     assert "30 s are possible at most" in found.message
 
 
 @given(st.integers(1, 200), st.integers(5, 500), st.sampled_from([4, 8]))
 def test_the_rate_that_is_named_always_fits(seconds: int, most: int, step: int):
-    fps = fitting_fps(seconds, most, step)
+    fps = find_fitting_fps(seconds, most, step)
     if fps is not None:
-        assert rounded_frames(seconds * fps, step) <= max(most, step + 1)
+        assert round_frames(seconds * fps, step) <= max(most, step + 1)
 
 
 @given(st.integers(1, 5000), st.sampled_from([16, 32]))
 def test_sides_are_rounded_up_by_less_than_a_token(pixels: int, token: int):
-    assert 0 <= rounded_side(pixels, token) - pixels < token
+    assert 0 <= round_side(pixels, token) - pixels < token
 
 
 def test_frames_and_seconds_together_are_refused():
-    found = plan(ClipRequest(seconds=3, frames=49), ClipLimits(), A14B, 20)
-    assert isinstance(found, Impossible)
+    found = plan_clip(ClipRequest(seconds=3, frames=49), ClipLimits(), A14B, 20)
+    assert isinstance(found, ClipRefusal)
     assert found.param == "frames"

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.video.state.events import JobSubmitted, JobTick, JobWaits, LeaseAnswered
+from coordinator.video.state.events import JobSubmitted, JobTick, JobWaited, LeaseAnswered
 from coordinator.video.state.jobs import JobState, VideoJob
-from coordinator.video.state.lease_placement import LeaseChoice, NoLeaseChoice, choose
+from coordinator.video.state.lease_placement import LeaseChoice, NoLeaseChoice, choose_node
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import Story, a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
@@ -40,14 +40,14 @@ class World:
                 retry = self.chance.uniform(0.0, 20.0)
                 frame = LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=retry)
                 story.tell(LeaseAnswered(job.node, frame))
-        found = choose(story.board, self.view(), {}, story.now, 0.0)
+        found = choose_node(story.board, self.view(), {}, story.now, 0.0)
         if isinstance(found, LeaseChoice):
             job, kind = story.place(found.node), self.kinds[found.node]
             if kind != "silent":
                 grants = kind == "grants" or (kind == "moody" and self.chance.random() < 0.05)
                 self.answers.append((story.now + self.chance.uniform(0.0, 3.0), job, grants))
         elif isinstance(found, NoLeaseChoice):
-            story.tell(JobWaits(found.job.id, found.phase, found.busy))
+            story.tell(JobWaited(found.job.id, found.phase, found.busy))
         story.now += 1.0
         story.tell(JobTick())
 
