@@ -152,10 +152,10 @@ class ClusterCa:
         return True
 
     def identify_peer(self, presented: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
-        """Return the node that presented a verified certificate (DER), or the certificate of a TLS object.
+        """Return the node of this cluster that a certificate names; None without a certificate or such a node.
 
-        Return None without a certificate, or if the certificate names no node of this cluster. The signature is not
-        checked here.
+        `presented` is the certificate (DER), or the TLS object of the connection. Its signature must be verified
+        already.
         """
         der = (
             presented.getpeercert(binary_form=True)
