@@ -128,7 +128,7 @@ class _SupersededHandler:
         self._stop.set()
 
     def check(self) -> None:
-        """Raise `SupersededError` if a node has sent such a proof."""
+        """Raise `SupersededError` if a node has proved that another coordinator is newer."""
         if self.mark is not None:
             raise SupersededError(moved_message(self.mark, self._state))
 

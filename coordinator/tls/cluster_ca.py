@@ -111,7 +111,7 @@ class ClusterCa:
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
     def seal_generation(self, generation: int) -> bytes:
-        """Sign with the CA's key that this cluster has a coordinator of this generation, and return the signature."""
+        """Return the signature, with the CA's key, of the statement that this cluster reached this generation."""
         return self._key.sign(_build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
     def is_sealed(self, generation: int, seal: bytes) -> bool:
