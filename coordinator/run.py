@@ -128,7 +128,7 @@ class _SupersededHandler:
         self._stop.set()
 
     def check(self) -> None:
-        """Raise `SupersededError` if a node has sent such a proof."""
+        """Raise `SupersededError` if a node has proved that another coordinator is newer."""
         if self.mark is not None:
             raise SupersededError(moved_message(self.mark, self._state))
 
@@ -224,11 +224,11 @@ def _create_registry(
         for listener in enrolled:
             listener(row)
 
-    def linked_from(node: NodeId) -> str:
+    def get_link_address(node: NodeId) -> str:
         return registry.links.get_address(node)
 
     cluster = EnrollmentContext(
-        name, state.authority, access.tokens, state.store, access.approvals, time.time, notify, linked_from
+        name, state.authority, access.tokens, state.store, access.approvals, time.time, notify, get_link_address
     )
     registry = Registry(
         state.store,
@@ -248,7 +248,7 @@ def _create_registry(
 def _create_dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
     counter = itertools.count(1)
 
-    def numbers() -> tuple[int, int]:
+    def next_numbers() -> tuple[int, int]:
         number = epoch << 40 | next(counter)
         return number, number
 
@@ -256,7 +256,7 @@ def _create_dispatcher(options: RunOptions, epoch: int, registry: Registry, ring
         registry.links.send,
         options.settings.router,
         clock=time.monotonic,
-        numbers=numbers,
+        numbers=next_numbers,
         quotas=RateLimits(ring.limits, options.settings.router),
         scopes=open_scopes(options.settings.cache),
     )

@@ -47,14 +47,14 @@ def check_wired_stress() -> Outcome:
     model = os.environ.get(MODEL_VARIABLE)
     if not model:
         return create_skip(f"set {MODEL_VARIABLE} to the folder of a large model")
-    says: list[str] = []
+    texts: list[str] = []
     for wire in ("off", "on"):
-        told = _run_process(Path(model), wire)
-        says.append(
-            f"{wire}: wired {show_size(int(told['wired']))}, {told['requests']} requests, {told['evictions']} "
-            f"evictions, {told['speed']:.1f} tokens/s in {told['seconds']:.0f} s"
+        result = _run_process(Path(model), wire)
+        texts.append(
+            f"{wire}: wired {show_size(int(result['wired']))}, {result['requests']} requests, {result['evictions']} "
+            f"evictions, {result['speed']:.1f} tokens/s in {result['seconds']:.0f} s"
         )
-    return create_outcome(good=True, text="; ".join(says))
+    return create_outcome(good=True, text="; ".join(texts))
 
 
 def _run_process(model: Path, wire: str) -> dict[str, float]:
@@ -113,7 +113,7 @@ def run_churn(
     number = tokens = 0
     ended: set[int] = set()
 
-    def hear(frames: Iterable[object]) -> None:
+    def process_frames(frames: Iterable[object]) -> None:
         nonlocal tokens
         for frame in frames:
             if isinstance(frame, Deltas):
@@ -123,28 +123,28 @@ def run_churn(
             elif isinstance(frame, Finished | Refusal):
                 ended.add(frame.request)
 
-    def take(frame: Frame) -> None:
-        hear(deliver_frame(engine, frame))
+    def deliver(frame: Frame) -> None:
+        process_frames(deliver_frame(engine, frame))
 
-    def asks() -> Generate:
+    def create_request() -> Generate:
         text = " ".join(draw.choices(("river", "stone", "seven", "green", "ask", "who", "ten", "far"), k=words))
         limit = draw.choice(ANSWERS)
         return Generate(
             number, number, "r", model.name, (Message("user", text),), GenerationParams(max_tokens=limit), 0, limit
         )
 
-    take(MemoryLimits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
-    take(LoadModel(0, model.name))
+    deliver(MemoryLimits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
+    deliver(LoadModel(0, model.name))
     while not ended:
-        hear(engine.step(time.monotonic()))
-    begun = said = time.monotonic()
+        process_frames(engine.step(time.monotonic()))
+    begun = written_at = time.monotonic()
     while (now := time.monotonic()) < begun + seconds:
         while 1 + number - len(ended) < STREAMS:  # `ended` includes the load
             number += 1
-            take(asks())
-        hear(engine.step(time.monotonic()))
-        if now - said >= PROGRESS_SECONDS:
-            said = now
+            deliver(create_request())
+        process_frames(engine.step(time.monotonic()))
+        if now - written_at >= PROGRESS_SECONDS:
+            written_at = now
             _append_progress(
                 progress, f"memory.wire = {wire}: {now - begun:.0f} s, {len(ended) - 1} requests, {tokens} tokens"
             )

@@ -49,7 +49,7 @@ class ModelOperations:
         self._clock = clock
 
     async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
-        """Load a model on `node`, or on the best node. If a chosen node refuses, try the next.
+        """Load a model on `node`; None: on the best node, or on the next best if that node refuses.
 
         Return the result, or the refusal or error if no node loads the model.
         """

@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """Set up one connection, beginning with its handshake."""
 
-        def made() -> DeadlineProtocol:
+        def create_protocol() -> DeadlineProtocol:
             protocol = cast("DeadlineProtocol", make())
             protocol.slot = place
             return protocol
@@ -82,7 +82,9 @@ class Server(uvicorn.Server):
                 await _answer_https_required(loop, accepted)
                 raise ConnectionError("plain HTTP on a port for HTTPS")
             timeout = max(0.1, timeout - (loop.time() - began))
-        await loop.connect_accepted_socket(made, accepted, ssl=self.config.ssl, ssl_handshake_timeout=timeout)
+        await loop.connect_accepted_socket(
+            create_protocol, accepted, ssl=self.config.ssl, ssl_handshake_timeout=timeout
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -111,7 +111,7 @@ class ClusterCa:
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
     def seal_generation(self, generation: int) -> bytes:
-        """Sign with the CA's key that this cluster has a coordinator of this generation, and return the signature."""
+        """Return the signature, with the CA's key, of the statement that this cluster reached this generation."""
         return self._key.sign(_build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
     def is_sealed(self, generation: int, seal: bytes) -> bool:
@@ -152,10 +152,10 @@ class ClusterCa:
         return True
 
     def identify_peer(self, presented: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
-        """Return the node that presented a verified certificate (DER), or the certificate of a TLS object.
+        """Return the node of this cluster that a certificate names; None without a certificate or such a node.
 
-        Return None without a certificate, or if the certificate names no node of this cluster. The signature is not
-        checked here.
+        `presented` is the certificate (DER), or the TLS object of the connection. Its signature must be verified
+        already.
         """
         der = (
             presented.getpeercert(binary_form=True)

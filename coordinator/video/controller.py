@@ -128,7 +128,11 @@ class VideoController:
         return None
 
     async def submit_job(self, wanted: RequestedClip, key: str, idempotency: str = "", digest: str = "") -> VideoJob:
-        """Enqueue a job and return it after it is on disk. Raise `StoreError` if it cannot be stored."""
+        """Enqueue a job of the API key `key` (id), and return it after it is on disk.
+
+        `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty.
+        Raise `StoreError` if the job cannot be stored.
+        """
         self._sequence += 1
         job = VideoJob(
             f"video_{secrets.token_hex(12)}",
@@ -156,7 +160,7 @@ class VideoController:
         await self._wait_stored()
 
     def find_job(self, name: str) -> VideoJob | None:
-        """Return a job by its id; None if it is unknown."""
+        """Return the job with the id `name`; None if it is unknown."""
         return self.table.jobs.get(name)
 
     def list_jobs(self) -> list[VideoJob]:

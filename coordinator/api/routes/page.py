@@ -80,12 +80,12 @@ class PageRoutes:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
         presented = credential(request.scope["headers"]) or b""
 
-        def welcome() -> bool:
+        def is_authorized() -> bool:
             key = self._ring.check(presented)
             return key is not None and key.allows("metrics")
 
         return StreamingResponse(
-            self._live.stream_events(welcome, follow=follow),
+            self._live.stream_events(is_authorized, follow=follow),
             media_type=EVENT_STREAM_TYPE,
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )

@@ -119,10 +119,10 @@ def _wait_for_lock(lock: Path, seconds: float) -> bool:
     """Wait at most `seconds` until the lock is free, and return whether it is. An alarm ends the blocking wait."""
     import fcntl
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         with lock.open("r+") as file:

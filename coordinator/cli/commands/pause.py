@@ -36,7 +36,7 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
         return
     answer = session.request_json("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
     session.print_answer(
-        answer, lambda told: click.echo(f"{name} is {describe_sharing(told['sharing'])}{_describe_running(told)}")
+        answer, lambda state: click.echo(f"{name} is {describe_sharing(state['sharing'])}{_describe_running(state)}")
     )
 
 
@@ -46,13 +46,15 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
 def resume(session: ApiSession, node: str | None) -> None:
     """End the pause of this Mac, or of another Mac by name. The setting `sharing.when` applies again."""
     if node is None:
-        there = _open_pause_file(session.state).remove()
+        was_paused = _open_pause_file(session.state).remove()
         text = "this Mac accepts requests again within 1 s, if sharing.when permits"
-        answer = {"schema": 1, "paused": False, "was_paused": there}
-        session.print_answer(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
+        answer = {"schema": 1, "paused": False, "was_paused": was_paused}
+        session.print_answer(
+            answer, lambda state: click.echo(text if state["was_paused"] else "this Mac was not paused")
+        )
         return
     answer = session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
-    session.print_answer(answer, lambda told: click.echo(f"{node} is {describe_sharing(told['sharing'])}"))
+    session.print_answer(answer, lambda state: click.echo(f"{node} is {describe_sharing(state['sharing'])}"))
 
 
 def describe_sharing(sharing: dict[str, Any]) -> str:

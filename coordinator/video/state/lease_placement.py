@@ -126,27 +126,27 @@ def rate_node(
     memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
-    def classified(readiness: NodeReadiness, why: str) -> LeaseCandidate:
+    def build_candidate(readiness: NodeReadiness, why: str) -> LeaseCandidate:
         return LeaseCandidate(node.id, node.name, readiness, f"{node.name}: {why}", free_bytes)
 
     need = get_profile(package, profiles).compute_need(job.wanted.tokens)
     if need > job.size:
-        return classified(
+        return build_candidate(
             NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
     if not could_fit_unloaded(node, job.size):
-        return classified(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+        return build_candidate(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
     absent = _explain_absence(node, report_now)
     if absent:
-        return classified(NodeReadiness.ABSENT, absent)
+        return build_candidate(NodeReadiness.ABSENT, absent)
     if lease is not None and lease.granted:
-        return classified(NodeReadiness.BUSY, "it makes another video")
+        return build_candidate(NodeReadiness.BUSY, "it makes another video")
     if lease is not None or table.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
-        return classified(NodeReadiness.PAUSED, job.phase)
+        return build_candidate(NodeReadiness.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):
-        return classified(NodeReadiness.FITS, "")
-    return classified(NodeReadiness.TIGHT, fits.message)
+        return build_candidate(NodeReadiness.FITS, "")
+    return build_candidate(NodeReadiness.TIGHT, fits.message)
 
 
 def could_fit_unloaded(node: NodeView, size: int) -> bool:

@@ -88,7 +88,7 @@ FIRST_MEASURED_PROFILE = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_
 def parse_engine_version(engine: str) -> tuple[int, ...]:
     """Parse the first three parts of an engine version.
 
-    An invalid version counts as new, because new engines need more memory.
+    For an invalid version return `(1000000,)`, the newest, because new engines need more memory.
     """
     parts = engine.split(".")[:3]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
