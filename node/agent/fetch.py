@@ -11,7 +11,8 @@ import msgspec
 from node.agent.connection import CoordinatorLink
 from node.engine_process.supervisor import Supervisor
 from node.memory.sensor import footprint_of
-from node.video.lease_manager import PREFIX, LeaseManager
+from node.video.lease_manager import LeaseManager
+from node.video.lease_store import PREFIX
 from wire.frames import FetchChunk, FetchRequest
 from wire.histogram import GateMeasures, NodeMeasures
 

@@ -59,10 +59,8 @@ class Limiter:
         self._machine = machine
         self._guard = settings.memory.guard == "on"
         self._folder = folder
-        self.leases = 0
-        """Bytes leased to video jobs."""
-        self.worker: int | None = None
-        """Id of the process group that uses the leases; None without one. Its footprint is not counted twice."""
+        self._leases = 0
+        self._worker: int | None = None
         bounds = machine.bounds()
         self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
@@ -73,6 +71,28 @@ class Limiter:
         self._reach = LastGood()
         self._last_limits: MemoryLimits | None = None
         self._log_guard(origins or {})
+
+    @property
+    def leases(self) -> int:
+        """Bytes leased to video jobs."""
+        return self._leases
+
+    @property
+    def worker(self) -> int | None:
+        """Id of the process group that uses the leases; None without one. Its footprint is not counted twice."""
+        return self._worker
+
+    def begin_lease(self, size: int) -> None:
+        """Lower the ceiling by `size` bytes for a video job, at the next poll."""
+        self._leases = size
+
+    def set_worker(self, group: int) -> None:
+        """Set the process group that uses the lease."""
+        self._worker = group
+
+    def end_lease(self) -> None:
+        """Restore the ceiling at the next poll, because the lease has ended."""
+        self._leases, self._worker = 0, None
 
     @property
     def tier(self) -> str:
@@ -91,7 +111,7 @@ class Limiter:
 
     def worker_phys(self) -> int:
         """Return the footprint of the process group that uses the leases, in bytes; 0 without one or if unreadable."""
-        return 0 if self.worker is None else footprint(self.worker) or 0
+        return 0 if self._worker is None else footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
         """Use the Metal limit that an engine reports (bytes; 0: no Metal), and store the limit for later starts.
@@ -122,8 +142,8 @@ class Limiter:
         engine, None if unreadable."""
         self._look()
         reach = self._reach.update(self._reaches(phys), time.monotonic())
-        self.current_ceiling = ceiling(self.cap, reach, self.leases)
-        return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self.leases)
+        self.current_ceiling = ceiling(self.cap, reach, self._leases)
+        return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the limits as `now` does, and pass them to `send` if they have changed since they were last sent."""
@@ -135,11 +155,11 @@ class Limiter:
 
     def _reaches(self, phys: int | None) -> int | None:
         """Return the result of `dynamic` for the present readings; None if one of the readings fails."""
-        worker = self.worker
+        worker = self._worker
         lent = 0 if worker is None else footprint(worker)
         if lent is None and worker is not None and members(worker):
             return None
-        return dynamic(phys, self._machine.reclaimable(), worker=lent or 0, lease=self.leases)
+        return dynamic(phys, self._machine.reclaimable(), worker=lent or 0, lease=self._leases)
 
     @property
     def _step(self) -> int:

@@ -10,7 +10,7 @@ from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
 from node.video.capability import VideoCapability
-from node.video.lease_manager import LeaseManager
+from node.video.lease_manager import LeaseCallbacks, LeaseManager
 from node.video.ray.local_ray import LocalRay
 from wire.frames import Frame
 from wire.units import GIB
@@ -38,13 +38,17 @@ class VideoSubsystem:
     ) -> None:
         folder = state / "node" / "video"
         self.offer = VideoCapability(settings, state)
-        self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        callbacks = LeaseCallbacks(
+            send=send,
+            changed=self._offered,
+            begin=lambda lease, generation, place, size: self.ray.begin(lease, generation, place, size),
+            finish=lambda lease: self.ray.end(lease),
+        )
+        self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases", callbacks)
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed = changed
         self._paused = ""
-        self.lease_manager.send, self.lease_manager.changed = send, self._offered
-        self.lease_manager.begin, self.lease_manager.finish = self.ray.begin, self.ray.end
         self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered
 
     async def start(self) -> None:

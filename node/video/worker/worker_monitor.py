@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from host.private_files import private_folder, write_private
 from node.memory.sensor import born, footprint_of, members
@@ -172,6 +173,11 @@ class WorkerMonitor:
     def seconds(self) -> float:
         """Seconds since the start of the worker; 0 before it."""
         return time.monotonic() - self.state.began if self.state is not None else 0.0
+
+    def record_worker(self) -> LeaseRecord:
+        """Add the worker that has started to the record of the lease, and return the record."""
+        self.record = replace(self.record, worker=self.worker)
+        return self.record
 
     def check(self) -> EndWorker | None:
         """Check the worker once. Return its end if it has ended or must be ended, else None."""

@@ -399,12 +399,12 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
     while True:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
-        node.limiter.leases = lease
+        node.limiter.begin_lease(lease)
         node.poll.poll_once()
         try:
             await asyncio.sleep(LEASE_FOR)
         finally:
-            node.limiter.leases = 0
+            node.limiter.end_lease()
             node.poll.poll_once()
             seen.leases.append((since, time.monotonic() - begun, lease))
 

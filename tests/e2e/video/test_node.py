@@ -176,8 +176,8 @@ async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Ma
     node.ask(job=LONG)
     worker = await node.working()
     os.killpg(worker, signal.SIGSTOP)
-    watch: Any = node.lender._watch  # pyright: ignore[reportPrivateUsage]  a start may take longer than this limit
-    watch._bounds = WorkerBounds(LEASE, 2.0, 1000.0)
+    monitor: Any = node.lender._monitor  # pyright: ignore[reportPrivateUsage]  a start may take longer than this limit
+    monitor._bounds = WorkerBounds(LEASE, 2.0, 1000.0)
     ended = await node.ended()
     assert ended.code == "worker_stalled"
     assert members(worker) == ()
@@ -486,7 +486,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.video.lease_manager.CONFIRM_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("node.video.lease_granter.CONFIRM_TIMEOUT_SECONDS", 0.3)
     node = await make(attends=False)
     before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
     engine.suspend()

@@ -1,5 +1,6 @@
 """A job under a real Ray on its node, and the processes left when Ray, the actor or the driver is killed."""
 
+import asyncio
 import ipaddress
 import os
 import signal
@@ -16,6 +17,7 @@ from node.video.leases import LeasePhase
 from tests.support.processes import gone, until
 from tests.support.video.standin import standin
 from tests.support.video.studio import LONG, Node, flat
+from wire.frames import Frame, LeaseGranted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PORTS = 22000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -118,11 +120,18 @@ def nobody_else_reaches_ray(family: list[psutil.Process]) -> None:
             assert line.connect_ex((address, PORTS + 6)) != 0, address
 
 
+class NodeWithoutRoomInRay(Node):
+    """A node whose Ray cannot start the actor of a granted lease."""
+
+    def _said(self, frame: Frame) -> None:
+        super()._said(frame)
+        if isinstance(frame, LeaseGranted):
+            asyncio.get_running_loop().call_soon(self.lender.not_started, frame.lease, "Ray has no room")
+
+
 async def test_an_actor_that_ray_cannot_start_ends_its_lease_at_once(tmp_path: Path):
     stand = {"worker__environments": str(standin(tmp_path).environments)}
-    node = Node(tmp_path / "node", flat(**stand), attends=False)
-    lender = node.lender
-    lender.begin = lambda lease, *_: lender.not_started(lease, "Ray has no room")
+    node = NodeWithoutRoomInRay(tmp_path / "node", flat(**stand), attends=False)
     try:
         await node.start()
         node.ask()

@@ -321,11 +321,11 @@ def unreadable(pid: int) -> Sensor:
 def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monkeypatch: pytest.MonkeyPatch):
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
-    one.leases = 4 * GIB
+    one.begin_lease(4 * GIB)
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
-        one.worker = worker.pid
+        one.set_worker(worker.pid)
         before = one.now(0).ceiling
         with monkeypatch.context() as broken:
             broken.setattr(memory_sensor, "open_sensor", unreadable)
@@ -348,10 +348,10 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
 def test_a_lease_is_told_at_once_however_small():
     one = limiter(SetMachine())
     told(one)
-    one.leases = MIB
+    one.begin_lease(MIB)
     (frame,) = told(one)
     assert (frame.leases, frame.ceiling, frame.bound_by) == (MIB, 96 * GIB - MIB, "leases")
-    one.leases = 0
+    one.end_lease()
     (frame,) = told(one)
     assert (frame.leases, frame.ceiling) == (0, 96 * GIB)
 
@@ -359,12 +359,12 @@ def test_a_lease_is_told_at_once_however_small():
 def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
-    one.leases = GIB
+    one.begin_lease(GIB)
     without = one.now(0).ceiling
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
-        one.worker = worker.pid
+        one.set_worker(worker.pid)
         assert one.worker_phys() > 96 * MIB, "the whole group counts"
         machine.held = GIB
         assert one.wired() == pytest.approx(GIB - one.worker_phys(), abs=16 * MIB), "it may have all of it wired"
@@ -377,7 +377,7 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
 def test_no_worker_or_one_that_is_gone_holds_nothing():
     one = limiter(SetMachine())
     assert one.worker_phys() == 0
-    one.worker = 2**31 - 1
+    one.set_worker(2**31 - 1)
     assert one.worker_phys() == 0
 
 
@@ -395,7 +395,7 @@ def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
-        one.worker = worker.pid
+        one.set_worker(worker.pid)
         assert one.wired() == 0
         worker.communicate()
 

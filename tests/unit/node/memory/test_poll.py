@@ -344,7 +344,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
     for number in (1, 2, 3, 4):
         node.generate(number, "word " * 1000, tokens=100)
         await node.until(lambda number=number: node.speaks(number))
-    node.limiter.leases = 90 * GIB - (4 * GIB + 2560 * MIB)
+    node.limiter.begin_lease(90 * GIB - (4 * GIB + 2560 * MIB))
     for number in (4, 3):
         end = await node.end(number)
         assert isinstance(end, Failed)
@@ -352,7 +352,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
         assert "over its cap" in end.message
     assert not node.ends(1)
     assert not node.ends(2)
-    node.limiter.leases = 0
+    node.limiter.end_lease()
     for number in (1, 2):
         assert isinstance(await node.end(number), Finished)
     assert node.poll.state.kills == 0
@@ -380,7 +380,7 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     node = await make()
     numbers = []
     for size in (36 * GIB, 0, 36 * GIB):
-        node.limiter.leases = size
+        node.limiter.begin_lease(size)
         node.poll.poll_once()
         numbers.append(node.supervisor.orders.limits_number)
     assert numbers == [2, 3, 4], "each limit was sent at once"

@@ -1,0 +1,199 @@
+"""Grant of a lease in two phases: judge it, lower the ceiling, and wait until the engine holds the lower limits."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
+
+from node.engine.memory.wired_limit import WireMode
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import Limiter
+from node.memory.poll import MemoryPoll
+from node.settings import NodeSettings
+from node.video import leases
+from node.video.capability import VideoCapability
+from node.video.lease_store import LeaseStore
+from node.video.leases import LeaseRecord
+from node.video.worker.job_spec import JobSpec, read_spec
+from node.video.worker.lease_files import OUT, SCRATCH, LeaseGrant
+from node.video.worker.watchdog_policy import WorkerBounds
+from node.video.worker.worker_monitor import WorkerMonitor, worker_environment
+from wire.capacity.arithmetic import judge
+from wire.frames import LeaseRefused, LeaseRequest
+from wire.refusals import Refused
+from wire.units import show_size
+
+CONFIRM_TIMEOUT_SECONDS = 5.0
+"""Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
+NO_DISK = "disk_full"
+SILENT = "engine_silent"
+
+log = structlog.get_logger("node.video.lease_manager")
+
+
+class LeaseGranter:
+    """Grants of leases. Call every method on the event loop of the memory poll."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        limiter: Limiter,
+        poll: MemoryPoll,
+        supervisor: Supervisor,
+        offer: VideoCapability,
+        store: LeaseStore,
+    ) -> None:
+        self._settings = settings
+        self._limiter = limiter
+        self._poll = poll
+        self._supervisor = supervisor
+        self._offer = offer
+        self._store = store
+        self._changed = asyncio.Event()
+
+    def engine_changed(self) -> None:
+        """Continue a grant that waits for the engine, after a new report of the engine."""
+        self._changed.set()
+
+    def return_memory(self) -> None:
+        """Restore the ceiling after the end of a lease."""
+        self._limiter.end_lease()
+        self._poll.poll_once()
+
+    def restore(self) -> None:
+        """Restore the ceiling, and remove a lease that was not granted."""
+        self.return_memory()
+        record = self._store.ledger.holding
+        if record is not None:
+            self._store.drop(record)
+
+    async def grant(
+        self, request: LeaseRequest, refuse_now: Callable[[], LeaseRefused | None]
+    ) -> LeaseRefused | WorkerMonitor:
+        """Grant or refuse a lease. Return the monitor of its worker, with the ceiling lowered, or the refusal.
+
+        `refuse_now()` returns a refusal for reasons that arose meanwhile; None without one.
+        """
+        spec = self._read_spec(request)
+        if isinstance(spec, LeaseRefused):
+            return spec
+        refused = await self._judge_with_room(request)
+        if refused is not None:
+            return refused
+        record = LeaseRecord(
+            lease=request.lease, generation=request.generation, job=request.job, model=request.model, size=request.size
+        )
+        refused = leases.refuse(request, NO_DISK, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS)
+        if self._store.put(record):
+            refused = await self._lower_ceiling(request) or refuse_now()
+        if refused is None:
+            try:
+                return self._open(record, spec)
+            except OSError as error:
+                text = f"the folder of the job cannot be created: {error}"
+                refused = leases.refuse(request, NO_DISK, text, leases.READY_RETRY_SECONDS)
+        self.restore()
+        return refused
+
+    def _read_spec(self, request: LeaseRequest) -> LeaseRefused | JobSpec:
+        """Check the request without a reading of the memory. Return its job."""
+        refused = (
+            leases.check_name(request)
+            or leases.check_generation(request, self._store.ledger)
+            or leases.check_ready(request, self._poll.memory(), self._offer.unready)
+        )
+        if refused is not None:
+            return refused
+        package = self._offer.packages.get(request.model)
+        if package is None or package.described.cause:
+            cause = package.described.cause if package is not None else "this node has no such package"
+            return leases.refuse(request, leases.NOT_READY, f"{request.model} cannot be used on this node: {cause}")
+        spec = read_spec(request.spec)
+        return leases.refuse(request, leases.INVALID, spec) if isinstance(spec, str) else spec
+
+    async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
+        """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
+        refused = self._judge(request)
+        if refused is None or refused.headroom is None:
+            return refused
+        number = self._supervisor.orders.free_memory(request.size)
+        await self._wait_until(lambda: self._supervisor.reports.freed_order >= number)
+        return self._judge(request)
+
+    def _judge(self, request: LeaseRequest) -> LeaseRefused | None:
+        report = self._supervisor.reports.latest
+        pinned = frozenset(self._settings.models.preload)
+        return leases.check_fits(request, self._poll.memory(), report.models if report is not None else (), pinned)
+
+    async def _lower_ceiling(self, request: LeaseRequest) -> LeaseRefused | None:
+        """Lower the ceiling and wait until the engine holds the new limits.
+
+        The lease must then still fit, because new work may have arrived.
+        """
+        began = time.monotonic()
+        self._limiter.begin_lease(request.size)
+        self._poll.poll_once()
+        number = self._supervisor.orders.limits_number
+        await self._wait_until(lambda: self._supervisor.reports.limits_number >= number)
+        if self._supervisor.reports.limits_number < number:
+            message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
+            return leases.refuse(request, SILENT, message, leases.HEADROOM_RETRY_SECONDS)
+        after = judge(self._poll.memory(), 0)
+        if isinstance(after, Refused):
+            headroom = after.numbers.headroom if after.numbers is not None else None
+            return LeaseRefused(
+                lease=request.lease,
+                generation=request.generation,
+                code=after.code.value,
+                message="requests arrived while the ceiling was lowered",
+                need=request.size,
+                headroom=None if headroom is None else headroom + request.size,
+                retry_after=leases.HEADROOM_RETRY_SECONDS,
+                waiting_for="the end of the new requests",
+            )
+        log.info(
+            "ceiling lowered",
+            lease=request.lease,
+            size=show_size(request.size),
+            seconds=round(time.monotonic() - began, 3),
+        )
+        return None
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait at most `CONFIRM_TIMEOUT_SECONDS` for the engine to meet a condition."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()
+
+    def _open(self, record: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
+        """Create the lease's folder for its worker."""
+        settings, package = self._settings.worker, self._offer.packages[record.model]
+        bounds = WorkerBounds(
+            record.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
+        )
+        folder = self._store.folder_of(record)
+        monitor = WorkerMonitor(
+            record, folder, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds
+        )
+        job = {
+            **spec.job(package.described),
+            "package": str(package.folder),
+            "out": str(folder / OUT),
+            "wire": self._settings.memory.wire != WireMode.OFF,
+        }
+        monitor.open(
+            LeaseGrant(
+                lease=record.lease,
+                generation=record.generation,
+                size=record.size,
+                python=str(self._offer.python),
+                environment=worker_environment(os.environ, folder / SCRATCH),
+                job=job,
+            )
+        )
+        return monitor

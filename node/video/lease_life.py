@@ -1,0 +1,288 @@
+"""State machine of the lease of a node, as data: events in, actions out. The lease manager performs the actions. Pure.
+
+Covers: one lease at a time, orders to end it, pause and stop. Does not cover: whether a lease fits (`leases`), the
+worker (`worker.worker_monitor`), files (`lease_store`).
+
+    idle ─(request)─► granting ─(granted)─► held ─(ordered, worker ended or at fault)─► ending ─(memory returned)─► idle
+                          └─(refused)─► idle
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from node.video import leases
+from node.video.leases import LeaseRecord
+from node.video.worker import watchdog_policy
+from node.video.worker.watchdog_policy import EndWorker
+from wire.frames import LeaseRefused, LeaseRequest
+from wire.state_machine import IllegalEventError, InvariantError
+
+STOPPING = "node_stopping"
+PAUSED = "node_paused"
+RETRY_SOON_SECONDS = 2.0
+
+
+class LeaseStage(StrEnum):
+    """Stage of the node's lease."""
+
+    IDLE = "idle"
+    GRANTING = "granting"
+    HELD = "held"
+    ENDING = "ending"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLife:
+    """State of the node's lease."""
+
+    stage: LeaseStage = LeaseStage.IDLE
+    lease: str = ""
+    """Id of the lease; empty while idle."""
+    generation: int = 0
+    order: str = ""
+    """Cause of an ordered end; empty without an order."""
+    actor_failure: str = ""
+    """Reason for which the actor of the lease could not be started; empty if it could."""
+    has_worker: bool = False
+    """Whether the worker of the lease has started."""
+    paused: str = ""
+    """Reason for which the node accepts no leases; empty if it accepts them."""
+    stopping: bool = False
+
+    @property
+    def end(self) -> EndWorker | None:
+        """Reason to end the worker now; None without one."""
+        if self.order:
+            return EndWorker(self.order, self._order_text())
+        if self.actor_failure and not self.has_worker:
+            return EndWorker(watchdog_policy.NOT_STARTED, self.actor_failure)
+        return None
+
+    def _order_text(self) -> str:
+        if self.stopping:
+            return "this node is stopping"
+        return f"its node stopped sharing: {self.paused}" if self.order == PAUSED else "the coordinator ended the lease"
+
+    def is_current(self, lease: str, generation: int) -> bool:
+        """Return whether this lease is granted, held or ended now."""
+        return self.stage is not LeaseStage.IDLE and (lease, generation) == (self.lease, self.generation)
+
+    def check(self) -> None:
+        """Raise `InvariantError` if two values contradict each other."""
+        idle = self.stage is LeaseStage.IDLE
+        wrong = [
+            "idle with a lease" * (idle and bool(self.lease or self.order or self.actor_failure or self.has_worker)),
+            "a worker before the grant" * (self.stage is LeaseStage.GRANTING and self.has_worker),
+        ]
+        if any(wrong):
+            raise InvariantError(f"{', '.join(filter(None, wrong))}: {self}")
+
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    """Event: the coordinator requests a new lease. `holding` is the stored lease that has not ended."""
+
+    request: LeaseRequest
+    holding: LeaseRecord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GrantCompleted:
+    """Event: the engine holds the lower ceiling, and the lease is granted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRefused:
+    """Event: the lease is not granted, and the ceiling is restored."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStarted:
+    """Event: the worker of the lease has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorFailed:
+    """Event: Ray could not start the actor of a lease."""
+
+    lease: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndBegun:
+    """Event: the worker is being ended, or has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReturned:
+    """Event: all processes of the worker have ended, and the end is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseAbandoned:
+    """Event: the task of the lease has ended, also by an exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseOrdered:
+    """Event: the coordinator ends the current lease. `cause` is machine-readable."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseChanged:
+    """Event: the node accepts no leases because of `reason`, or accepts them again if it is empty."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerReclaimed:
+    """Event: the owner of the Mac takes the memory of the lease. `holding`: the ceiling is lowered for a lease."""
+
+    reason: str
+    holding: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStopping:
+    """Event: the agent stops."""
+
+
+Event = (
+    LeaseWanted
+    | GrantCompleted
+    | GrantRefused
+    | WorkerStarted
+    | ActorFailed
+    | EndBegun
+    | MemoryReturned
+    | LeaseAbandoned
+    | ReleaseOrdered
+    | PauseChanged
+    | OwnerReclaimed
+    | NodeStopping
+)
+
+
+# actions
+
+
+@dataclass(frozen=True, slots=True)
+class BeginGrant:
+    """Action: judge the request, lower the ceiling and wait for the engine."""
+
+    request: LeaseRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseLease:
+    """Action: send a refusal."""
+
+    refused: LeaseRefused
+
+
+@dataclass(frozen=True, slots=True)
+class CheckLease:
+    """Action: let the task of the lease see its state now."""
+
+
+Action = BeginGrant | RefuseLease | CheckLease
+Step = tuple[LeaseLife, tuple[Action, ...]]
+
+_I, _G, _H, _E = LeaseStage
+_SAME = {stage: frozenset({stage}) for stage in LeaseStage}
+
+TABLE: Mapping[type, Mapping[LeaseStage, frozenset[LeaseStage]]] = {
+    LeaseWanted: _SAME | {_I: frozenset({_I, _G})},
+    GrantCompleted: {_G: frozenset({_H})},
+    GrantRefused: {_G: frozenset({_I})},
+    WorkerStarted: {_H: frozenset({_H})},
+    ActorFailed: _SAME,
+    EndBegun: {_H: frozenset({_E})},
+    MemoryReturned: {_E: frozenset({_I})},
+    LeaseAbandoned: {stage: frozenset({_I}) for stage in LeaseStage},
+    ReleaseOrdered: {stage: frozenset({stage}) for stage in (_G, _H, _E)},
+    PauseChanged: _SAME,
+    OwnerReclaimed: _SAME,
+    NodeStopping: _SAME,
+}
+"""For each event: the stages in which it is legal, and the stages that may follow."""
+
+
+def step(life: LeaseLife, event: Event) -> Step:
+    """Apply one event. Return the new state and the actions in order.
+
+    Raise `IllegalEventError` if `TABLE` does not allow the event in the stage.
+    """
+    allowed = TABLE[type(event)].get(life.stage)
+    if allowed is None:
+        raise IllegalEventError(f"the lease is {life.stage}: {event} cannot happen")
+    after, actions = _apply(life, event)
+    if after.stage not in allowed:
+        raise InvariantError(f"{life.stage} -> {after.stage} by {event} is not in the table")
+    after.check()
+    return after, actions
+
+
+def _apply(life: LeaseLife, event: Event) -> Step:
+    match event:
+        case LeaseWanted():
+            return _request(life, event)
+        case GrantCompleted():
+            return replace(life, stage=LeaseStage.HELD), ()
+        case GrantRefused() | MemoryReturned() | LeaseAbandoned():
+            return LeaseLife(paused=life.paused, stopping=life.stopping), ()
+        case WorkerStarted():
+            return replace(life, has_worker=True), ()
+        case ActorFailed() if life.stage is LeaseStage.HELD and event.lease == life.lease and not life.has_worker:
+            return replace(life, actor_failure=event.reason), (CheckLease(),)
+        case ActorFailed():
+            return life, ()
+        case EndBegun():
+            return replace(life, stage=LeaseStage.ENDING), ()
+        case ReleaseOrdered():
+            return replace(life, order=event.cause), (CheckLease(),)
+        case PauseChanged():
+            return replace(life, paused=event.reason), ()
+        case OwnerReclaimed() if event.holding and life.stage is not LeaseStage.IDLE and not life.order:
+            return replace(life, paused=event.reason, order=PAUSED), (CheckLease(),)
+        case OwnerReclaimed():
+            return life, ()
+        case NodeStopping():
+            stopping = replace(life, stopping=True)
+            if life.stage is LeaseStage.IDLE:
+                return stopping, ()
+            return replace(stopping, order=life.order or STOPPING), (CheckLease(),)
+
+
+def _request(life: LeaseLife, event: LeaseWanted) -> Step:
+    request = event.request
+    if life.stopping:
+        return life, (RefuseLease(refuse_stopping(request)),)
+    if life.paused:
+        return life, (RefuseLease(refuse_paused(request, life.paused)),)
+    if life.stage is not LeaseStage.IDLE:
+        holder, wait = "already", RETRY_SOON_SECONDS
+        if event.holding is not None:
+            holder, wait = f"to {event.holding.job}", leases.HELD_RETRY_SECONDS
+        text = f"this node has granted memory {holder}: one lease at a time"
+        return life, (RefuseLease(leases.refuse(request, leases.LEASE_HELD, text, wait)),)
+    granting = replace(life, stage=LeaseStage.GRANTING, lease=request.lease, generation=request.generation)
+    return granting, (BeginGrant(request),)
+
+
+def refuse_stopping(request: LeaseRequest) -> LeaseRefused:
+    """Return the refusal of a lease while the node stops."""
+    return leases.refuse(request, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS)
+
+
+def refuse_paused(request: LeaseRequest, reason: str) -> LeaseRefused:
+    """Return the refusal of a lease while the node accepts none, because of `reason`."""
+    return leases.refuse(request, PAUSED, f"this node accepts no leases: {reason}", leases.READY_RETRY_SECONDS)

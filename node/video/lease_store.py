@@ -1,0 +1,131 @@
+"""Leases of a node on its disk, from which a restarted agent recovers."""
+
+import hashlib
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from host.private_files import private_folder, write_private
+from node.video.leases import LeaseLedger, LeaseRecord
+from node.video.worker.lease_files import GRANT, OUT, SCRATCH
+from wire.video import Artifact
+
+MIN_FREE_DISK_BYTES = 64 * 1024
+"""Minimum free bytes of a disk. With less, the end of a worker is attributed to the full disk."""
+MAX_ENDED_LEASES = 32
+"""Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
+PREFIX = "artifact:"
+
+log = structlog.get_logger("node.video.lease_manager")
+
+
+class LeaseStore:
+    """Ledger of the leases and their folders, below `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ledger = LeaseLedger()
+
+    @property
+    def ledger(self) -> LeaseLedger:
+        """Leases that are held or not acknowledged, and the newest generation of each job."""
+        return self._ledger
+
+    @property
+    def ended(self) -> tuple[LeaseRecord, ...]:
+        """Leases that have ended and are not acknowledged, oldest first."""
+        return tuple(record for record in self._ledger.leases if record.ended is not None)
+
+    def load(self) -> None:
+        """Read the ledger of an earlier agent, and remove folders that belong to no lease.
+
+        Raise `OSError` if the folder cannot be used. An unreadable ledger is logged and counts as empty.
+        """
+        private_folder(self._folder)
+        try:
+            self._ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=LeaseLedger)
+        except FileNotFoundError:
+            self._ledger = LeaseLedger()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.error("leases unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
+            self._ledger = LeaseLedger()
+        known = {f"{record.lease}.{record.generation}" for record in self._ledger.leases}
+        for entry in self._folder.iterdir():
+            if entry.is_dir() and entry.name not in known:
+                shutil.rmtree(entry, ignore_errors=True)
+
+    def folder_of(self, record: LeaseRecord) -> Path:
+        """Return the folder of a lease."""
+        return self._folder / f"{record.lease}.{record.generation}"
+
+    def put(self, record: LeaseRecord) -> bool:
+        """Store a lease in place of its earlier state. Return whether the disk has it; the ledger always has it."""
+        self._ledger = self._ledger.put(record)
+        return self._save()
+
+    def end(self, record: LeaseRecord) -> None:
+        """Store a lease that has ended. Remove its output if it has no artifacts, and the oldest ended leases above
+        `MAX_ENDED_LEASES`."""
+        self.put(record)
+        if record.ended is not None and not record.ended.artifacts:
+            shutil.rmtree(self.folder_of(record) / OUT, ignore_errors=True)
+        for old in self.ended[:-MAX_ENDED_LEASES]:
+            self.delete(old)
+
+    def drop(self, record: LeaseRecord) -> None:
+        """Remove a lease that was not granted."""
+        self._ledger = self._ledger.drop(record.lease, record.generation)
+        self._save()
+
+    def delete(self, record: LeaseRecord) -> None:
+        """Remove a lease with its files."""
+        self.drop(record)
+        shutil.rmtree(self.folder_of(record), ignore_errors=True)
+
+    def clean(self, record: LeaseRecord) -> None:
+        """Remove the files with which a worker of an earlier agent could still begin."""
+        (self.folder_of(record) / GRANT).unlink(missing_ok=True)
+        shutil.rmtree(self.folder_of(record) / SCRATCH, ignore_errors=True)
+
+    def artifact(self, name: str) -> Path | None:
+        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
+        lease, _, file = name.removeprefix(PREFIX).partition("/")
+        record = next((one for one in self.ended if one.lease == lease), None)
+        known = (
+            record is not None and record.ended is not None and any(one.name == file for one in record.ended.artifacts)
+        )
+        return self.folder_of(record) / OUT / file if record is not None and known else None
+
+    def is_full(self) -> bool:
+        """Return whether the disk has no room even for the text of an error."""
+        with suppress(OSError):
+            return shutil.disk_usage(self._folder).free < MIN_FREE_DISK_BYTES
+        return False
+
+    def _save(self) -> bool:
+        """Write the ledger to the disk. Return whether that succeeded; a granted lease continues in either case."""
+        try:
+            write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
+        except OSError as error:
+            log.error("leases unwritable", error=str(error))  # noqa: TRY400  the sentence is for a person
+            return False
+        return True
+
+
+def hash_artifacts(folder: Path, names: object) -> tuple[Artifact, ...]:
+    """Return size and hash of the artifacts that a worker reported; empty if the clip is missing or empty.
+
+    `folder` is that of the lease, `names` the list of files in the worker's report.
+    """
+    found: list[Artifact] = []
+    for name in ("video.mp4", "thumbnail.webp"):
+        file = folder / OUT / name
+        if isinstance(names, list) and name in names and file.is_file() and not file.is_symlink():
+            with file.open("rb") as opened:
+                digest = hashlib.file_digest(opened, "sha256").digest()
+            found.append(Artifact(name, file.stat().st_size, digest))
+    complete = bool(found) and found[0].name == "video.mp4" and found[0].size > 0
+    return tuple(found) if complete else ()
