@@ -20,6 +20,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment
+from node.engine.kv.prefix_store import PrefixCache
 from node.engine.memory.footprint import (
     EngineMemory,
     MetalMemory,
@@ -37,6 +38,7 @@ from node.engine.models.load_times import LoadTimes
 from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS, LoadedModel, LoadStep, load
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_manager import FilesChangedError, LoadSucceeded, ModelManager, Outcome
+from node.engine.models.model_stats import ModelHold
 from node.engine.models.profile import MemoryProfileStore
 from node.engine.models.profile_sweep import SweepQueue
 from node.engine.models.profiler import ForwardPeak, Profiler
@@ -48,7 +50,8 @@ from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, too_long
 from node.engine.scheduling.prefix_cache import PrefixCacheManager, limit_of
 from node.engine.scheduling.sampling import sampling_of
-from node.engine.scheduling.scheduler import Scheduler, finished
+from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from node.engine.scheduling.step_output import finished
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.environment import PROFILES
 from node.memory.sensor import open_machine
@@ -139,7 +142,7 @@ class TextEngine:
             gate=gate,
         )
         self.gate = self.forwards.gate
-        self.prefix_cache = PrefixCacheManager(self.forwards, self._kept_most, self.footprint.forget)
+        self.prefix_cache = PrefixCacheManager(PrefixCache(), self._memory, self._kept_most, self.footprint.forget)
         self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self.profiler = Profiler(
@@ -169,9 +172,9 @@ class TextEngine:
             self.forwards,
             lambda: self.model_manager.loaded,
             self.prefix_cache,
-            self._settings.max_batch_size,
-            self._settings.prefill_step_size,
-            self._settings.min_prefill_step,
+            SchedulerLimits(
+                self._settings.max_batch_size, self._settings.prefill_step_size, self._settings.min_prefill_step
+            ),
         )
         self.sweeps = SweepQueue(
             self.profiler,
@@ -185,7 +188,7 @@ class TextEngine:
         self.emergency_reserve = EmergencyReserve(settings.memory.reserve, self._memory)
         self.model_manager.spares += [self.emergency_reserve, self.sweeps]
         self._pending: dict[int, tuple[PreparedRequest, float]] = {}
-        self._unread: dict[int, tuple[int, LoadedModel | None]] = {}
+        self._unread: dict[int, tuple[int, ModelHold | None]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._cap = self._coming = self._enforced = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
@@ -229,11 +232,11 @@ class TextEngine:
             case PreparedRequest():
                 return self._generate(work, now)
             case Cancel():
-                self._cancel(work.request)
+                self._cancel(work.request, now)
             case MemoryLimits():
                 self._hold(work)
             case ReduceMemory():
-                return self._enforce(work)
+                return self._enforce(work, now)
             case ReclaimMemory():
                 self._freed_order = work.number
                 self.model_manager.free_memory(work.size, over_load=not self._waited_for(self.model_manager.reading))
@@ -276,12 +279,12 @@ class TextEngine:
 
         Raise `Halted` if a native call is due after `halt`.
         """
-        self.scheduler.decode()
+        self.scheduler.decode(now)
         yield from self.scheduler.drain_output()
         if self._may_load():
             self._tick()
         yield from self._ended_loads()
-        self.scheduler.prefill()
+        self.scheduler.prefill(now)
         yield from self.scheduler.drain_output()
         yield from self._ended_loads()
         if self.sweeps.busy:
@@ -327,7 +330,7 @@ class TextEngine:
 
     def halt(self) -> None:
         """Forbid further native calls. Any thread may call this."""
-        self.forwards.halted = True
+        self.forwards.halt()
 
     def close(self) -> None:
         """Wait for work on the device. Then release rows, cached prefixes, models and free buffers."""
@@ -363,9 +366,9 @@ class TextEngine:
             self._cap = limits.cap
             limit_pool(limits.cap)
             for loaded_model in self.model_manager.loaded.values():
-                loaded_model.bound_waste(waste_bytes(limits.cap))
+                loaded_model.ledger.bound_waste(waste_bytes(limits.cap))
 
-    def _enforce(self, order: ReduceMemory) -> list[Frame]:
+    def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
         that is not enough, abort the load, then end the newest request."""
         self._enforced = order.poll
@@ -382,7 +385,7 @@ class TextEngine:
         if not enough():
             self.model_manager.abort_load(shed(self._memory(), order.excess))
         if not enough():
-            self.scheduler.evict_newest(shed(self._memory(), order.excess))
+            self.scheduler.evict_newest(shed(self._memory(), order.excess), now)
             self.footprint.forget()
         return [*self._ended_loads(), *self.scheduler.drain_output()]
 
@@ -406,21 +409,20 @@ class TextEngine:
         if refused is not None:
             return [Refusal(number, refused)]
         loaded_model = self.model_manager.loaded.get(unread.frame.model)
-        self._unread[number] = (0, loaded_model)
-        if loaded_model is not None:
-            loaded_model.users += 1
+        hold = None if loaded_model is None else loaded_model.usage.hold()
+        self._unread[number] = (0, hold)
         refused = self.forwards.check(GateSite.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
-        self._unread[number] = (unread.need, loaded_model)
+        self._unread[number] = (unread.need, hold)
         return [unread]
 
     def _put_by(self, number: int) -> None:
         """Release the reservation of a prompt after its tokenization."""
-        _, loaded_model = self._unread.pop(number, (0, None))
-        if loaded_model is not None:
-            loaded_model.users -= 1
+        _, hold = self._unread.pop(number, (0, None))
+        if hold is not None:
+            hold.release()
 
     def _generate(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         request = prepared.request
@@ -485,15 +487,16 @@ class TextEngine:
         sequence = self._sequence(loaded_model, prepared, shape, arrived)
         writing = list(sequence.active_rows())
         if not writing:  # the whole answer was sent by another node, and only its end is missing
-            sequence.begun = sequence.joined = now
+            sequence.begin(now)
+            sequence.join(now)
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
         refused = self._crowded(loaded_model, shape.of(len(writing)), now, request.owner)
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
         for row, commitment in zip(writing, loaded_model.ledger.commit(shape.length, len(writing)), strict=True):
-            row.commitment = commitment
+            row.commit(commitment)
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
-        loaded_model.record_text(text, len(prepared.ids))
+        loaded_model.stats.record_text(text, len(prepared.ids))
         self.scheduler.begin(loaded_model, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
@@ -553,9 +556,9 @@ class TextEngine:
         self._released()
         return True
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, number: int, now: float) -> None:
         known = self._pending.pop(number, None) is not None or self.sweeps.cancel(number)
-        if known or self.scheduler.cancel(number):
+        if known or self.scheduler.cancel(number, now):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
@@ -600,8 +603,7 @@ class TextEngine:
         loaded_model = self.model_manager.loaded.get(order.model)
         if loaded_model is None:
             return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
-        if loaded_model.users:
-            users = loaded_model.users
+        if users := loaded_model.usage.users:
             message = f"{order.model} has {users} open requests here: wait for their end, or cordon the node first"
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del loaded_model
@@ -651,7 +653,7 @@ class TextEngine:
         to load."""
         self._rewire()
         if isinstance(outcome, LoadSucceeded):
-            outcome.loaded_model.bound_waste(waste_bytes(self._cap))
+            outcome.loaded_model.ledger.bound_waste(waste_bytes(self._cap))
         name = outcome.loaded_model.name if isinstance(outcome, LoadSucceeded) else outcome.model
         if not isinstance(outcome, LoadSucceeded):
             self.sweeps.failed(name, outcome.refused)
@@ -744,7 +746,7 @@ class TextEngine:
                 pinned=found.name in self.model_manager.pinned,
                 **self._transients(found.forward),
             )
-        kv, rested = loaded_model.kv, loaded_model.idle_seconds(now)
+        kv, rested = loaded_model.kv, loaded_model.usage.idle_seconds(now)
         return Model(
             found.name,
             found.fingerprint,
@@ -752,10 +754,10 @@ class TextEngine:
             loaded_model.weights,
             kv.per_token,
             context=self._context(found),
-            load_seconds=loaded_model.load_seconds,
-            prefill_speed=loaded_model.reads.after(rested),
-            decode_speed=loaded_model.writes.after(rested),
-            bytes_per_token=loaded_model.bytes_per_token or 4.0,
+            load_seconds=loaded_model.stats.load_seconds,
+            prefill_speed=loaded_model.stats.reads.after(rested),
+            decode_speed=loaded_model.stats.writes.after(rested),
+            bytes_per_token=loaded_model.stats.bytes_per_token or 4.0,
             features=self.preparer.features(found),
             groups=loaded_model.ledger.groups(),
             kv_step=kv.step,
@@ -775,7 +777,7 @@ class TextEngine:
 
     def _measured(self, model: Model, loaded_model: LoadedModel, memory: Memory) -> Model:
         """Add the results of measurements under the cap in force."""
-        profile = loaded_model.profile
+        profile = loaded_model.stats.profile
         return replace(
             model,
             profiled=profile is not None,
@@ -795,7 +797,7 @@ class TextEngine:
 
     def _alone(self, loaded_model: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
-        return list(self.model_manager.loaded.values()) == [loaded_model] and loaded_model.users == 1
+        return list(self.model_manager.loaded.values()) == [loaded_model] and loaded_model.usage.users == 1
 
     def _pieces(self, found: ModelDescriptor) -> Iterator[LoadStep | LoadedModel]:
         """Load a model and measure its profile, piece by piece, with the seconds of each part."""
@@ -822,7 +824,7 @@ class TextEngine:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
         loaded, or if one was not measured up to the smallest chunk of this engine."""
         loaded_models = self.model_manager.loaded.values()
-        profiles = [one.profile for one in loaded_models]
+        profiles = [one.stats.profile for one in loaded_models]
         floor = min(self._settings.prefill_step_size, self._settings.min_prefill_step)
         measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
         seen = [one.estimator.residual for one in loaded_models]

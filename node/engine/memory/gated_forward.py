@@ -97,7 +97,7 @@ class GatedForwards:
         for size in larger:
             if self.check_optional(site, estimate(size)):
                 return size
-            self.shrinks += 1
+            self.count_shrink()
         return self.check(site, estimate(last)) or last
 
     def check_optional(self, site: GateSite, estimate: int) -> bool:
@@ -190,6 +190,26 @@ class GatedForwards:
         if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
         return self._read(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
+
+    def halt(self) -> None:
+        """Forbid further native calls. Any thread may call this."""
+        self.halted = True
+
+    def count_shed(self) -> None:
+        """Count a request that was ended on order, because the engine was over its cap."""
+        self.sheds += 1
+
+    def count_shrink(self) -> None:
+        """Count a forward that was made smaller, because the gate refused it."""
+        self.shrinks += 1
+
+    def count_preemption(self) -> None:
+        """Count a request that was preempted."""
+        self.preemptions += 1
+
+    def count_failure(self, *, by_engine: bool) -> None:
+        """Count a failed request, unless the client caused the failure."""
+        self.failures += by_engine
 
     def counts(self) -> EngineCounters:
         """Return the counts of checks, refusals, calls and failures since the engine started."""

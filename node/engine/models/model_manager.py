@@ -300,12 +300,13 @@ class ModelManager:
     def _finish(self, reading: LoadInProgress, piece: LoadedModel) -> None:
         self._reading = None
         now = time.monotonic()
-        piece.load_seconds, piece.used_at = now - reading.begun, now
+        piece.stats.record_load(now - reading.begun)
+        piece.usage.mark_used(now)
         self.loaded[piece.name] = piece
         self.library.hold(piece.found)
         release_free_memory()
         log.info(
-            "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(piece.load_seconds, 2)
+            "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(now - reading.begun, 2)
         )
         self.ended.append(LoadSucceeded(piece))
 
@@ -327,7 +328,6 @@ class ModelManager:
         for one in self.spares:
             one.release()
         for name in list(self.loaded):
-            self.loaded[name].batches.clear()
             self.drop(name)
 
     def free_memory(self, need: int, *, over_load: bool = False) -> bool:
@@ -385,7 +385,7 @@ class ModelManager:
         if self._replaced():
             return 0.0
         idle = self._idle() if self.max_idle_seconds else []
-        return self.loaded[idle[0]].used_at + self.max_idle_seconds if idle else None
+        return self.loaded[idle[0]].usage.used_at + self.max_idle_seconds if idle else None
 
     def unload_idle(self, now: float) -> None:
         """Unload idle models that were replaced on disk, or unused for `max_idle_seconds` until the monotonic time
@@ -401,7 +401,7 @@ class ModelManager:
 
     def _replaced(self) -> list[ModelDescriptor]:
         """Return the new versions on disk of models that are loaded and idle."""
-        found = (self.library.replacement(one.found) for one in self.loaded.values() if not one.users)
+        found = (self.library.replacement(one.found) for one in self.loaded.values() if not one.usage.users)
         return [one for one in found if one is not None]
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
@@ -414,8 +414,8 @@ class ModelManager:
 
     def _idle(self) -> list[str]:
         """Return the names of models without users that are not preloaded, least recently used first."""
-        idle = [name for name, one in self.loaded.items() if not one.users and name not in self.pinned]
-        return sorted(idle, key=lambda name: self.loaded[name].used_at)
+        idle = [name for name, one in self.loaded.items() if not one.usage.users and name not in self.pinned]
+        return sorted(idle, key=lambda name: self.loaded[name].usage.used_at)
 
     def _evict(self, name: str) -> None:
         self.evictions += 1

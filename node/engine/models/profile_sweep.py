@@ -18,6 +18,7 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.context_search import ContextSearchResult, diagnosis
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.model_stats import ModelHold
 from node.engine.models.profiler import CheckGate, MemoryProbe, Profiler
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
@@ -41,6 +42,8 @@ class ProfileSweep:
     """Model to measure."""
     probe: MemoryProbe
     """Its probe."""
+    hold: ModelHold
+    """Hold on the model until the end of the sweep."""
     steps: Generator[None] | None = None
     """Remaining steps."""
     settled: ContextSearchResult | None = None
@@ -141,8 +144,7 @@ class SweepQueue:
         self._queue.remove(order)
         loaded_model = self._loaded_models()[order[1]]
         probe = self._profiler.sweep(loaded_model)
-        loaded_model.users += 1
-        self._sweep = ProfileSweep(order[0], loaded_model, probe)
+        self._sweep = ProfileSweep(order[0], loaded_model, probe, loaded_model.usage.hold())
         self._sweep.steps = self._run(self._sweep)
 
     def _run(self, sweep: ProfileSweep) -> Generator[None]:
@@ -186,6 +188,6 @@ class SweepQueue:
 
     def _close(self, sweep: ProfileSweep) -> None:
         self._sweep = None
-        sweep.loaded_model.users -= 1
+        sweep.hold.release()
         if sweep.steps is not None and not self._stepping:
             sweep.steps.close()

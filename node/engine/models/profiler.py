@@ -192,7 +192,7 @@ class MemoryProbe:
     def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
         """Run one forward if there are time and room for it; return whether it ran."""
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.pace.seconds(tokens, past)
+        expected = loaded_model.stats.pace.seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
         needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
@@ -224,7 +224,7 @@ class MemoryProbe:
 
     def _steps(self, rows: int, tokens: int) -> bool:
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.step_seconds * rows
+        expected = loaded_model.stats.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.stats.step_seconds * rows
         needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
         most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
         if time.monotonic() + expected > self._ends or not self.check(needed + most):
@@ -352,8 +352,8 @@ class Profiler:
             probe = self._probe(loaded_model, PROBE_ROW_TOKENS, PROBE_SECONDS, full=False)
             yield from probe.run()
             yield from self._measured(probe, key, self._check if alone else None)
-            if loaded_model.profile is not None and loaded_model.profile.failed:
-                log.warning("profile", model=loaded_model.name, cause=loaded_model.profile.failed)
+            if loaded_model.stats.profile is not None and loaded_model.stats.profile.failed:
+                log.warning("profile", model=loaded_model.name, cause=loaded_model.stats.profile.failed)
         except Exception as error:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
@@ -416,4 +416,4 @@ class Profiler:
     def _adopt(self, loaded_model: LoadedModel, profile: MemoryProfile) -> None:
         loaded_model.estimator.adopt(profile.transient, profile.highest)
         loaded_model.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
-        loaded_model.profile = profile
+        loaded_model.stats.record_profile(profile)

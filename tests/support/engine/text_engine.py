@@ -2,7 +2,8 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,7 +15,9 @@ from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.models.loaded_model import LoadedModel, forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Work
+from node.engine.requests.sequence import Row
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.text.tokenizer import Tokenizer
 from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
@@ -160,6 +163,14 @@ class Driver:
     def resident(self, model: str = "") -> LoadedModel:
         """Return a loaded model."""
         return self.engine.model_manager.loaded[model or self.default]
+
+    def batches(self, model: str = "") -> Mapping[int, DecodeBatch[Row]]:
+        """Return the decode batches of a loaded model by number."""
+        return self.engine.scheduler.batches(model or self.default)
+
+    def replace_model(self, model: TextModel) -> None:
+        """Replace the mlx-lm model of the default model, for all requests from now on."""
+        self.engine.model_manager.loaded[self.default] = replace(self.resident(), model=model)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the default model."""

@@ -206,7 +206,7 @@ def test_a_batch_that_breaks_costs_no_grammar(driver: Driver, monkeypatch: pytes
     finished(driver, alone)
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
-    (batch,) = driver.resident().batches.values()
+    (batch,) = driver.batches().values()
     monkeypatch.setattr(batch, "step", lambda: 1 / 0)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]

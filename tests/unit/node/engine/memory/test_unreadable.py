@@ -136,14 +136,14 @@ def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_relea
 
 @pytest.mark.parametrize("by", ["preempted", "rebuilt"])
 def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back(two: Driver, by: str, clock: Later):
-    generation, resident = two.engine.scheduler, two.resident("a")
+    generation = two.engine.scheduler
     number = two.ask(QUESTION, endless(60), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     two.take(BLIND)
     if by == "preempted":
         generation.preempt(generation.live[number])
     else:
-        (batch,) = resident.batches.values()
+        (batch,) = two.batches("a").values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     clock.leap = RECENT_POLLS * POLL_PERIOD_SECONDS  # no recent peak is left at any decision
     for _ in range(4):

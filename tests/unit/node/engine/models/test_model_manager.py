@@ -40,7 +40,7 @@ def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     driver = two(tmp_path, idle_unload=HOUR)
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
-    first, second = (driver.resident(name).used_at + HOUR for name in ("two", "one"))
+    first, second = (driver.resident(name).usage.used_at + HOUR for name in ("two", "one"))
     assert driver.engine.model_manager.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}

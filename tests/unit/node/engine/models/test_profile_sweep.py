@@ -83,7 +83,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
     assert [one.name for one in tmp_path.glob("[0-9a-f]*.json")] == [file.name]
     again = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
     assert again.reach > 512
-    assert again == resident(driver).profile
+    assert again == resident(driver).stats.profile
 
 
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
@@ -136,7 +136,7 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
     driver.take(UnloadModel(1, driver.default))
     assert isinstance(driver.said[1][0], Refusal)
     driver.take(Cancel(ORDER))
-    assert resident(driver).users == 0
+    assert resident(driver).usage.users == 0
     assert driver.said[ORDER] == []
     assert mx.get_active_memory() - before <= MIB, "the sweep releases its memory"
     assert isinstance(swept(driver, ORDER + 1), Finished)

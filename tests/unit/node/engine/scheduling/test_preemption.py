@@ -1,202 +1,127 @@
-"""Preemption with several batches: two length groups of one model and a second model, any of which grows or is
-preempted.
+from dataclasses import dataclass
 
-Growing a row may preempt the last row of another batch. That batch then disappears in the middle of a decode turn.
-`Driver` checks the invariants of the engine's accounts after every turn.
-"""
+from hypothesis import given
+from hypothesis import strategies as st
 
-import itertools
-import json
-import time
-
-import pytest
-from msgspec.structs import replace
-
-from node.engine.kv.commitments import Commitment, CommitmentLedger
-from node.engine.memory.footprint import release_free_memory
-from node.engine.requests.sequence import Row
-from node.engine.scheduling import scheduler
-from node.engine.scheduling.decode_batch import DecodeBatch
-from tests import models
-from tests.support.engine.text_engine import ROOMY, Driver
-from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
-from wire.report import EngineCounters
-from wire.units import GIB, MIB
-
-LLAMA, QWEN = models.path("llama").name, models.path("qwen3").name
-EOS = {
-    path.name: json.loads((path / "config.json").read_text())["eos_token_id"]
-    for path in (models.path("llama"), models.path("qwen3"))
-}
-GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
-"""Model and prompt of each group. Rows with such different lengths share no batch if no padding is allowed."""
-ANSWER, EXPECTED = 140, 70
+from node.engine.scheduling.preemption import (
+    choose_for_key,
+    choose_victim,
+    first_of,
+    newest_holder,
+    next_to_return,
+    should_preempt,
+)
+from wire.capacity.fairness import WeightedKey
 
 
-def endless(model: str, tokens: int) -> GenerationParams:
-    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS[model], -100.0),))
+@dataclass(frozen=True)
+class Live:
+    number: int
+    key: str = "a"
+    width: int = 1
+    holds_memory: bool = True
+    delivered: bool = True
+    yielded: bool = False
+
+    @property
+    def owner(self) -> WeightedKey:
+        return WeightedKey(self.key)
+
+    @property
+    def age(self) -> tuple[float, int]:
+        return float(self.number), self.number
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[int]]:
-    """Return the tokens of each group's answer on an engine with room."""
-    driver = Driver(
-        models.path("llama"),
-        models.path("qwen3"),
-        max_batch_size=8,
-        prefill_step_size=512,
-        min_prefill_step=64,
-        prefix_cache_size="off",
-    )
-    found: dict[str, list[int]] = {}
-    for group, (model, prompt, _) in GROUPS.items():
-        number = driver.ask(prompt, endless(model, ANSWER), model=model)
-        assert isinstance(driver.end(number), Finished)
-        found[group] = driver.ids[number, 0]
-    return found
+LIVE = st.lists(
+    st.builds(
+        Live,
+        number=st.integers(0, 999),
+        key=st.sampled_from("abc"),
+        width=st.integers(1, 4),
+        holds_memory=st.booleans(),
+        delivered=st.booleans(),
+        yielded=st.booleans(),
+    ),
+    max_size=8,
+    unique_by=lambda one: one.number,
+)
 
 
-@pytest.fixture
-def driver() -> Driver:
-    made = Driver(
-        models.path("llama"),
-        models.path("qwen3"),
-        max_batch_size=8,
-        prefill_step_size=512,
-        min_prefill_step=64,
-        prefix_cache_size="off",
-    )
-    for model in (LLAMA, QWEN):
-        made.answer("hello", endless(model, 2), model=model)
-        made.resident(model).bound_waste(0)
-    return made
+def test_the_newest_request_that_holds_memory_is_evicted():
+    live = [Live(1), Live(2), Live(3, holds_memory=False)]
+    assert newest_holder(live) is live[1]
+    assert newest_holder([live[2]]) is None
 
 
-def counts(driver: Driver) -> EngineCounters:
-    return driver.engine.report(time.monotonic()).counts
+def test_a_waiting_request_loses_its_memory_before_one_that_holds_some():
+    live = [Live(1), Live(2, holds_memory=False, delivered=False), Live(3)]
+    assert choose_victim(live) is live[1]
 
 
-def squeeze(driver: Driver, room: int) -> None:
-    """Leave `room` bytes above the current footprint and reservations."""
-    release_free_memory()
-    driver.take(ROOMY)
-    memory = driver.engine.report(time.monotonic()).memory
-    assert memory.current is not None
-    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+def test_a_waiting_request_with_a_delivered_answer_is_no_cheap_victim():
+    live = [Live(1), Live(2, holds_memory=False, delivered=True)]
+    assert choose_victim(live) is live[0]
 
 
-def start(driver: Driver, group: str, expected: int) -> int:
-    model, prompt, _ = GROUPS[group]
-    number = driver.ask(prompt, endless(model, ANSWER), model=model, expected=expected)
-    driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    return number
+def test_the_key_with_most_rows_loses_first_and_of_its_requests_the_newest():
+    live = [Live(1, "a"), Live(2, "a"), Live(3, "b")]
+    assert choose_victim(live) is live[1]
+    assert choose_victim([*live, Live(4, "b", width=2)]) == Live(4, "b", width=2)
 
 
-@pytest.mark.parametrize(("grower", "victim"), list(itertools.product(GROUPS, GROUPS)))
-def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_for_word(
-    driver: Driver, alone: dict[str, list[int]], grower: str, victim: str
-):
-    others = [group for group in GROUPS if group not in (grower, victim)]
-    # Only the grower outgrows its reservation. The victim is the newest request, and therefore loses the least work.
-    running = [(group, start(driver, group, ANSWER)) for group in others]
-    running.append((grower, start(driver, grower, EXPECTED)))
-    running.append((victim, start(driver, victim, ANSWER)))
-    assert len(driver.ids[running[-2][1], 0]) < EXPECTED, "the grower has not grown yet"
-    assert len(driver.resident(LLAMA).batches) == 2
-    squeeze(driver, -8 * MIB)
-    driver.until(lambda: counts(driver).preemptions)
-    last = running[-1][1]
-    assert driver.engine.scheduler.preempted[0].number == last
-    squeeze(driver, 64 * MIB)
-    for group, number in running:
-        assert isinstance(driver.end(number), Finished), driver.ended(number)
-        assert driver.ids[number, 0] == alone[group]
-    assert driver.engine.report(time.monotonic()).memory.reserved == 0
+@given(LIVE)
+def test_a_victim_is_live_and_holds_memory_if_no_request_waits_in_vain(live: list[Live]):
+    victim = choose_victim(live)
+    waiting = [one for one in live if not one.holds_memory and not one.delivered]
+    if waiting:
+        assert victim in waiting
+    else:
+        assert (victim is None) == (not any(one.holds_memory for one in live))
+        assert victim is None or victim.holds_memory
 
 
-def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decoded_next(driver: Driver):
-    numbers = [start(driver, group, ANSWER) for group in GROUPS]
-    memory = driver.engine.report(time.monotonic()).memory
-    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
-    assert len(driver.resident(LLAMA).batches) == 2
-    driver.turn()
-    assert counts(driver).overs > 0
-    driver.take(ROOMY)
-    for number in numbers:
-        assert isinstance(driver.end(number), Finished | Failed)
+def test_a_request_of_which_nothing_was_delivered_ends_and_is_placed_elsewhere():
+    assert not should_preempt(Live(1, delivered=False), unreadable=True, others=True)
 
 
-def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-):
-    """The request's other row fails in the broken batch. The request is therefore gone before its ended row is
-    handled."""
-    first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
-    number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
-    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    sequence = driver.engine.scheduler.live[number]
-    with monkeypatch.context() as patch:
-        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MAX_REBUILDS", 0)
-        sequence.rows[0].reason = "stop"
-        driver.turn()
-    end = driver.end(number)
-    assert isinstance(end, Failed)
-    assert "ZeroDivisionError" in end.message
-    assert isinstance(driver.end(driver.ask("hello", second)), Finished)
+def test_a_delivered_request_is_preempted_while_waiting_helps():
+    assert should_preempt(Live(1), unreadable=False, others=True)
+    assert should_preempt(Live(1), unreadable=True, others=False)
+    assert not should_preempt(Live(1), unreadable=False, others=False)
 
 
-def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_their_batch_breaks(driver: Driver):
-    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
-    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    resident = driver.resident(LLAMA)
-    for batch in resident.batches.values():
-        batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.scheduler.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
-    end = driver.end(number)
-    assert isinstance(end, Failed)
-    for _ in range(3):
-        driver.turn()
-    assert driver.engine.report(time.monotonic()).waiting == 0, "no prefill is left of a request that failed"
+def test_preempted_requests_return_oldest_first():
+    assert next_to_return([Live(3), Live(2), Live(5)], 0) == Live(2)
 
 
-def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-):
-    joining, refused = CommitmentLedger.joining, list[int]()
-
-    def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
-        short = rows == 2
-        refused.extend([rows] * short)
-        return joining(ledger, row, rows) + short * 1024 * GIB
-
-    other = start(driver, "short", ANSWER)
-    monkeypatch.setattr(CommitmentLedger, "joining", dear)
-    monkeypatch.setattr(Row, "read", lambda self, token: 1 / 0)
-    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
-    end = driver.end(number)
-    assert isinstance(end, Failed)
-    assert refused, "two rows did not fit, the third joined"
-    monkeypatch.undo()
-    driver.until(lambda: driver.ended(other))
+def test_a_request_preempted_for_another_key_returns_only_while_rows_are_free():
+    older, newer = Live(1, yielded=True, width=2), Live(2)
+    assert next_to_return([older, newer], 1) is newer
+    assert next_to_return([older, newer], 2) is older
+    assert next_to_return([older], 1) is None
 
 
-def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_stays():
-    driver = Driver(
-        models.path("llama"), max_batch_size=8, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="64MiB"
-    )
-    prompt = "word " * 200
-    first = driver.ask(prompt, endless(LLAMA, ANSWER), expected=EXPECTED)
-    driver.until(lambda: len(driver.ids[first, 0]) > 2)
-    last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
-    driver.until(lambda: len(driver.ids[last, 0]) > 2)
-    sequence = driver.engine.scheduler.live[last]
-    cached = sequence.cached
-    before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine.scheduler.preempt(sequence)
-    driver.until(lambda: sequence not in driver.engine.scheduler.preempted)
-    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.scheduler.prefills))
-    assert driver.engine.report(time.monotonic()).cache.hits == before + 1
-    assert sequence.cached == cached
-    assert isinstance(driver.end(last), Finished)
-    driver.cancel(first)
+def test_a_request_preempted_for_another_key_precedes_only_its_own_key():
+    one = Live(1, "a", yielded=True)
+    assert first_of([one], "a") is one
+    assert first_of([one], "b") is None
+    assert first_of([one], None) is one
+    assert first_of([one, Live(2, "c")], "b") == Live(2, "c")
+
+
+def test_rows_of_the_key_that_holds_most_are_shared_and_requests_without_rows_are_left_alone():
+    holding = [(Live(1, "a"), 1), (Live(2, "a"), 0), (Live(3, "a"), 1), (Live(4, "a"), 1)]
+    assert choose_for_key(WeightedKey("b"), 1, 1, holding) == [Live(4, "a")]
+    assert choose_for_key(WeightedKey("b"), 1, 0, holding) == []
+
+
+@given(LIVE, st.integers(1, 4), st.integers(0, 4))
+def test_no_key_loses_so_much_that_it_holds_less_than_the_key_that_gains(live: list[Live], need: int, missing: int):
+    holding = [(one, one.width) for one in sorted(live, key=lambda one: one.age)]
+    gains = WeightedKey("a")
+    lost = choose_for_key(gains, need, missing, holding)
+    assert all(one.key != "a" for one in lost)
+    held = {key: sum(size for one, size in holding if one.key == key and one not in lost) for key in "abc"}
+    before = sum(size for one, size in holding if one.key == "a")
+    for one in lost:
+        assert held[one.key] >= before + need

@@ -290,8 +290,7 @@ def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
     ended(driver, wanted)
     number = driver.ask(SHORT[0]["prompt"], params)
     driver.until(lambda: len(driver.ids[number, 0]) >= 3)
-    resident = driver.resident()
-    (batch,) = resident.batches.values()
+    (batch,) = driver.batches().values()
     before = entries(driver)
     assert before
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
@@ -308,7 +307,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:4]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     monkeypatch.setattr("node.engine.scheduling.decode_batch.DecodeBatch.extract", lambda self, row: 1 / 0)
-    monkeypatch.setattr("node.engine.scheduling.scheduler.MAX_REBUILDS", 9)
+    monkeypatch.setattr("node.engine.scheduling.batch_recovery.MAX_REBUILDS", 9)
     for number, one in numbers.items():
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
@@ -318,7 +317,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
 def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     fill(driver, MIB)
     with monkeypatch.context() as patch:
-        patch.setattr("node.engine.scheduling.scheduler.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("node.engine.scheduling.prefill_runner.forward", lambda *_, **__: 1 / 0)
         driver.end(driver.ask("1 " + "word " * 100, GREEDY))
     assert entries(driver) == []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.model_stats import ModelStats
 from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
@@ -77,13 +77,13 @@ def end_of(driver: Driver, number: int) -> Finished:
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the tokens of every chunk that any engine prefills."""
     written: list[int] = []
-    plain = LoadedModel.record_prefill
+    plain = ModelStats.record_prefill
 
-    def counting(resident: LoadedModel, tokens: int, seconds: float, back: float) -> None:
+    def counting(stats: ModelStats, tokens: int, seconds: float, back: float) -> None:
         written.append(tokens)
-        plain(resident, tokens, seconds, back)
+        plain(stats, tokens, seconds, back)
 
-    monkeypatch.setattr(LoadedModel, "record_prefill", counting)
+    monkeypatch.setattr(ModelStats, "record_prefill", counting)
     return written
 
 

@@ -1,0 +1,201 @@
+"""Preemption with several batches: two length groups of one model and a second model, any of which grows or is
+preempted.
+
+Growing a row may preempt the last row of another batch. That batch then disappears in the middle of a decode turn.
+`Driver` checks the invariants of the engine's accounts after every turn.
+"""
+
+import itertools
+import json
+import time
+
+import pytest
+from msgspec.structs import replace
+
+from node.engine.kv.commitments import Commitment, CommitmentLedger
+from node.engine.memory.footprint import release_free_memory
+from node.engine.requests.sequence import Row
+from node.engine.scheduling import batch_recovery
+from node.engine.scheduling.decode_batch import DecodeBatch
+from tests import models
+from tests.support.engine.text_engine import ROOMY, Driver
+from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
+from wire.report import EngineCounters
+from wire.units import GIB, MIB
+
+LLAMA, QWEN = models.path("llama").name, models.path("qwen3").name
+EOS = {
+    path.name: json.loads((path / "config.json").read_text())["eos_token_id"]
+    for path in (models.path("llama"), models.path("qwen3"))
+}
+GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
+"""Model and prompt of each group. Rows with such different lengths share no batch if no padding is allowed."""
+ANSWER, EXPECTED = 140, 70
+
+
+def endless(model: str, tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS[model], -100.0),))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[int]]:
+    """Return the tokens of each group's answer on an engine with room."""
+    driver = Driver(
+        models.path("llama"),
+        models.path("qwen3"),
+        max_batch_size=8,
+        prefill_step_size=512,
+        min_prefill_step=64,
+        prefix_cache_size="off",
+    )
+    found: dict[str, list[int]] = {}
+    for group, (model, prompt, _) in GROUPS.items():
+        number = driver.ask(prompt, endless(model, ANSWER), model=model)
+        assert isinstance(driver.end(number), Finished)
+        found[group] = driver.ids[number, 0]
+    return found
+
+
+@pytest.fixture
+def driver() -> Driver:
+    made = Driver(
+        models.path("llama"),
+        models.path("qwen3"),
+        max_batch_size=8,
+        prefill_step_size=512,
+        min_prefill_step=64,
+        prefix_cache_size="off",
+    )
+    for model in (LLAMA, QWEN):
+        made.answer("hello", endless(model, 2), model=model)
+        made.resident(model).ledger.bound_waste(0)
+    return made
+
+
+def counts(driver: Driver) -> EngineCounters:
+    return driver.engine.report(time.monotonic()).counts
+
+
+def squeeze(driver: Driver, room: int) -> None:
+    """Leave `room` bytes above the current footprint and reservations."""
+    release_free_memory()
+    driver.take(ROOMY)
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+
+
+def start(driver: Driver, group: str, expected: int) -> int:
+    model, prompt, _ = GROUPS[group]
+    number = driver.ask(prompt, endless(model, ANSWER), model=model, expected=expected)
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    return number
+
+
+@pytest.mark.parametrize(("grower", "victim"), list(itertools.product(GROUPS, GROUPS)))
+def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_for_word(
+    driver: Driver, alone: dict[str, list[int]], grower: str, victim: str
+):
+    others = [group for group in GROUPS if group not in (grower, victim)]
+    # Only the grower outgrows its reservation. The victim is the newest request, and therefore loses the least work.
+    running = [(group, start(driver, group, ANSWER)) for group in others]
+    running.append((grower, start(driver, grower, EXPECTED)))
+    running.append((victim, start(driver, victim, ANSWER)))
+    assert len(driver.ids[running[-2][1], 0]) < EXPECTED, "the grower has not grown yet"
+    assert len(driver.batches(LLAMA)) == 2
+    squeeze(driver, -8 * MIB)
+    driver.until(lambda: counts(driver).preemptions)
+    last = running[-1][1]
+    assert driver.engine.scheduler.preempted[0].number == last
+    squeeze(driver, 64 * MIB)
+    for group, number in running:
+        assert isinstance(driver.end(number), Finished), driver.ended(number)
+        assert driver.ids[number, 0] == alone[group]
+    assert driver.engine.report(time.monotonic()).memory.reserved == 0
+
+
+def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decoded_next(driver: Driver):
+    numbers = [start(driver, group, ANSWER) for group in GROUPS]
+    memory = driver.engine.report(time.monotonic()).memory
+    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
+    assert len(driver.batches(LLAMA)) == 2
+    driver.turn()
+    assert counts(driver).overs > 0
+    driver.take(ROOMY)
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished | Failed)
+
+
+def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    """The request's other row fails in the broken batch. The request is therefore gone before its ended row is
+    handled."""
+    first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
+    number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
+    sequence = driver.engine.scheduler.live[number]
+    with monkeypatch.context() as patch:
+        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
+        sequence.rows[0].finish("stop")
+        driver.turn()
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert "ZeroDivisionError" in end.message
+    assert isinstance(driver.end(driver.ask("hello", second)), Finished)
+
+
+def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_their_batch_breaks(driver: Driver):
+    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
+    for batch in driver.batches(LLAMA).values():
+        batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    driver.engine.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    for _ in range(3):
+        driver.turn()
+    assert driver.engine.report(time.monotonic()).waiting == 0, "no prefill is left of a request that failed"
+
+
+def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    joining, refused = CommitmentLedger.joining, list[int]()
+
+    def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
+        short = rows == 2
+        refused.extend([rows] * short)
+        return joining(ledger, row, rows) + short * 1024 * GIB
+
+    other = start(driver, "short", ANSWER)
+    monkeypatch.setattr(CommitmentLedger, "joining", dear)
+    monkeypatch.setattr(Row, "read", lambda self, token: 1 / 0)
+    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert refused, "two rows did not fit, the third joined"
+    monkeypatch.undo()
+    driver.until(lambda: driver.ended(other))
+
+
+def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_stays():
+    driver = Driver(
+        models.path("llama"), max_batch_size=8, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="64MiB"
+    )
+    prompt = "word " * 200
+    first = driver.ask(prompt, endless(LLAMA, ANSWER), expected=EXPECTED)
+    driver.until(lambda: len(driver.ids[first, 0]) > 2)
+    last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
+    driver.until(lambda: len(driver.ids[last, 0]) > 2)
+    sequence = driver.engine.scheduler.live[last]
+    cached = sequence.cached
+    before = driver.engine.report(time.monotonic()).cache.hits
+    driver.engine.scheduler.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.scheduler.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.scheduler.prefills))
+    assert driver.engine.report(time.monotonic()).cache.hits == before + 1
+    assert sequence.cached == cached
+    assert isinstance(driver.end(last), Finished)
+    driver.cancel(first)
