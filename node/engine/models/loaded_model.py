@@ -8,7 +8,7 @@ before it is evaluated.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.kv.kv_cache import Layers, TextModel, evaluate, is_plain, kv_of, new_cache
 from node.engine.memory.transient_estimator import TransientEstimator
+from node.engine.models.load_state import LoadStep
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_stats import ModelStats, ModelUsage, warmed_up
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
@@ -91,20 +92,9 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStep:
-    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which checks
-    the gate itself."""
-
-    left: int = 0
-    """Bytes of weights still to load."""
-    transient: int = 0
-    """Transient bytes of the step in addition to the weights."""
-
-
 def load(
     found: ModelDescriptor, weighed: Callable[[int], None] = lambda weights: None
-) -> Iterator[LoadStep | LoadedModel]:
+) -> Generator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
     Before the model's first forward, `weighed` is called with the bytes of its weights. Exceptions of a faulty

@@ -251,9 +251,9 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
 def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[number, 0])
-    sequence = driver.engine.scheduler.live[number]
+    sequence = driver.engine.parts.scheduler.live[number]
     for _ in range(2):
-        driver.engine.scheduler.fail(sequence, "engine_error", "a fault")
+        driver.engine.parts.scheduler.fail(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
@@ -501,10 +501,10 @@ def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     0 s."""
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine.scheduler.synchronize()
+    driver.engine.parts.scheduler.synchronize()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine.scheduler.synchronize()
+        driver.engine.parts.scheduler.synchronize()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -545,7 +545,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(MemoryLimits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
-    driver.engine.catalogue.scan()
+    driver.engine.parts.catalogue.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
     assert "one" not in loaded(), "the least recently used goes first"

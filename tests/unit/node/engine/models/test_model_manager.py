@@ -41,7 +41,7 @@ def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
     first, second = (driver.resident(name).usage.used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.model_manager.idle_unload_at() == first < second
+    assert driver.engine.parts.unloader.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
@@ -71,7 +71,7 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.model_manager.idle_unload_at() is None
+    assert driver.engine.parts.unloader.idle_unload_at() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
@@ -104,11 +104,11 @@ def unload(driver: Driver, *names: str) -> None:
 
 def look(driver: Driver) -> int:
     """Step the engine at the time of its leak check, and return the unreturned bytes that it reports."""
-    at = driver.engine.model_manager.looks_at
+    at = driver.engine.parts.model_manager.next_leak_check_at
     assert at is not None
     assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"
     list(driver.engine.step(at))
-    assert driver.engine.model_manager.looks_at is None
+    assert driver.engine.parts.model_manager.next_leak_check_at is None
     return driver.engine.report(at).unreturned
 
 
@@ -118,7 +118,9 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     for name in ("one", "two"):
         driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
     unload(driver, "one")
-    assert driver.engine.model_manager.looks_at is None, "a model's memory cannot be distinguished from missing memory"
+    assert driver.engine.parts.model_manager.next_leak_check_at is None, (
+        "a model's memory cannot be distinguished from missing memory"
+    )
     unload(driver, "two")
     assert look(driver) == 0
     phys = driver.engine.report(0.0).memory.phys

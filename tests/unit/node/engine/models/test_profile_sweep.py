@@ -89,7 +89,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
     driver = Driver(models.path("llama"), prefill_step_size=256, max_batch_size=2, max_context=1024)
     assert isinstance(swept(driver), Finished)
-    assert driver.default in driver.engine.model_manager.loaded
+    assert driver.default in driver.engine.parts.models.loaded
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -145,15 +145,15 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
 def test_its_row_is_given_up_before_a_request_is_refused():
     driver = a_driver()
     driver.take(ProfileModel(ORDER, driver.default))
-    sweeps = driver.engine.sweeps
-    driver.until(lambda: sweeps.nbytes > MIB)
-    taken = sweeps.nbytes
+    sweeps = driver.engine.parts.sweeps
+    driver.until(lambda: sweeps.running.nbytes > MIB)
+    taken = sweeps.running.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.model_manager.free_memory(taken)
-    assert sweeps.nbytes == 0
+    assert driver.engine.parts.model_manager.free_memory(taken)
+    assert sweeps.running.nbytes == 0
     driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
     (end,) = driver.said[ORDER]
@@ -169,7 +169,7 @@ def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[in
         asked.append(need)
         return None if passing(len(asked)) else Refused(RefusalCode.NO_ROOM, "too long")
 
-    monkeypatch.setattr(driver.engine.forwards, "check", ask)
+    monkeypatch.setattr(driver.engine.parts.forwards, "check", ask)
     return asked
 
 

@@ -117,7 +117,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.scheduler.next_step_at(time.monotonic())
+        due = driver.engine.parts.scheduler.next_step_at(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -139,7 +139,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, heard = driver.engine.scheduler.prefill, list[bool]()
+    prefill, heard = driver.engine.parts.scheduler.prefill, list[bool]()
 
     def watched(now: float) -> None:
         heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
@@ -147,8 +147,8 @@ def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
 
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    joined = len(numbers) - driver.engine.scheduler.load()[1]
-    monkeypatch.setattr(driver.engine.scheduler, "prefill", watched)
+    joined = len(numbers) - driver.engine.parts.scheduler.load()[1]
+    monkeypatch.setattr(driver.engine.parts.scheduler, "prefill", watched)
     driver.turn()
     assert sum(heard) == joined >= shared[0]
     verbatim(driver, numbers)
@@ -218,7 +218,7 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
     def tight(site: GateSite, estimate: int) -> bool:
-        longest = max((len(one.ids) for one in driver.engine.scheduler.prefills), default=0) - 1
+        longest = max((len(one.ids) for one in driver.engine.parts.scheduler.prefills), default=0) - 1
         return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
 
     driver.gate.refuses = tight

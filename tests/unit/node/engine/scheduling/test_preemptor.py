@@ -106,7 +106,7 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
     last = running[-1][1]
-    assert driver.engine.scheduler.preempted[0].number == last
+    assert driver.engine.parts.scheduler.preempted[0].number == last
     squeeze(driver, 64 * MIB)
     for group, number in running:
         assert isinstance(driver.end(number), Finished), driver.ended(number)
@@ -134,7 +134,7 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    sequence = driver.engine.scheduler.live[number]
+    sequence = driver.engine.parts.scheduler.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
         patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
@@ -151,7 +151,7 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
     for batch in driver.batches(LLAMA).values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
+    driver.engine.parts.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):
@@ -189,12 +189,12 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
     last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
     driver.until(lambda: len(driver.ids[last, 0]) > 2)
-    sequence = driver.engine.scheduler.live[last]
+    sequence = driver.engine.parts.scheduler.live[last]
     cached = sequence.cached
     before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine.scheduler.preempt(sequence)
-    driver.until(lambda: sequence not in driver.engine.scheduler.preempted)
-    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.scheduler.prefills))
+    driver.engine.parts.scheduler.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.parts.scheduler.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.parts.scheduler.prefills))
     assert driver.engine.report(time.monotonic()).cache.hits == before + 1
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)

@@ -206,7 +206,7 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = RequestPreparer(driver.engine.catalogue, trials=TokenizerTrials(None, cpu=6))
+    door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=6))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.need(frame) > 512 * MIB
     assert not door.inline(frame)
@@ -220,12 +220,10 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
 def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: Callable[..., Path]):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
-    driver = Driver(folder)
+    driver = Driver(folder, trials=TokenizerTrials(None, cpu=6))
     engine = driver.engine
-    engine.trials = TokenizerTrials(None, cpu=6)
-    engine.preparer = RequestPreparer(engine.catalogue, trials=engine.trials)
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    assert engine.preparer.prepare(frame).refused is not None
+    assert engine.parts.preparer.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
     assert "took more than 6 s" in model.cause
 
@@ -234,7 +232,7 @@ def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Pat
     driver = Driver(tiny_model("llama"))
     driver.take(RestoreModels((), (ModelBan(driver.default, 600.0, "its tokenizer hangs"),)))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    prepared = driver.engine.preparer.prepare(frame)
+    prepared = driver.engine.parts.preparer.prepare(frame)
     assert prepared.refused is not None
     assert "its tokenizer hangs" in prepared.refused.message
-    assert not driver.engine.preparer.tokenizers
+    assert not driver.engine.parts.preparer.tokenizers

@@ -46,7 +46,7 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
 
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
-    library = Driver(models.path("llama")).engine.catalogue
+    library = Driver(models.path("llama")).engine.parts.catalogue
     door, (name,) = RequestPreparer(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
     asked = Generate(1, 1, "r", name, (), GenerationParams(), 0, text="x", tools=tools)
