@@ -15,6 +15,7 @@ from node.engine.kv.prefix_store import PrefixCache
 from node.engine.memory.footprint import EngineMemory, MetalMemory, MlxPeakTracker, WiredLimit, open_metal
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.gated_forward import GatedForwards
+from node.engine.memory.least_squares import load_solver
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.memory.reserve import EmergencyReserve
 from node.engine.memory.wired_limit import WireMode
@@ -24,6 +25,7 @@ from node.engine.model_report import LoadFacts, ModelFacts, describe_loaded, des
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.memory_probe import ForwardPeak
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_loader import ModelLoader
 from node.engine.models.model_manager import ModelManager
@@ -32,7 +34,7 @@ from node.engine.models.model_unloader import ModelUnloader
 from node.engine.models.model_wiring import ModelWiring
 from node.engine.models.profile import MemoryProfileStore
 from node.engine.models.profile_sweep import RunningSweep, SweepQueue
-from node.engine.models.profiler import ForwardPeak, Profiler
+from node.engine.models.profiler import Profiler
 from node.engine.process.interface import CallRecording
 from node.engine.request_admission import RequestAdmission
 from node.engine.requests.preparer import RequestPreparer
@@ -86,6 +88,7 @@ def compose(
     models, waiting, blocks, prefixes = ModelTable(), WaitingRequests(), LoadBlocks(), PrefixCache[Layers]()
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
     gate = gate_of(lambda: models.residual(floor))
+    load_solver()
     footprint = EngineMemory(hardware.memory, lambda: models.known_bytes() + prefixes.nbytes)
     memory = MemoryReader(footprint, gate, lambda: models.reserved_bytes() + waiting.reserved_bytes())
     height = MlxPeakTracker()

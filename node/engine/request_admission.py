@@ -146,7 +146,14 @@ class RequestAdmission:
         return []
 
     def admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
-        """Check a request against the memory now, commit its memory, and start it; or refuse it."""
+        """Check a request against the memory now, commit its memory, and start it; or refuse it.
+
+        The model is in use meanwhile: memory that is freed for this request is not that of its own model.
+        """
+        with loaded_model.usage.hold():
+            return self._admit(loaded_model, prepared, arrived, now)
+
+    def _admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         request, number = prepared.request, prepared.request.request
         shape = self._limits.shape(prepared, loaded_model.found)
         model = self._describer.model(loaded_model.found, now)

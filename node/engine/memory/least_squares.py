@@ -32,6 +32,12 @@ class FitPoint(NamedTuple):
     """Weight of its squared relative error."""
 
 
+def load_solver() -> None:
+    """Run a first fit, before the engine reads the footprint that counts as its base. It brings numpy's routines into
+    memory (4 MiB)."""
+    fit_from_above([FitPoint((1.0, 1.0), 1.0, 1.0), FitPoint((1.0, 2.0), 1.0, 1.0)])
+
+
 def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
     """Return non-negative terms fitted to `points` by relative error. Samples above the fit weigh more in the next
     round, which moves the fit above nearly all samples. Points without a positive value are ignored."""

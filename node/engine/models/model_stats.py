@@ -105,7 +105,8 @@ class ModelUsage:
 
 
 class ModelHold:
-    """Hold of one user on a loaded model, from `ModelUsage.hold`. `release` may be called twice."""
+    """Hold of one user on a loaded model, from `ModelUsage.hold`. `release` may be called twice. As a context, the hold
+    is released at its end."""
 
     __slots__ = ("_holds",)
 
@@ -115,3 +116,9 @@ class ModelHold:
     def release(self) -> None:
         """Remove this user of the model."""
         self._holds.discard(self)
+
+    def __enter__(self) -> None:
+        """Keep the model in memory until the context ends."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -19,8 +19,9 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.context_search import ContextSearchResult, diagnosis
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.memory_probe import CheckGate, MemoryProbe
 from node.engine.models.model_stats import ModelHold
-from node.engine.models.profiler import CheckGate, MemoryProbe, Profiler
+from node.engine.models.profiler import Profiler
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused

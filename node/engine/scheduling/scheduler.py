@@ -74,7 +74,8 @@ class SchedulerLimits(NamedTuple):
 class Scheduler:
     """Scheduler of all rows of all models (see the module's docstring).
 
-    `loaded_models()` returns the loaded models by name.
+    `loaded_models()` returns the loaded models by name. `recovery` and `preemptor` are its parts that end and preempt
+    requests.
     """
 
     def __init__(
@@ -90,20 +91,20 @@ class Scheduler:
         self._requests = RequestTable()
         self._batches = BatchTable(loaded_models)
         self._output = StepOutput()
-        self._recovery = BatchRecovery(self._requests, self._batches, self._output, forwards, prefixes, loaded_models)
-        self._preemptor = Preemptor(self._requests, self._recovery, forwards, floor)
-        self._decode = DecodeLoop(self._batches, self._recovery, self._preemptor, self._output, forwards)
+        self.recovery = BatchRecovery(self._requests, self._batches, self._output, forwards, prefixes, loaded_models)
+        self.preemptor = Preemptor(self._requests, self.recovery, forwards, floor)
+        self._decode = DecodeLoop(self._batches, self.recovery, self.preemptor, self._output, forwards)
         packed = PackedPrefill(forwards, prefixes, chunk)
         self._queue = PrefillQueue(self._requests, self._batches, packed, batch, chunk, floor)
         self._runner = PrefillRunner(
             requests=self._requests,
             batches=self._batches,
-            recovery=self._recovery,
-            preemptor=self._preemptor,
+            recovery=self.recovery,
+            preemptor=self.preemptor,
             decode_loop=self._decode,
             queue=self._queue,
             packed=packed,
-            join=RowJoin(self._requests, self._batches, self._recovery, self._decode, forwards, prefixes),
+            join=RowJoin(self._requests, self._batches, self.recovery, self._decode, forwards, prefixes),
             forwards=forwards,
             prefixes=prefixes,
             floor=floor,
@@ -146,7 +147,7 @@ class Scheduler:
 
         Requests that were preempted for another key count only for a new request of their own key, or with None.
         """
-        return self._queue.required_bytes() + self._preemptor.required_bytes(key)
+        return self._queue.required_bytes() + self.preemptor.required_bytes(key)
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step: `now` if there is work or output, later while all work waits.
@@ -158,7 +159,7 @@ class Scheduler:
             return max(now, self._queue.wait_until(choices))
         waiting = [one.retry_at for one in self._requests.prefills]
         if self._requests.preempted:
-            waiting.append(self._preemptor.return_at)
+            waiting.append(self.preemptor.return_at)
         return min(waiting, default=None)
 
     def check(self) -> list[str]:
@@ -179,7 +180,7 @@ class Scheduler:
         alone) share a prefill."""
         self._requests.add(loaded_model, sequence)
         for ids, rows in by_past(sequence.active_rows()).items():
-            self._recovery.queue_prefill(loaded_model, sequence, rows, [*sequence.prompt, *ids])
+            self.recovery.queue_prefill(loaded_model, sequence, rows, [*sequence.prompt, *ids])
 
     def cancel(self, number: int, now: float) -> bool:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown."""
@@ -189,7 +190,7 @@ class Scheduler:
         for prefill in self._requests.prefills:
             if prefill.sequence is sequence:
                 self._prefixes.put_back(prefill)
-        self._recovery.release(sequence)
+        self.recovery.release(sequence)
         self._requests.settle(now)
         return True
 
@@ -199,22 +200,14 @@ class Scheduler:
 
         The request is refused with `refused`, or fails if some of its tokens were delivered.
         """
-        evicted = self._preemptor.evict_newest(refused)
+        evicted = self.preemptor.evict_newest(refused)
         self._requests.settle(now)
         return evicted
 
     def make_way(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was
         (`Preemptor.make_way`)."""
-        return self._preemptor.make_way(owner, need, missing_bytes)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Preempt a live request: release its memory. Its tokens are prefilled again when memory is available."""
-        self._preemptor.preempt(sequence)
-
-    def fail(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
-        self._recovery.fail(sequence, code, message)
+        return self.preemptor.make_way(owner, need, missing_bytes)
 
     # steps
 
@@ -230,7 +223,7 @@ class Scheduler:
         Do nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted` if the
         engine was halted.
         """
-        self._preemptor.return_next(now, self._queue.unclaimed_rows())
+        self.preemptor.return_next(now, self._queue.unclaimed_rows())
         self._share_rows()
         members = self._queue.schedule_next(now)
         if members:
@@ -243,7 +236,7 @@ class Scheduler:
             return
         first = self._queue.next_unstarted()
         if first is not None and not first.retry_at:
-            self._preemptor.share_rows(first, self._queue.free_rows())
+            self.preemptor.share_rows(first, self._queue.free_rows())
 
     def drain_output(self) -> list[Frame]:
         """Return the frames to send since the last call: deltas, then the ends of requests."""

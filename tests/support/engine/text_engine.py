@@ -152,6 +152,7 @@ class Driver:
                 self.put(said.read())
             else:
                 self._keep([said])
+        self._check()
 
     def ask(self, content: str = "Hello!", params: GenerationParams = GREEDY, **fields: object) -> int:
         """Send a request; return its number."""
@@ -189,6 +190,10 @@ class Driver:
         """Run one step of the engine."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise AssertionError if an invariant of rows or loads is violated."""
         broken = self.engine.check()
         assert not broken, broken
 

@@ -253,7 +253,7 @@ def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     driver.until(lambda: driver.ids[number, 0])
     sequence = driver.engine.parts.scheduler.live[number]
     for _ in range(2):
-        driver.engine.parts.scheduler.fail(sequence, "engine_error", "a fault")
+        driver.engine.parts.scheduler.recovery.fail(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])

@@ -195,7 +195,7 @@ def test_a_row_that_gave_way_goes_on_in_its_grammar(driver: Driver):
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
     live = driver.engine.parts.scheduler.live[again]
-    driver.engine.parts.scheduler.preempt(live)
+    driver.engine.parts.scheduler.preemptor.preempt(live)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]
 

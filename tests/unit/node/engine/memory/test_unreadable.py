@@ -141,7 +141,7 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
     two.until(lambda: len(two.ids[number, 0]) > 3)
     two.take(BLIND)
     if by == "preempted":
-        generation.preempt(generation.live[number])
+        generation.preemptor.preempt(generation.live[number])
     else:
         (batch,) = two.batches("a").values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]

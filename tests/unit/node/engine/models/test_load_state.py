@@ -1,7 +1,7 @@
 from pathlib import PurePath
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.models.load_state import (
@@ -69,6 +69,7 @@ def test_an_illegal_event_names_the_phase_and_the_event():
     assert (caught.value.state, caught.value.event) == (LoadPhase.QUEUED, LoadFinished())
 
 
+@settings(max_examples=5_000)
 @given(st.lists(EVENTS, max_size=20))
 def test_whatever_events_arrive_the_numbers_agree_and_an_end_is_final(events: list[LoadEvent]):
     """Illegal events are refused and change nothing."""

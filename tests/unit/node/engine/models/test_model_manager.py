@@ -2,13 +2,16 @@
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from node.engine.models.load_state import LoadPhase
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.frames import Finished, GenerationParams, LoadModel, UnloadModel
+from wire.frames import Finished, GenerationParams, LoadModel, Refusal, UnloadModel
+from wire.refusals import RefusalCode
 from wire.report import Model
 from wire.units import MIB
 
@@ -93,6 +96,23 @@ def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypat
     assert model(driver, "two").progress == 0.0
     assert len(driver.ids[number, 0]) - written >= len(set(told)), "a row got a token for every piece"
     assert isinstance(driver.end(waits), Finished)
+
+
+def test_an_illegal_event_of_a_load_ends_that_load_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
+    driver = two(tmp_path)
+    load(driver, "one")
+    number = driver.ask("Hello!", GenerationParams(max_tokens=8, logit_bias=((2, -100.0),)), model="one")
+    waits, table = driver.ask("Hello!", GenerationParams(max_tokens=4), model="two"), driver.engine.parts.models
+    driver.until(lambda: table.load is not None and table.load.read > 0)
+    assert table.load is not None
+    table.set_load(replace(table.load, phase=LoadPhase.QUEUED, total=0, left=0))
+    end = driver.end(waits)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is RefusalCode.LOAD_FAILED
+    assert "PieceDue is illegal for a load in the phase queued" in end.refused.message
+    assert isinstance(driver.end(number), Finished)
+    assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="two")), Finished)
 
 
 def unload(driver: Driver, *names: str) -> None:

@@ -21,6 +21,13 @@ def test_a_model_is_in_use_until_its_last_hold_is_released():
     assert usage.idle_seconds(100.0) == 10.0
 
 
+def test_a_hold_ends_with_its_context():
+    usage = ModelUsage()
+    with usage.hold():
+        assert usage.users == 1
+    assert usage.users == 0
+
+
 def test_a_first_prefill_is_expected_to_be_slow():
     stats = ModelStats()
     assert stats.expected_prefill_seconds(100) == 100 / FIRST_PREFILL_TOKENS_PER_SECOND

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from node.engine.memory.gate import GateSite
-from node.engine.models import context_search
-from node.engine.models import profiler as profiles
+from node.engine.models import context_search, memory_probe
+from node.engine.models.profile import MemoryProfile
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import max_context
@@ -68,7 +68,7 @@ def resident(driver: Driver):
 def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
     driver = a_driver(tmp_path, profile="auto")
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    first = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    first = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(first, reach=1)))
     end = swept(driver)
     assert isinstance(end, Finished)
@@ -81,7 +81,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
     assert model.kv_per_token == resident(driver).kv.per_token
     assert model.observed > 0
     assert [one.name for one in tmp_path.glob("[0-9a-f]*.json")] == [file.name]
-    again = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    again = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     assert again.reach > 512
     assert again == resident(driver).stats.profile
 
@@ -118,8 +118,8 @@ def test_others_decode_between_its_forwards_and_every_forward_asks_the_gate():
 def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.MonkeyPatch):
     driver = a_driver()
     ran: list[int] = []
-    whole = profiles.forward
-    monkeypatch.setattr(profiles, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
+    whole = memory_probe.forward
+    monkeypatch.setattr(memory_probe, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
     driver.gate.refuses = lambda site, need: site is GateSite.PROBE
     end = swept(driver)
     assert isinstance(end, Refusal)
@@ -194,7 +194,7 @@ def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pyte
     assert context_search.KNOBS in end.refused.message
     assert len(asked) == context_search.ATTEMPTS
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    kept = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    kept = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     assert kept.failed == end.refused.message
     assert kept.share < 1
 

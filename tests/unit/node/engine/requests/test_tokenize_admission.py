@@ -19,7 +19,9 @@ from msgspec.structs import replace
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, text_bytes
 from node.engine.requests.tokenize_queue import TokenizeQueue
-from node.engine.text.tokenizer import LONG_TEXT_CHARS, TooLong, load
+from node.engine.text.tokenizer import LONG_TEXT_CHARS
+from node.engine.text.tokenizer_errors import TooLong
+from node.engine.text.tokenizer_loader import load
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import (

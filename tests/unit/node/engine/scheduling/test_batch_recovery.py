@@ -41,7 +41,7 @@ def test_an_illegal_event_of_a_row_that_is_preempted_fails_its_request_alone(dri
     broken, other = decoding(driver, 2)
     sequence = driver.engine.parts.scheduler.live[broken]
     sequence.rows[0].state = RowState.REBUILD
-    driver.engine.parts.scheduler.preempt(sequence)
+    driver.engine.parts.scheduler.preemptor.preempt(sequence)
     ends_alone(driver, broken, other, "preempted is illegal for a row in the state rebuild")
 
 
@@ -56,7 +56,7 @@ def test_an_illegal_event_in_a_rebuild_fails_its_request_alone(driver: Driver):
 def test_an_illegal_event_of_a_row_that_returns_fails_its_request_alone(driver: Driver):
     broken, other = decoding(driver, 2)
     sequence = driver.engine.parts.scheduler.live[broken]
-    driver.engine.parts.scheduler.preempt(sequence)
+    driver.engine.parts.scheduler.preemptor.preempt(sequence)
     sequence.rows[0].state = RowState.DECODE
     driver.until(lambda: driver.ended(broken))
     ends_alone(driver, broken, other, "returned is illegal for a row in the state decode")

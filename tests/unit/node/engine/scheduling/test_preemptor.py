@@ -192,7 +192,7 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     sequence = driver.engine.parts.scheduler.live[last]
     cached = sequence.cached
     before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine.parts.scheduler.preempt(sequence)
+    driver.engine.parts.scheduler.preemptor.preempt(sequence)
     driver.until(lambda: sequence not in driver.engine.parts.scheduler.preempted)
     driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.parts.scheduler.prefills))
     assert driver.engine.report(time.monotonic()).cache.hits == before + 1

@@ -17,9 +17,9 @@ import pytest
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, new_page, read
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.preparer import RequestPreparer
-from node.engine.text import tokenizer
+from node.engine.text import chat_template, tokenizer, tokenizer_loader
 from node.engine.text.time_limit import Deadline, DeadlineError
-from node.engine.text.tokenizer import TemplateFailed, TokenizerError
+from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support.engine import vocabulary
@@ -104,15 +104,15 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
 
 @pytest.mark.parametrize("length", [10_000, tokenizer.LONG_TEXT_CHARS + 1000], ids=["short", "long"])
 def test_a_panic_of_the_native_tokenizer_fails_its_request_alone(tmp_path: Path, length: int):
-    harmful = tokenizer.load(a_model(tmp_path / "model", expression=EXPLODES))
+    harmful = tokenizer_loader.load(a_model(tmp_path / "model", expression=EXPLODES))
     with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
         harmful.prompt(ask(Message("user", "a" * length + "!")))
     assert harmful.prompt(ask(Message("user", "a"))).ids
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer, "RENDER_TIMEOUT_SECONDS", 0.2)
-    harmful = tokenizer.load(a_model(tmp_path / "model", FOREVER))
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_SECONDS", 0.2)
+    harmful = tokenizer_loader.load(a_model(tmp_path / "model", FOREVER))
     began = time.monotonic()
     with pytest.raises(TemplateFailed, match="the chat template took more than"):
         harmful.prompt(ask())
