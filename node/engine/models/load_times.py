@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND
-from node.engine.scheduling.chunk_policy import mean
+from node.engine.scheduling.rules.chunk_policy import mean
 from wire.units import MIB
 
 ASSUMED_WARMUP_SECONDS = 2.0

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from node.engine.scheduling.chunk_policy import ChunkPace, PrefillSpeed, mean
+from node.engine.scheduling.rules.chunk_policy import ChunkPace, PrefillSpeed, mean
 from wire.report import ROW_COST
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from node.engine.kv.commitments import Commitment
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
-from node.engine.scheduling.row_state import RowEvent, RowState, step
+from node.engine.scheduling.rules.row_state import RowEvent, RowState, step
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.text.detokenizer import TextPipeline
 from wire.bounds import LONG_CHARACTERS, MAX_DELTAS

@@ -21,7 +21,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.row_state import IllegalRowEventError, RowEvent
+from node.engine.scheduling.rules.row_state import IllegalRowEventError, RowEvent
 from node.engine.scheduling.step_output import StepOutput, finished
 from wire.frames import Failed, Refusal
 from wire.refusals import FailureCode, Refused

@@ -21,7 +21,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.prefill import Prefill
-from node.engine.scheduling.row_state import RowState
+from node.engine.scheduling.rules.row_state import RowState
 
 
 def violations(

@@ -26,9 +26,9 @@ from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.process.interface import NativeCallKind
-from node.engine.scheduling.chunk_policy import select_batch
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
+from node.engine.scheduling.rules.chunk_policy import select_batch
 
 PAD_TOKEN = 0
 MAX_CACHED_SHARE = 0.5

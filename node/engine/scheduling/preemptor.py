@@ -11,7 +11,9 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_recovery import BatchRecovery
-from node.engine.scheduling.preemption import (
+from node.engine.scheduling.prefill import Prefill
+from node.engine.scheduling.request_table import RequestTable
+from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
     first_of,
@@ -19,9 +21,7 @@ from node.engine.scheduling.preemption import (
     next_to_return,
     should_preempt,
 )
-from node.engine.scheduling.prefill import Prefill
-from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.row_state import RowEvent
+from node.engine.scheduling.rules.row_state import RowEvent
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.refusals import FailureCode, RefusalCode, Refused

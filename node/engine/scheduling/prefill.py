@@ -11,7 +11,7 @@ from node.engine.kv.prefix_store import PrefixHit
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import RowSampler
-from node.engine.scheduling.row_state import RowEvent
+from node.engine.scheduling.rules.row_state import RowEvent
 from node.engine.scheduling.sampling import processors_of, sampler_of
 from wire.capacity.fairness import WeightedKey
 

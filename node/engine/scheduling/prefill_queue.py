@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from node.engine.scheduling.batch_table import BatchTable
-from node.engine.scheduling.chunk_policy import budget, next_prefill, shared_budget
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill
-from node.engine.scheduling.prefill_order import coalesce_until, in_service_order, startable, started_rows
 from node.engine.scheduling.request_table import RequestTable
+from node.engine.scheduling.rules.chunk_policy import budget, next_prefill, shared_budget
+from node.engine.scheduling.rules.prefill_order import coalesce_until, in_service_order, startable, started_rows
 from wire.capacity.fairness import PrefillFairness
 
 

@@ -11,7 +11,6 @@ from node.engine.models.loaded_model import forward
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling.batch_recovery import BatchRecovery, text_of
 from node.engine.scheduling.batch_table import BatchTable
-from node.engine.scheduling.chunk_policy import chunk_sizes
 from node.engine.scheduling.decode_loop import DecodeLoop
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.preemptor import GATE_RETRY_SECONDS, Preemptor
@@ -20,6 +19,7 @@ from node.engine.scheduling.prefill_queue import PrefillQueue
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
 from node.engine.scheduling.row_join import RowJoin
+from node.engine.scheduling.rules.chunk_policy import chunk_sizes
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 log = structlog.get_logger("engine.generation")

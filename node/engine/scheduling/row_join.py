@@ -17,7 +17,7 @@ from node.engine.scheduling.decode_loop import DecodeLoop
 from node.engine.scheduling.prefill import Prefill, by_batch, guard_of
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.row_state import RowEvent
+from node.engine.scheduling.rules.row_state import RowEvent
 from wire.refusals import Refused
 
 FIRST_JOIN_SECONDS = 10.0

@@ -1,6 +1,6 @@
 """Batch of the scripted engine: queued and running requests, their prefill and decode steps, each through the gate.
 
-The choices are those of the text engine (`node.engine.scheduling.prefill_order` and `preemption`).
+The choices are those of the text engine (`node.engine.scheduling.rules.prefill_order` and `preemption`).
 """
 
 from collections import Counter
@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
-from node.engine.scheduling.preemption import newest_holder
-from node.engine.scheduling.prefill_order import startable
+from node.engine.scheduling.rules.preemption import newest_holder
+from node.engine.scheduling.rules.prefill_order import startable
 from node.engine.scripted.memory import ScriptedMemory
 from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS

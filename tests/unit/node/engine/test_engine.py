@@ -11,8 +11,8 @@ import pytest
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling import batch_recovery, prefill
-from node.engine.scheduling.chunk_policy import RECOVERY_SECONDS
 from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.rules.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient

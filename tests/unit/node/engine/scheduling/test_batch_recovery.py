@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from node.engine.scheduling.row_state import RowEvent, RowState
+from node.engine.scheduling.rules.row_state import RowEvent, RowState
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.frames import Failed, Finished, GenerationParams

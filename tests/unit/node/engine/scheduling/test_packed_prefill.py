@@ -15,9 +15,10 @@ from node.engine.kv.kv_cache import Layers, TextModel, is_plain, new_cache
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.scheduling import packed_prefill, prefill_order, row_join
-from node.engine.scheduling.chunk_policy import ChunkPace
+from node.engine.scheduling import packed_prefill, row_join
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
+from node.engine.scheduling.rules import prefill_order
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import greedy
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.scheduling.row_state import TABLE, IllegalRowEventError, RowEvent, RowState, step
+from node.engine.scheduling.rules.row_state import TABLE, IllegalRowEventError, RowEvent, RowState, step
 
 WAY = (RowEvent.CHUNK, RowEvent.CHUNK, RowEvent.PREFILLED, RowEvent.JOINED, RowEvent.FINISHED)
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.scheduling.prefill_order import (
+from node.engine.scheduling.rules.prefill_order import (
     AFTER_BURST_SECONDS,
     COALESCE_SECONDS,
     MAX_COALESCE_SECONDS,

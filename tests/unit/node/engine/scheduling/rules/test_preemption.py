@@ -3,7 +3,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.scheduling.preemption import (
+from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
     first_of,
