@@ -122,7 +122,7 @@ def deliver_frame(engine: "Engine", frame: "Frame") -> "list[Frame]":
 
 def main() -> None:
     """Run the engine in this process with all trained prompts, and print the results as one line of JSON."""
-    from node.engine.engine import build
+    from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor
     from node.settings import ModelSettings, NodeSettings

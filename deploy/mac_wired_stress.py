@@ -85,7 +85,7 @@ def run_churn(
     Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
     evictions. Raise `ToolError` if the model cannot be loaded.
     """
-    from node.engine.engine import build
+    from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.cap import resolve_cap, resolve_margin
     from node.memory.sensor import open_machine

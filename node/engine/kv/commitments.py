@@ -8,9 +8,13 @@ admission a row counts with all tokens that it may reach:
 Only `commit` and `extend` raise that sum, and the gate judges their costs first. A write moves bytes from reserved to
 written and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
 without padding; from its join it counts as padded.
+
+This module is the only writer of these numbers. Other modules call the methods of `Commitment` and `CommitmentLedger`.
 """
 
 from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
 from wire.report import BatchGroup, KvParameters
@@ -28,6 +32,30 @@ class Commitment:
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
     """Tokens for which the growing layers of the row's own cache have room during prefill; 0 after the join."""
+
+    def record_prefill(self, written: int, capacity_tokens: int) -> None:
+        """Set the tokens that the row's own cache holds, and those for which its growing layers have room."""
+        self.written, self.capacity_tokens = written, capacity_tokens
+
+    def record_prompt(self, written: int) -> None:
+        """Set the tokens that the row's cache holds once its prefill has ended, before its join passes the gate."""
+        self.written = written
+
+    def record_join(self, written: int) -> None:
+        """Record that the row is in the decode batch with `written` tokens, and that its own cache is released."""
+        self.written, self.joined, self.capacity_tokens = written, True, 0
+
+    def record_token(self) -> None:
+        """Record that the row has one more token."""
+        self.written += 1
+
+    def reset(self) -> None:
+        """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens stay."""
+        self.written, self.joined, self.capacity_tokens = 0, False, 0
+
+    def extend(self, more: int) -> None:
+        """Commit `more` tokens in addition."""
+        self.promised += more
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +163,11 @@ class CommitmentLedger:
 
     def extend(self, row: Commitment, more: int) -> None:
         """Commit `more` tokens for a row. The caller has checked the bytes of `extension`."""
-        row.promised += more
+        row.extend(more)
+
+    def bound_waste(self, waste: int) -> None:
+        """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`)."""
+        self.kv = replace(self.kv, waste=waste)
 
     def release(self, row: Commitment) -> None:
         """Remove the commitment of a row, with its written bytes."""

@@ -78,6 +78,10 @@ class CachedPrefix(Generic[V]):
         """Whether the entry is still stored."""
         return self.value is not None
 
+    def clear(self) -> None:
+        """Release the cache, because the entry is removed."""
+        self.value = None
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit(Generic[V]):
@@ -195,7 +199,7 @@ class PrefixCache(Generic[V]):
         """Remove a live entry and return its cache, which the caller then owns. This does not count as an eviction."""
         value = entry.value
         assert value is not None  # noqa: S101 the caller has checked `is_stored`
-        entry.value = None
+        entry.clear()
         del self._order[entry]
         place = entry.model, entry.scope
         self._tries[place].remove(entry.key)

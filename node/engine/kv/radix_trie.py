@@ -46,6 +46,12 @@ class _Node(Generic[V]):
     def adopt(self, child: "_Node[V]") -> None:
         self.children[child.label[:ID_BYTES]] = child
 
+    def relabel(self, label: bytes) -> None:
+        self.label = label
+
+    def set(self, value: V | None) -> None:
+        self.value = value
+
 
 @dataclass(frozen=True, slots=True)
 class TrieMatch(Generic[V]):
@@ -82,25 +88,25 @@ class RadixTrie(Generic[V]):
             same = common(child.label, key[at : at + len(child.label)])
             if same < len(child.label):
                 upper: _Node[V] = _Node(child.label[:same])
-                child.label = child.label[same:]
+                child.relabel(child.label[same:])
                 upper.adopt(child)
                 node.adopt(upper)
                 child = upper
             node, at = child, at + same
-        node.value = value
+        node.set(value)
 
     def remove(self, key: bytes) -> None:
         """Remove the value of a key, and nodes that only led to it. The key must be stored."""
         path = list(self._path(key))
         node = path[-1]
-        node.value = None
+        node.set(None)
         if not node.children and len(path) > 1:
             path.pop()
             del path[-1].children[node.label[:ID_BYTES]]
             node = path[-1]
         if node.value is None and len(node.children) == 1 and len(path) > 1:
             (child,) = node.children.values()
-            child.label = node.label + child.label
+            child.relabel(node.label + child.label)
             path[-2].adopt(child)
 
     def match(self, key: bytes, most: int) -> TrieMatch[V]:

@@ -81,6 +81,11 @@ class MemoryGate:
         """Sequence number (`MemoryLimits.number`) of the limits in force; 0 before the first."""
         return 0 if self._limits is None else self._limits.number
 
+    @property
+    def cap(self) -> int:
+        """Cap in force, in bytes; 0 before the first limits."""
+        return 0 if self._limits is None else self._limits.cap
+
     def armed(self, reading: MemoryReading, now: float) -> bool:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
         live. `now` is in monotonic seconds."""

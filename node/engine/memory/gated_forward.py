@@ -15,8 +15,9 @@ from contextlib import contextmanager
 import structlog
 
 from host.sleep_watch import system_clocks
-from node.engine.memory.footprint import EngineMemory, MlxPeakTracker, clear_pool
-from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.footprint import MlxPeakTracker, clear_pool
+from node.engine.memory.gate import GateSite
+from node.engine.memory.memory_reader import MemoryReader
 from node.engine.process.interface import CallRecording, Halted, NativeCall, NativeCallKind
 from wire.capacity.arithmetic import excess, shed
 from wire.refusals import RefusalCode, Refused
@@ -36,37 +37,33 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `reserved()` returns the bytes committed and not yet written. `free_memory(site, bytes)` frees memory and returns
-    whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
-    `read(model)` returns the bytes of the model's weights in memory. `residual` is that of `MemoryGate`. `clock()`
-    returns seconds and also runs while the machine sleeps.
+    `memory` reads the memory. `height` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns whether
+    that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one. `weights(model)`
+    returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while the machine
+    sleeps.
     """
 
     def __init__(
         self,
         recorder: CallRecording,
-        footprint: EngineMemory,
-        reserved: Callable[[], int],
+        memory: MemoryReader,
+        height: MlxPeakTracker,
         free_memory: Callable[[GateSite, int], bool],
         give_up_load: Callable[[Refused], bool],
-        residual: Callable[[], int | None] = lambda: None,
-        *,
-        read: Callable[[str], int],
-        gate: type[MemoryGate] = MemoryGate,
+        weights: Callable[[str], int],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.gate = gate(residual)
+        self.gate = memory.gate
         self.call: NativeCall | None = None
         self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
-        self.height = MlxPeakTracker()
+        self.height = height
         self._recorder = recorder
-        self._footprint = footprint
-        self._reserved = reserved
+        self._reader = memory
         self._free_memory = free_memory
         self._give_up_load = give_up_load
         self._forwards = self._steps = 0
         self._last_check: tuple[GateSite, int, Memory] | None = None
-        self._read = read
+        self._weights = weights
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
         """Time of the end of each model's last call."""
@@ -77,7 +74,7 @@ class GatedForwards:
 
     def memory(self, now: float) -> Memory:
         """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
-        return self._footprint.read_memory(self.gate, self._reserved(), now)
+        return self._reader.read(now)
 
     def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
@@ -97,7 +94,7 @@ class GatedForwards:
         for size in larger:
             if self.check_optional(site, estimate(size)):
                 return size
-            self.shrinks += 1
+            self.count_shrink()
         return self.check(site, estimate(last)) or last
 
     def check_optional(self, site: GateSite, estimate: int) -> bool:
@@ -148,7 +145,7 @@ class GatedForwards:
 
     def peak_expires_at(self) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
-        return self._footprint.peak_expires_at(time.monotonic())
+        return self._reader.peak_expires_at(time.monotonic())
 
     @contextmanager
     def native(self, doing: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
@@ -189,7 +186,27 @@ class GatedForwards:
         last pause."""
         if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
-        return self._read(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
+        return self._weights(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
+
+    def halt(self) -> None:
+        """Forbid further native calls. Any thread may call this."""
+        self.halted = True
+
+    def count_shed(self) -> None:
+        """Count a request that was ended on order, because the engine was over its cap."""
+        self.sheds += 1
+
+    def count_shrink(self) -> None:
+        """Count a forward that was made smaller, because the gate refused it."""
+        self.shrinks += 1
+
+    def count_preemption(self) -> None:
+        """Count a request that was preempted."""
+        self.preemptions += 1
+
+    def count_failure(self, *, by_engine: bool) -> None:
+        """Count a failed request, unless the client caused the failure."""
+        self.failures += by_engine
 
     def counts(self) -> EngineCounters:
         """Return the counts of checks, refusals, calls and failures since the engine started."""

@@ -22,11 +22,11 @@ margin follows.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations, pairwise
-from operator import mul
+from itertools import pairwise
 
 from msgspec.structs import replace
 
+from node.engine.memory.least_squares import FitPoint, fit_from_above
 from wire.capacity.arithmetic import prefill_transient, step_transient
 from wire.report import TransientModel
 
@@ -49,14 +49,11 @@ PRIOR_WEIGHT = 0.3
 MAX_TERMS = 4
 MIN_FORWARDS_COVERED = 3
 """Forwards of at least a size after which a profile covers that size."""
-FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
-"""Rounds of a fit, and the weight in the next round of a sample above the fit."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
 Sample = tuple[Shape, float]
-Point = tuple[tuple[float, ...], float, float]
 
 
 class ForwardSamples:
@@ -89,6 +86,10 @@ class ForwardSamples:
         if len(self._samples) > MAX_SAMPLES:
             del self._samples[self._superfluous()]
         self.unfitted |= taken > foreseen or (kept is None and foreseen > REFIT_FACTOR * taken)
+
+    def mark_fitted(self) -> None:
+        """Record that the fit contains all samples."""
+        self.unfitted = False
 
     def _superfluous(self) -> Shape:
         """Return the kind to remove: of the two nearest kinds, the one with fewer bytes."""
@@ -280,7 +281,7 @@ class TransientEstimator:
         fitted = _fit_rich(samples, self._prior) if rich else self._prior
         self.transient = replace(self.transient, **{name: getattr(fitted, name) for name in _CHUNK})
         self._raise(_CHUNK, samples, self._foreseen, 0.0 if rich else 1.0)
-        self._chunks.unfitted = False
+        self._chunks.mark_fitted()
 
     def _fit_steps(self) -> None:
         samples, prior = list(self._steps), self._prior
@@ -288,15 +289,15 @@ class TransientEstimator:
         rich = _are_distinct(samples)
         if rich:
             copied = self.transient.seen
-            terms = _least_squares(
+            terms = fit_from_above(
                 [
-                    ((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
+                    FitPoint((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
                     for (rows, longest, grew), taken in samples
                 ]
             )
         self.transient = replace(self.transient, **dict(zip(_STEP, terms, strict=True)))
         self._raise(_STEP, samples, self._foreseen_step, 0.0 if rich else 1.0)
-        self._steps.unfitted = False
+        self._steps.mark_fitted()
 
     def _raise(
         self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
@@ -346,14 +347,14 @@ def _fit_rich(samples: Sequence[Sample], prior: TransientModel) -> TransientMode
 
 def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> TransientModel:
     window = prior.window
-    points: list[Point] = []
+    points: list[FitPoint] = []
     for (tokens, past, grew), taken in samples:
         if taken > REPEAT_FACTOR * least * tokens:
             seen = tokens + (min(past, window) if window else past)
-            points.append(((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
+            points.append(FitPoint((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
     if points and prior.pair:
-        points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
-    fixed, token, pair, cached = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
+        points.append(FitPoint((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
+    fixed, token, pair, cached = fit_from_above(points) if points else (0.0, 0.0, 0.0, 0.0)
     return TransientModel(fixed, token, pair, cached, least, window=window)
 
 
@@ -366,52 +367,3 @@ def _error(samples: Sequence[Sample], found: TransientModel) -> float:
         if taken > 0
     ]
     return sum(ratios) / len(ratios) / max(min(ratios), 1e-9) if ratios else 0.0
-
-
-def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
-    """Fit non-negative terms to `(features, value, weight)` by relative error. Samples above the fit weigh more in the
-    next round, which moves the fit above nearly all samples."""
-    rows = [(tuple(one / value for one in features), weight) for features, value, weight in points if value > 0]
-    weights = [weight for _, weight in rows]
-    terms: tuple[float, ...] = (0.0,) * len(points[0][0])
-    for _ in range(FIT_ROUNDS):
-        terms = _positive([row for row, _ in rows], weights)
-        above = [sum(map(mul, terms, row)) < 1 for row, _ in rows]
-        weights = [weight * (ABOVE_FIT_WEIGHT if high else 1) for (_, weight), high in zip(rows, above, strict=True)]
-    return terms
-
-
-def _positive(rows: Sequence[tuple[float, ...]], weights: Sequence[float]) -> tuple[float, ...]:
-    """Solve weighted least squares for `row · terms = 1`: of all subsets of terms, the best with positive terms."""
-    width = len(rows[0])
-    both = list(zip(rows, weights, strict=True))
-    gram = [[sum(w * row[i] * row[j] for row, w in both) for j in range(width)] for i in range(width)]
-    goal = [sum(w * row[i] for row, w in both) for i in range(width)]
-    best, most = (0.0,) * width, 0.0
-    for count in range(1, width + 1):
-        for chosen in combinations(range(width), count):
-            found = _solve([[gram[i][j] for j in chosen] for i in chosen], [goal[i] for i in chosen])
-            if found is None or min(found) < 0:
-                continue
-            explained = sum(term * goal[place] for term, place in zip(found, chosen, strict=True))
-            if explained > most * (1 + 1e-9):
-                coefficients = dict(zip(chosen, found, strict=True))
-                best, most = tuple(coefficients.get(place, 0.0) for place in range(width)), explained
-    return best
-
-
-def _solve(matrix: list[list[float]], goal: list[float]) -> list[float] | None:
-    """Solve a small symmetric system; None when its columns depend on each other."""
-    width = len(goal)
-    sizes = [math.sqrt(matrix[i][i]) or 1.0 for i in range(width)]
-    rows = [[matrix[i][j] / sizes[i] / sizes[j] for j in range(width)] + [goal[i] / sizes[i]] for i in range(width)]
-    for i in range(width):
-        pivot = max(range(i, width), key=lambda place: abs(rows[place][i]))
-        if abs(rows[pivot][i]) < 1e-9:
-            return None
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        for j in range(width):
-            if j != i:
-                factor = rows[j][i] / rows[i][i]
-                rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    return [rows[i][width] / rows[i][i] / sizes[i] for i in range(width)]

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND
-from node.engine.scheduling.chunk_policy import mean
+from node.engine.scheduling.rules.chunk_policy import mean
 from wire.units import MIB
 
 ASSUMED_WARMUP_SECONDS = 2.0
@@ -37,6 +37,18 @@ class MeasuredLoad(msgspec.Struct):
     """Seconds of measuring a profile."""
     models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Seconds of a load without the profile, by fingerprint, the newest last."""
+
+    def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
+        """Record the parts of a load, as in `LoadTimes.record`."""
+        if weights >= MIN_BYTES:
+            self.speed = mean(self.speed, weights / max(read, 1e-3))
+        self.warm = mean(self.warm, warm)
+        if probe:
+            self.probe = mean(self.probe, probe)
+        self.models.pop(fingerprint, None)
+        self.models[fingerprint] = min(read + warm, MAX_SECONDS)
+        while len(self.models) > MAX_MODELS:
+            del self.models[next(iter(self.models))]
 
 
 class LoadTimes:
@@ -68,16 +80,7 @@ class LoadTimes:
 
         `weights` is in bytes. `probe` is 0 if the profile was stored already.
         """
-        kept = self._kept
-        if weights >= MIN_BYTES:
-            kept.speed = mean(kept.speed, weights / max(read, 1e-3))
-        kept.warm = mean(kept.warm, warm)
-        if probe:
-            kept.probe = mean(kept.probe, probe)
-        kept.models.pop(fingerprint, None)
-        kept.models[fingerprint] = min(read + warm, MAX_SECONDS)
-        while len(kept.models) > MAX_MODELS:
-            del kept.models[next(iter(kept.models))]
+        self._kept.record(fingerprint, weights, read, warm, probe)
         self._write()
 
     def _write(self) -> None:

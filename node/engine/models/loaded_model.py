@@ -1,4 +1,4 @@
-"""Loaded model: its weights, ledger, decode batches and measured speeds; and the loader.
+"""Loaded model: its weights, commitments, estimates and statistics; and the loader.
 
 Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about
 `BYTES_BETWEEN_STEPS` bytes of weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation.
@@ -8,10 +8,10 @@ before it is evaluated.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx import utils as mlx_utils
@@ -21,17 +21,14 @@ from msgspec.structs import replace
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.kv.kv_cache import Layers, TextModel, evaluate, is_plain, kv_of, new_cache
 from node.engine.memory.transient_estimator import TransientEstimator
+from node.engine.models.load_state import LoadStep
 from node.engine.models.model_descriptor import ModelDescriptor
-from node.engine.requests.sequence import Row
-from node.engine.scheduling.chunk_policy import ChunkPace, PrefillSpeed, mean
+from node.engine.models.model_stats import ModelStats, ModelUsage, warmed_up
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import SamplingDefaults, defaults_of, greedy
 from wire.capacity.arithmetic import prefill_transient, row_bytes, tail
-from wire.report import ROW_COST, KvParameters
+from wire.report import KvParameters
 from wire.units import MIB
-
-if TYPE_CHECKING:
-    from node.engine.models.profile import MemoryProfile
 
 BYTES_BETWEEN_STEPS = 256 * MIB
 """Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
@@ -42,22 +39,17 @@ first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 
 bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
 """Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
-MIN_MEASURED_TOKENS = 64
-"""Minimum prompt tokens from which bytes per token are measured."""
-FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
-"""Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """Text model in memory, with its memory parameters, decode batches and measured speeds."""
+    """Text model in memory. It never changes; its commitments, estimates, statistics and users have owners of their
+    own."""
 
     found: ModelDescriptor
     """Its descriptor."""
     model: TextModel
     """Its mlx-lm model."""
-    kv: KvParameters
-    """Parameters of the bytes of a row."""
     weights: int
     """Bytes of its weights."""
     vocabulary: int
@@ -68,65 +60,22 @@ class LoadedModel:
     """Commitments of its rows."""
     estimator: TransientEstimator
     """Its transient estimates."""
-    batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
-    """Decode batches by batch number (`CommitmentLedger.batch_of`)."""
-    reads: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of its prefills, in tokens per second."""
-    writes: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of a row that decodes alone, in tokens per second."""
-    step_seconds: float = 0.0
-    """Running mean of a decode step, in seconds."""
-    pace: ChunkPace = field(default_factory=ChunkPace)
-    """Duration of its chunks."""
-    load_seconds: float = 0.0
-    """Duration of its load, in seconds."""
-    bytes_per_token: float = 0.0
-    """Running mean of text bytes per prompt token; 0.0: not measured."""
-    used_at: float = 0.0
-    """Monotonic time of its last use."""
-    users: int = 0
-    """Requests, sweeps and tokenizations that use it."""
-    profile: "MemoryProfile | None" = None
-    """Memory profile, stored or measured; None: none yet."""
     plain: bool = False
     """Whether its prompts may be padded (`kv_cache.is_plain`)."""
+    stats: ModelStats = field(default_factory=ModelStats)
+    """Its measured speeds and its memory profile."""
+    usage: ModelUsage = field(default_factory=ModelUsage)
+    """Its users."""
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.found.name
 
-    def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
-        """Record a prefill forward of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on
-        average."""
-        self.reads.learn(tokens / max(seconds, 1e-6))
-        self.pace.learn(tokens, back, seconds)
-
-    def record_step(self, seconds: float, rows: int) -> None:
-        """Record the duration of a decode step of a batch with `rows` rows, and derive the speed of a single row.
-
-        Both are running means, because the last step alone would describe a machine that may be idle by now.
-        """
-        self.step_seconds = mean(self.step_seconds, seconds)
-        self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
-
-    def idle_seconds(self, now: float) -> float:
-        """Return the seconds since the last use at the monotonic time `now`; 0.0 while the model is in use."""
-        return 0.0 if self.users else now - self.used_at
-
-    def bound_waste(self, waste: int) -> None:
-        """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`)."""
-        self.kv = self.ledger.kv = replace(self.kv, waste=waste)
-
-    def record_text(self, size: int, tokens: int) -> None:
-        """Update the mean bytes per token from a prompt of `size` bytes and `tokens` tokens. Ignore short prompts,
-        which are mostly template."""
-        if tokens >= MIN_MEASURED_TOKENS and size:
-            self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
-
-    def rows(self) -> int:
-        """Return the number of decoding rows."""
-        return sum(len(batch) for batch in self.batches.values())
+    @property
+    def kv(self) -> KvParameters:
+        """Parameters of the bytes of a row."""
+        return self.ledger.kv
 
     @property
     def tail(self) -> int:
@@ -143,20 +92,9 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
     return wanted
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStep:
-    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which checks
-    the gate itself."""
-
-    left: int = 0
-    """Bytes of weights still to load."""
-    transient: int = 0
-    """Transient bytes of the step in addition to the weights."""
-
-
 def load(
     found: ModelDescriptor, weighed: Callable[[int], None] = lambda weights: None
-) -> Iterator[LoadStep | LoadedModel]:
+) -> Generator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
     Before the model's first forward, `weighed` is called with the bytes of its weights. Exceptions of a faulty
@@ -177,22 +115,17 @@ def load(
     )
     weighed(weights)
     warmth = _warm(model)
-    loaded_model = LoadedModel(
-        found,
-        model,
-        warmth.kv,
-        weights,
-        warmth.vocabulary,
-        _defaults(folder, config),
-        CommitmentLedger(warmth.kv),
-        TransientEstimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
-        step_seconds=warmth.step_seconds,
-        pace=ChunkPace(warmth.step_seconds, 1 / warmth.prefill_speed),
+    yield LoadedModel(
+        found=found,
+        model=model,
+        weights=weights,
+        vocabulary=warmth.vocabulary,
+        defaults=_defaults(folder, config),
+        ledger=CommitmentLedger(warmth.kv),
+        estimator=TransientEstimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         plain=is_plain(new_cache(model)),
+        stats=warmed_up(warmth.prefill_speed, warmth.step_seconds),
     )
-    loaded_model.reads.learn(warmth.prefill_speed)
-    loaded_model.writes.learn(1 / warmth.step_seconds)
-    yield loaded_model
 
 
 def _parameters(model: TextModel) -> list[mx.array]:

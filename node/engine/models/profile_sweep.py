@@ -9,7 +9,8 @@ is refused for memory.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import structlog
@@ -18,7 +19,9 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.context_search import ContextSearchResult, diagnosis
 from node.engine.models.loaded_model import LoadedModel
-from node.engine.models.profiler import CheckGate, MemoryProbe, Profiler
+from node.engine.models.memory_probe import CheckGate, MemoryProbe
+from node.engine.models.model_stats import ModelHold
+from node.engine.models.profiler import Profiler
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
@@ -31,7 +34,10 @@ GIVEN_UP = "measuring {} was stopped, because requests need the memory: repeat i
 log = structlog.get_logger("engine.sweeps")
 
 
-@dataclass(slots=True, eq=False)
+SweepSteps = Generator[None, None, ContextSearchResult | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ProfileSweep:
     """Sweep that is in progress, for one `ProfileModel` order."""
 
@@ -41,51 +47,109 @@ class ProfileSweep:
     """Model to measure."""
     probe: MemoryProbe
     """Its probe."""
-    steps: Generator[None] | None = None
-    """Remaining steps."""
-    settled: ContextSearchResult | None = None
-    """Result of the search for the longest row; None before its end or without a search."""
+    hold: ModelHold
+    """Hold on the model until the end of the sweep."""
+    steps: SweepSteps
+    """Remaining steps. They return the result of the search for the longest row; None without a search."""
 
 
-class SweepQueue:
-    """Queue of ordered sweeps, of which one runs at a time.
+class RunningSweep:
+    """The sweep in progress, if any, and the answers of sweeps. It is spare memory: its row is released before a
+    request is refused."""
 
-    `loaded_models()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
-    `alone(loaded_model)` returns whether only a sweep of this model uses memory. `still()` waits for launched decode
-    steps. `describe(loaded_model)` returns the reported description of a model.
-    """
-
-    def __init__(
-        self,
-        profiler: Profiler,
-        forwards: GatedForwards,
-        loaded_models: Callable[[], Mapping[str, LoadedModel]],
-        loading: Callable[[str], bool],
-        alone: Callable[[LoadedModel], bool],
-        still: Callable[[], None],
-        describe: Callable[[LoadedModel], Model],
-    ) -> None:
-        self._profiler, self._forwards, self._loaded_models = profiler, forwards, loaded_models
-        self._loading, self._alone, self._still, self._describe = loading, alone, still, describe
-        self._queue: deque[tuple[int, str]] = deque()
+    def __init__(self) -> None:
         self._sweep: ProfileSweep | None = None
         self._stepping = False
         self._ends: list[Frame] = []
+
+    @property
+    def current(self) -> ProfileSweep | None:
+        """Sweep in progress; None if there is none."""
+        return self._sweep
+
+    @property
+    def has_ends(self) -> bool:
+        """Return whether there are answers to send."""
+        return bool(self._ends)
 
     @property
     def nbytes(self) -> int:
         """Bytes that `release` would free: the row of the sweep, 0 during one of its forwards."""
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.row_bytes
 
+    def begin(self, sweep: ProfileSweep) -> None:
+        """Start a sweep. None may be in progress."""
+        self._sweep = sweep
+
+    @contextmanager
+    def stepping(self) -> Generator[None]:
+        """Keep the sweep in progress while one of its forwards runs."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
+
+    def close(self) -> None:
+        """End the sweep in progress without an answer, and release its memory."""
+        sweep, self._sweep = self._sweep, None
+        if sweep is None:
+            return
+        sweep.hold.release()
+        if not self._stepping:
+            sweep.steps.close()
+
+    def release(self) -> None:
+        """Stop the sweep in progress and release its memory, because requests need it. Its order is refused."""
+        sweep = self._sweep
+        if sweep is not None and not self._stepping:
+            self.close()
+            refused = Refused(RefusalCode.NO_ROOM, GIVEN_UP.format(sweep.loaded_model.name))
+            self._ends.append(Refusal(sweep.number, refused))
+
+    def add_ends(self, ends: Iterable[Frame]) -> None:
+        """Add answers of orders that have ended."""
+        self._ends += ends
+
+    def take_ends(self) -> list[Frame]:
+        """Return the answers since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
+
+
+class SweepQueue:
+    """Queue of ordered sweeps, of which one runs at a time.
+
+    `loaded_models()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
+    `still()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a model.
+    """
+
+    def __init__(
+        self,
+        running: RunningSweep,
+        profiler: Profiler,
+        forwards: GatedForwards,
+        loaded_models: Callable[[], Mapping[str, LoadedModel]],
+        loading: Callable[[str], bool],
+        still: Callable[[], None],
+        describe: Callable[[LoadedModel], Model],
+    ) -> None:
+        self.running = running
+        self._profiler, self._forwards, self._loaded_models = profiler, forwards, loaded_models
+        self._loading, self._still, self._describe = loading, still, describe
+        self._queue: deque[tuple[int, str]] = deque()
+
     @property
     def measuring(self) -> str:
         """Name of the model that is being measured; empty if there is none."""
-        return "" if self._sweep is None else self._sweep.loaded_model.name
+        sweep = self.running.current
+        return "" if sweep is None else sweep.loaded_model.name
 
     @property
     def busy(self) -> bool:
         """Return whether `step` has a forward to run or frames to return."""
-        return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())
+        running = self.running
+        return running.has_ends or running.current is not None or self._next() is not None or bool(self._lost())
 
     def request_sweep(self, number: int, model: str) -> None:
         """Queue the order `number` to measure a model. Its sweep starts in turn, once the model is loaded."""
@@ -93,37 +157,29 @@ class SweepQueue:
 
     def failed(self, model: str, refused: Refused) -> None:
         """Refuse the queued orders of a model that cannot be loaded. The next `step` returns the refusals."""
-        self._ends += [Refusal(number, refused) for number, name in self._queue if name == model]
+        self.running.add_ends(Refusal(number, refused) for number, name in self._queue if name == model)
         self._queue = deque(one for one in self._queue if one[1] != model)
 
     def cancel(self, number: int) -> bool:
         """Cancel a queued or running order without an answer; return whether it was present."""
-        if self._sweep is not None and self._sweep.number == number:
-            self._close(self._sweep)
+        sweep = self.running.current
+        if sweep is not None and sweep.number == number:
+            self.running.close()
             return True
         here = any(one == number for one, _ in self._queue)
         self._queue = deque(one for one in self._queue if one[0] != number)
         return here
-
-    def release(self) -> None:
-        """Stop the running sweep and release its memory, because requests need it. Its order is refused."""
-        sweep = self._sweep
-        if sweep is not None and not self._stepping:
-            self._close(sweep)
-            refused = Refused(RefusalCode.NO_ROOM, GIVEN_UP.format(sweep.loaded_model.name))
-            self._ends.append(Refusal(sweep.number, refused))
 
     def step(self) -> list[Frame]:
         """Run one forward of the current or next sweep. Return the answers of orders that have ended. Raise `Halted` if
         the engine was halted."""
         for model in self._lost():
             self.failed(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
-        if self._sweep is None:
+        if self.running.current is None:
             self._begin()
-        if self._sweep is not None:
-            self._go_on(self._sweep)
-        ends, self._ends = self._ends, []
-        return ends
+        if self.running.current is not None:
+            self._continue(self.running.current)
+        return self.running.take_ends()
 
     def _next(self) -> tuple[int, str] | None:
         here = self._loaded_models()
@@ -141,51 +197,52 @@ class SweepQueue:
         self._queue.remove(order)
         loaded_model = self._loaded_models()[order[1]]
         probe = self._profiler.sweep(loaded_model)
-        loaded_model.users += 1
-        self._sweep = ProfileSweep(order[0], loaded_model, probe)
-        self._sweep.steps = self._run(self._sweep)
+        steps = self._run(loaded_model, probe)
+        self.running.begin(ProfileSweep(order[0], loaded_model, probe, loaded_model.usage.hold(), steps))
 
-    def _run(self, sweep: ProfileSweep) -> Generator[None]:
-        yield from sweep.probe.run()
-        check: CheckGate | None = self._check_gate if self._alone(sweep.loaded_model) else None
-        sweep.settled = yield from self._profiler.swept(sweep.probe, check)
+    def _run(self, loaded_model: LoadedModel, probe: MemoryProbe) -> SweepSteps:
+        yield from probe.run()
+        check: CheckGate | None = self._check_gate if self._is_alone(loaded_model) else None
+        return (yield from self._profiler.swept(probe, check))
+
+    def _is_alone(self, loaded_model: LoadedModel) -> bool:
+        """Return whether a model is the only loaded one, used only by a sweep."""
+        return list(self._loaded_models().values()) == [loaded_model] and loaded_model.usage.users == 1
 
     def _check_gate(self, need: int) -> bool:
         """Return whether the longest row passes the gate. Caches and spare memory are freed for it if necessary."""
         return self._forwards.check(GateSite.PROBE, need) is None
 
-    def _go_on(self, sweep: ProfileSweep) -> None:
-        assert sweep.steps is not None  # noqa: S101 `_begin` has set it
+    def _continue(self, sweep: ProfileSweep) -> None:
         self._still()
-        self._stepping = True
         try:
-            with self._forwards.native(
-                NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, EXPECTED_STEP_SECONDS
+            with (
+                self.running.stepping(),
+                self._forwards.native(
+                    NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, EXPECTED_STEP_SECONDS
+                ),
             ):
-                next(sweep.steps)
-        except StopIteration:
-            self._close(sweep)
-            self._ends.append(self._ended(sweep))
+                end = self._step(sweep)
         except Exception as error:
             log.exception("sweep", model=sweep.loaded_model.name)
-            self._close(sweep)
-            self._ends.append(
-                Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring failed: {type(error).__name__}: {error}")
-            )
-        finally:
-            self._stepping = False
+            end = Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring failed: {type(error).__name__}: {error}")
+        if end is not None:
+            self.running.close()
+            self.running.add_ends([end])
 
-    def _ended(self, sweep: ProfileSweep) -> Frame:
+    def _step(self, sweep: ProfileSweep) -> Frame | None:
+        """Run one forward of a sweep; return its answer if that was the last one."""
+        try:
+            next(sweep.steps)
+        except StopIteration as stop:
+            return self._answer(sweep, stop.value)
+        return None
+
+    def _answer(self, sweep: ProfileSweep, settled: ContextSearchResult | None) -> Frame:
         if not sweep.probe.taken:
             message = f"there is no headroom for the smallest forward pass of {sweep.loaded_model.name}"
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
-        if sweep.settled is not None and not sweep.settled.ok:
-            message = diagnosis(sweep.loaded_model.name, sweep.settled)
+        if settled is not None and not settled.ok:
+            message = diagnosis(sweep.loaded_model.name, settled)
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         return Finished(sweep.number, (), 0, 0, measured=self._describe(sweep.loaded_model))
-
-    def _close(self, sweep: ProfileSweep) -> None:
-        self._sweep = None
-        sweep.loaded_model.users -= 1
-        if sweep.steps is not None and not self._stepping:
-            sweep.steps.close()

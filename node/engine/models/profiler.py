@@ -1,9 +1,6 @@
 """Memory profiler: measure a model on this machine, by a short probe at its first load or by a sweep on order.
 
-The probe runs the engine's own forwards over real text, from small to large. Each passes the gate first, and a refusal
-ends the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be caught.
-Each forward is a sample of the estimator, as every later one is. The probe ensures samples of many shapes from the
-start.
+The probe (`memory_probe`) ensures samples of many shapes from the start.
 
 The residual is the part that no fit covers. It is the number of bytes by which a forward exceeded its KV and its
 estimate. It is measured by the kernel's high-water mark where there is one. The margin follows from it. The longest row
@@ -12,9 +9,7 @@ from the fit is then checked against a reading (`node.engine.models.context_sear
 Measurements are stored by `node.engine.models.profile`.
 """
 
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -22,259 +17,21 @@ import msgspec
 import structlog
 from tokenizers import Tokenizer
 
-from node.engine.kv.kv_cache import Layers, extent_of, new_cache
-from node.engine.memory.footprint import MlxPeakTracker, clear_pool, release_free_memory
 from node.engine.models.context_search import ContextSearchResult, diagnosis, search_context
-from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, key_of
-from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
-from node.engine.scheduling.sampling import greedy
-from node.memory.sensor import Sensor
 from wire.capacity.arithmetic import row_bytes
 from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
 """Maximum duration of the probe at a load, in seconds."""
-FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards of a probe, each of a separate row."""
-WALK_TOKENS = (512, 64, 256, 32, 128)
-"""Tokens of the forwards over the long row of a probe, repeated in this order."""
 PROBE_ROW_TOKENS = 3072
 """Maximum tokens of the long row of the probe at a load."""
 SWEEP_SECONDS = 600.0
-SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
-"""Tokens of the additional forwards of a sweep, up to the engine's chunk."""
-ROWS = (1, 2, 4, 8)
-MORE_ROWS = (16, 32, 64, 128, 256)
-DECODE_TOKENS = 512
-STEPS_PER_SIZE = 3
 
 log = structlog.get_logger("engine.profile")
-CheckGate = Callable[[int], bool]
-
-
-@dataclass(slots=True, eq=False)
-class ForwardPeak:
-    """Meter of the peak memory of a forward: by the high-water mark of the kernel where there is one, else by MLX's
-    peak."""
-
-    height: MlxPeakTracker
-    sensor: Sensor
-    _phys: int | None = None
-
-    def mark(self) -> None:
-        """Start the measurement of a forward."""
-        self.height.mark()
-        self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
-
-    def charged(self) -> int:
-        """Return the bytes from the footprint at the mark to its peak since then. Without a peak of the kernel, measure
-        MLX's active memory."""
-        highest = self.sensor.highs().interval
-        return self.height.peak_above_mark() if self._phys is None or highest is None else highest - self._phys
-
-
-@dataclass(slots=True)
-class ForwardMeasurement:
-    """Measured prefill forward of a probe."""
-
-    tokens: int
-    """Tokens of the forward."""
-    past: int
-    """Cached tokens before it."""
-    grew: bool
-    """Whether the caches grew."""
-    wrote: int
-    """Bytes of KV that it wrote."""
-    charged: int
-    """Peak bytes charged to the process, with the KV."""
-
-
-@dataclass(slots=True)
-class StepMeasurement:
-    """Measured decode step of a probe."""
-
-    rows: int
-    """Rows of the step."""
-    longest: int
-    """Tokens of the longest row."""
-    grew: bool
-    """Whether the caches grew."""
-    charged: int
-    """Peak bytes charged to the process, without the KV."""
-
-
-@dataclass(slots=True, eq=False)
-class MemoryProbe:
-    """Measurement of one model's memory: a short probe at its load, or a sweep on order (see the module's
-    docstring)."""
-
-    loaded_model: LoadedModel
-    """Model to measure."""
-    ids: Sequence[int]
-    """Text in the model's own tokens, repeated as often as necessary."""
-    check: CheckGate
-    """`check(bytes)` returns whether the gate lets a forward pass."""
-    spike: ForwardPeak
-    """Meter of peaks."""
-    chunk: int
-    """Maximum tokens of a chunk in this engine."""
-    batch: int
-    """Maximum rows of a batch in this engine."""
-    reach: int
-    """Maximum tokens of the long row."""
-    seconds: float
-    """Maximum duration in seconds."""
-    full: bool = False
-    """Whether this is a sweep, with larger forwards and more rows."""
-    taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
-    """Measured forwards."""
-    stepped: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
-    """Measured decode steps."""
-    joined: list[int] = field(default_factory=list[int])
-    """Bytes by which each join exceeded its KV and its estimate."""
-    rows: int = 0
-    """Largest number of rows that decoded together."""
-    row_bytes: int = 0
-    """Approximate bytes of its rows now."""
-    _ends: float = 0.0
-
-    def run(self) -> Iterator[None]:
-        """Measure until time or room ends, one forward per step; then fit the estimator to all samples. Release the
-        memory at any end."""
-        self._ends = time.monotonic() + self.seconds
-        try:
-            yield from self._run()
-        finally:
-            self.row_bytes = 0
-            self.loaded_model.estimator.fit()
-            release_free_memory()
-
-    def repeat_largest(self) -> bool:
-        """Repeat the largest measured forward. Return whether there were time and room for it; False if nothing was
-        measured."""
-        if not self.taken:
-            return False
-        largest = max(self.taken, key=lambda one: one.tokens).tokens
-        self._ends = time.monotonic() + self.seconds
-        ran = self._chunk(new_cache(self.loaded_model.model), largest, 0)
-        release_free_memory()
-        return ran
-
-    def _run(self) -> Iterator[None]:
-        larger = SWEEP_FORWARD_TOKENS if self.full else ()
-        for tokens in self._sizes((*FIRST_FORWARD_TOKENS, *larger)):
-            cache = new_cache(self.loaded_model.model)
-            if not self._chunk(cache, tokens, 0):
-                break
-            yield
-            del cache
-        yield from self._walk(
-            [tokens for tokens in (*WALK_TOKENS, *larger) if tokens <= max(self.chunk, WALK_TOKENS[0])]
-        )
-        self.row_bytes = 0
-        yield from self._decode()
-
-    def _sizes(self, wanted: Sequence[int]) -> list[int]:
-        return sorted({min(tokens, self.chunk) for tokens in wanted})
-
-    def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Prefill one long row."""
-        cache, past = new_cache(self.loaded_model.model), 0
-        for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
-            if past + tokens > self.reach or not self._chunk(cache, tokens, past):
-                return
-            past += tokens
-            self.row_bytes = row_bytes(self.loaded_model.kv, past)
-            yield
-
-    def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
-        """Run one forward if there are time and room for it; return whether it ran."""
-        loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.pace.seconds(tokens, past)
-        if time.monotonic() + expected > self._ends:
-            return False
-        needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
-        if not self.check(needed + estimator.chunk(tokens, past)):
-            return False
-        before = extent_of(cache)
-        clear_pool()
-        self.spike.mark()
-        forward(
-            loaded_model.model,
-            islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens),
-            cache,
-            last=False,
-        )
-        after = extent_of(cache)
-        wrote, grew = after.size - before.size, after.capacity > before.capacity
-        estimator.observe(tokens, past, self.spike.height.peak_above_mark() - wrote, grew=grew)
-        self.taken.append(ForwardMeasurement(tokens, past, grew, wrote, self.spike.charged()))
-        return True
-
-    def _decode(self) -> Iterator[None]:
-        """Decode a few steps in batches of more and more rows."""
-        for tokens in self._sizes((64, DECODE_TOKENS)):
-            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= self.batch]:
-                if not self._steps(rows, tokens):
-                    break
-                self.rows = max(self.rows, rows)
-                yield
-
-    def _steps(self, rows: int, tokens: int) -> bool:
-        loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.step_seconds * rows
-        needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
-        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
-        if time.monotonic() + expected > self._ends or not self.check(needed + most):
-            return False
-        ids = list(islice(cycle(self.ids), tokens))
-        cache = new_cache(loaded_model.model)
-        forward(loaded_model.model, ids[:-1], cache, last=False)
-        logits = forward(loaded_model.model, ids[-1:], cache, last=True)
-        assert logits is not None  # noqa: S101 the last logits were requested
-        batch: DecodeBatch[int] = DecodeBatch(loaded_model.model)
-        layers, extent = len(cache), extent_of(cache).size
-        clear_pool()
-        self.spike.mark()
-        batch.join([JoiningRow(row, RowSampler(greedy, ())) for row in range(rows)], ids, cache, logits)
-        grown = batch.nbytes()
-        self.joined.append(self.spike.charged() - (grown - extent) - estimator.join(grown, layers))
-        for step in range(STEPS_PER_SIZE):
-            before = batch.nbytes()
-            self.spike.mark()
-            batch.step()
-            batch.wait()
-            grown = batch.nbytes() - before
-            estimator.observe_step(rows, tokens + step + 1, self.spike.height.peak_above_mark() - grown, grew=grown > 0)
-            self.stepped.append(StepMeasurement(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
-        return True
-
-    def residual(self) -> int:
-        """Return the largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its
-        estimate; 0 if none did."""
-        estimator = self.loaded_model.estimator
-        chunks = (
-            one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
-        )
-        steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
-        return max(*self.joined, *chunks, *steps, 0, 0)
-
-    def profile(self, key: MemoryProfileKey) -> MemoryProfile:
-        """Return the profile that follows from the measurements, for storage under `key`."""
-        loaded_model = self.loaded_model
-        return MemoryProfile(
-            key,
-            loaded_model.estimator.transient,
-            loaded_model.kv,
-            max(0, self.residual()),
-            loaded_model.estimator.highest,
-            max((one.tokens for one in self.taken), default=0),
-            max((one.past + one.tokens for one in self.taken), default=0),
-            self.rows,
-            round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
-        )
 
 
 def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
@@ -352,8 +109,8 @@ class Profiler:
             probe = self._probe(loaded_model, PROBE_ROW_TOKENS, PROBE_SECONDS, full=False)
             yield from probe.run()
             yield from self._measured(probe, key, self._check if alone else None)
-            if loaded_model.profile is not None and loaded_model.profile.failed:
-                log.warning("profile", model=loaded_model.name, cause=loaded_model.profile.failed)
+            if loaded_model.stats.profile is not None and loaded_model.stats.profile.failed:
+                log.warning("profile", model=loaded_model.name, cause=loaded_model.stats.profile.failed)
         except Exception as error:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
@@ -416,4 +173,4 @@ class Profiler:
     def _adopt(self, loaded_model: LoadedModel, profile: MemoryProfile) -> None:
         loaded_model.estimator.adopt(profile.transient, profile.highest)
         loaded_model.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
-        loaded_model.profile = profile
+        loaded_model.stats.record_profile(profile)

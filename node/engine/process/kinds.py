@@ -2,5 +2,5 @@
 
 from typing import Final
 
-KINDS: Final = {"mlx": "node.engine.engine", "scripted": "node.engine.scripted.engine"}
+KINDS: Final = {"mlx": "node.engine.build", "scripted": "node.engine.scripted.engine"}
 """Name of the module that provides `build`, by engine kind."""

@@ -19,7 +19,9 @@ from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import text_bytes
 from node.engine.text.detokenizer import TextPipeline
-from node.engine.text.tokenizer import FILES, TemplateFailed, TokenizedPrompt, Tokenizer, TokenizerError, TooLong, load
+from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
+from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError, TooLong
+from node.engine.text.tokenizer_loader import FILES, load
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.models.catalogue import ModelCatalogue
 from wire.capacity.arithmetic import reading_bytes

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from node.engine.kv.commitments import Commitment
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
+from node.engine.scheduling.rules.row_state import RowEvent, RowState, step
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.text.detokenizer import TextPipeline
 from wire.bounds import LONG_CHARACTERS, MAX_DELTAS
+from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, Generate, Logprob
 
 
@@ -32,6 +34,8 @@ class Row:
     """Generated tokens."""
     reason: str = ""
     """Reason of its end, such as `stop` or `length`; empty while the answer is running."""
+    state: RowState = RowState.WAITING
+    """State of the row."""
     rebuilt: int = 0
     """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
@@ -42,6 +46,30 @@ class Row:
     """Log probabilities not sent yet."""
     resumed_tokens: int = 0
     """Number of first `ids` that another node generated and sent."""
+
+    def apply(self, event: RowEvent) -> None:
+        """Change the state by an event. Raise `IllegalRowEventError` if it is illegal in this state."""
+        self.state = step(self.state, event)
+
+    def commit(self, commitment: Commitment) -> None:
+        """Replace the memory commitment of the row: by one of the ledger, or by an empty one without memory."""
+        self.commitment = commitment
+
+    def release(self) -> None:
+        """End the row before its last token, because its request has ended."""
+        self.apply(RowEvent.RELEASED)
+        self.reason = "released"
+
+    def count_rebuild(self) -> int:
+        """Count a rebuild after a broken batch; return the number of rebuilds so far."""
+        self.rebuilt += 1
+        return self.rebuilt
+
+    def add_id(self, token: int) -> None:
+        """Add a generated token to the ids and the unsent tokens. `read` adds its text."""
+        self.commitment.record_token()
+        self.ids.append(token)
+        self.new.append(token)
 
     def replay(self, ids: Iterable[int]) -> None:
         """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again."""
@@ -56,17 +84,20 @@ class Row:
         """Add the text of the newest token id, and end the answer if this id, a stop string or the limit ends it."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
-            self._finish("stop")
+            self.finish("stop")
             return
-        step = self.pipeline.feed(token)
-        self.pieces += step.pieces
-        if step.stopped:
-            self._finish("stop")
+        text = self.pipeline.feed(token)
+        self.pieces += text.pieces
+        if text.stopped:
+            self.finish("stop")
         elif len(self.ids) >= sequence.shape.limit:
-            self._finish("length")
+            self.finish("length")
 
-    def _finish(self, reason: str) -> None:
-        pieces, self.reason = self.pipeline.finish(reason)
+    def finish(self, reason: str) -> None:
+        """End the row after its last token. The text pipeline may replace `reason`, for example after a tool call."""
+        pieces, ended = self.pipeline.finish(reason)
+        self.apply(RowEvent.FINISHED)
+        self.reason = ended
         self.pieces += pieces
 
     def token_ids(self) -> list[int]:
@@ -149,6 +180,16 @@ class Sequence:
         return self.request.request
 
     @property
+    def owner(self) -> WeightedKey:
+        """API key of the request."""
+        return self.request.owner
+
+    @property
+    def width(self) -> int:
+        """Number of rows that have not ended."""
+        return sum(1 for _ in self.active_rows())
+
+    @property
     def prompt(self) -> tuple[int, ...]:
         """Tokens of the prompt."""
         return self.prepared.ids
@@ -163,6 +204,44 @@ class Sequence:
         """Number of prompt tokens found in the prefix cache. `cached` may be larger, because a resumed answer may be
         cached as well."""
         return min(self.cached, self.shape.prompt)
+
+    def begin(self, now: float) -> None:
+        """Record the start of the first prefill at the monotonic time `now`."""
+        if not self.begun:
+            self.begun = now
+
+    def join(self, now: float) -> None:
+        """Record a join at the monotonic time `now`; the first one ends the prefill of the request."""
+        if not self.joined:
+            self.joined = self.last_token_at = now
+
+    def mark_sent(self, now: float) -> None:
+        """Record that output is sent at the monotonic time `now`."""
+        self.last_token_at = now
+
+    def hash_prompt(self, prompt_hash: bytes) -> None:
+        """Set the hash of the prompt, because the prefix cache stores it."""
+        self.prompt_hash = prompt_hash
+
+    def count_cached(self, tokens: int) -> None:
+        """Set the number of tokens found in the prefix cache. Rows that return after the first join do not change
+        it."""
+        if not self.joined:
+            self.cached = tokens
+
+    def yield_memory(self) -> None:
+        """Record that it is preempted for a key that holds less memory."""
+        self.yielded = True
+
+    @property
+    def holds_memory(self) -> bool:
+        """Return whether any row has written tokens."""
+        return any(row.commitment.written for row in self.active_rows())
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Sort key of the age of a request, the newest last."""
+        return self.arrived, self.number
 
     @property
     def delivered(self) -> bool:

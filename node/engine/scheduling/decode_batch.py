@@ -104,12 +104,11 @@ class DecodeBatch(Generic[K]):
     """Rows of one model that decode together, one token per step. `K` is the caller's type of a row.
 
     Each step is launched ahead of the call that returns its tokens. The duration of a step is that of the call, plus
-    the wait for the launched step, if any. `called` is the duration of the last call in seconds; None once it was
-    awaited.
+    the wait for the launched step, if any.
     """
 
     def __init__(self, model: TextModel) -> None:
-        self.called: float | None = None
+        self._called: float | None = None
         self._model = model
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, JoiningRow[K]] = {}
@@ -193,6 +192,15 @@ class DecodeBatch(Generic[K]):
         """Wait for the launched step, so that later work can be timed."""
         if self._batch is not None:
             evaluate(cast("Any", self._batch)._next_tokens)
+
+    def record_call(self, seconds: float) -> None:
+        """Record the duration of the last call of a step."""
+        self._called = seconds
+
+    def take_call(self) -> float | None:
+        """Return the duration of the last call in seconds, once; None if it was taken already."""
+        called, self._called = self._called, None
+        return called
 
     def step(self) -> list[NextToken[K]]:
         """Return every row's next token, without repeating first tokens, and launch the following step.

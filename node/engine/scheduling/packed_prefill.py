@@ -25,11 +25,10 @@ from node.engine.kv.kv_cache import Layers, TextModel, capacity_of, evaluate, ex
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
-from node.engine.models.loaded_model import FIRST_PREFILL_TOKENS_PER_SECOND
 from node.engine.process.interface import NativeCallKind
-from node.engine.scheduling.chunk_policy import select_batch
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
+from node.engine.scheduling.rules.chunk_policy import select_batch
 
 PAD_TOKEN = 0
 MAX_CACHED_SHARE = 0.5
@@ -41,9 +40,9 @@ class PackedPrefill:
     """Selection of short prompts, and their prefill in one forward. `most` is the maximum size of that forward in
     tokens, with padding."""
 
-    def __init__(self, forwards: GatedForwards, reuse: PrefixCacheManager, most: int) -> None:
+    def __init__(self, forwards: GatedForwards, prefixes: PrefixCacheManager, most: int) -> None:
         self._forwards = forwards
-        self._reuse = reuse
+        self._prefixes = prefixes
         self._most = most
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
@@ -67,7 +66,7 @@ class PackedPrefill:
         """Return whether a prompt may be packed: it is whole, and little of it is cached."""
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.loaded_model.plain:
             return False
-        self._reuse.find(prefill)
+        self._prefixes.find(prefill)
         return len(prefill.ids) > 1 and prefill.written < MAX_CACHED_SHARE * len(prefill.ids)
 
     def fitting(self, members: list[Prefill]) -> list[Prefill]:
@@ -77,7 +76,7 @@ class PackedPrefill:
             estimate = members[0].loaded_model.estimator.packed(len(members), _longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):
                 return members
-            self._forwards.shrinks += 1
+            self._forwards.count_shrink()
             members = members[: (len(members) + 1) // 2] if len(members) > 2 else []
         return []
 
@@ -89,18 +88,15 @@ class PackedPrefill:
         loaded_model, longest = members[0].loaded_model, _longest(members)
         rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(loaded_model.model), len(rows) * longest
-        expected = count / (loaded_model.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
+        expected = loaded_model.stats.expected_prefill_seconds(count)
         with self._forwards.native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
             write(loaded_model.model, rows, cache)
-        loaded_model.record_prefill(count, time.monotonic() - call.since, longest / 2)
+        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
         loaded_model.estimator.observe_together(
             len(rows), longest, self._forwards.height.peak_above_mark() - extent_of(cache).size
         )
         for one in members:
-            self._reuse.starts_cold(one)
-            commitment = one.rows[0].commitment
-            one.written = commitment.written = len(one.ids)
-            commitment.capacity_tokens = capacity_of(cache)
+            one.end_packed(capacity_of(cache))
         return cache
 
 

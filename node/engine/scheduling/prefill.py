@@ -11,6 +11,7 @@ from node.engine.kv.prefix_store import PrefixHit
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import RowSampler
+from node.engine.scheduling.rules.row_state import RowEvent
 from node.engine.scheduling.sampling import processors_of, sampler_of
 from wire.capacity.fairness import WeightedKey
 
@@ -37,6 +38,18 @@ class PrefixState:
     """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
+
+    def record_lookup(self, found: PrefixHit[Layers], stops: list[int]) -> None:
+        """Set the result of a lookup, and the positions of the snapshots that follow from it."""
+        self.found, self.stops = found, stops
+
+    def discard_lookup(self) -> None:
+        """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
+        self.found = NO_PREFIX
+
+    def record_removal(self, tokens: int) -> None:
+        """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""
+        self.took = tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +83,21 @@ class Prefill:
         return self.sequence.request.owner
 
     @property
+    def arrived(self) -> float:
+        """Monotonic time at which the request arrived."""
+        return self.sequence.arrived
+
+    @property
+    def width(self) -> int:
+        """Number of rows that have not joined."""
+        return len(self.rows)
+
+    @property
+    def started(self) -> bool:
+        """Return whether it has a cache, and therefore places in the batch for its rows."""
+        return self.cache is not None
+
+    @property
     def answered(self) -> bool:
         """Return whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
         it was preempted for another key."""
@@ -81,12 +109,74 @@ class Prefill:
         """Tokens still to prefill."""
         return len(self.ids) - self.written
 
+    def chunk_end(self, count: int) -> int:
+        """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
+        stops = () if self.past is None else self.past.stops
+        return min([count, *(stop - self.written for stop in stops if stop > self.written)])
+
+    # changes
+
+    def use_prefix_cache(self, past: PrefixState) -> None:
+        """Set its prefix cache state, because the prefix cache is used for it."""
+        self.past = past
+
+    def expect_cached(self, tokens: int) -> None:
+        """Set the tokens found in the prefix cache, before the first chunk."""
+        self.written = tokens
+
+    def start(self, cache: Layers) -> None:
+        """Set the cache with which it starts."""
+        self.cache = cache
+
+    def delay(self, retry_at: float) -> None:
+        """Set the monotonic time from which the gate may be tried again."""
+        self.retry_at = retry_at
+
+    def end_delay(self) -> None:
+        """Clear the delay, because the gate has passed its work."""
+        self.retry_at = 0.0
+
+    def begin_chunk(self) -> None:
+        """Record that the forward of a chunk begins."""
+        for row in self.rows:
+            row.apply(RowEvent.CHUNK)
+
+    def end_chunk(self, count: int, capacity_tokens: int, logits: mx.array | None) -> None:
+        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens`.
+        `logits` (1, vocabulary) are those of the last token, after the last chunk."""
+        self.written += count
+        self.logits = logits
+        self.rows[0].commitment.record_prefill(self.written, capacity_tokens)
+        if logits is not None:
+            for row in self.rows:
+                row.apply(RowEvent.PREFILLED)
+
+    def end_packed(self, capacity_tokens: int) -> None:
+        """Record a packed prefill of all but the last token. From the first token on, nothing was cached."""
+        if self.past is not None:
+            self.past.discard_lookup()
+        self.sequence.count_cached(0)
+        self.written = len(self.ids)
+        self.rows[0].commitment.record_prefill(self.written, capacity_tokens)
+        for row in self.rows:
+            row.apply(RowEvent.CHUNK)
+            row.apply(RowEvent.PREFILLED)
+
+    def remove_joined(self) -> None:
+        """Remove the rows that have joined their batches."""
+        self.rows = [row for row in self.rows if not row.commitment.joined]
+
     def reset_alone(self) -> None:
         """Restart this prefill from its first token, without packing, because the result of a packed prefill could not
         be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:
-            row.commitment.written = row.commitment.capacity_tokens = 0
+            row.commitment.reset()
+            row.apply(RowEvent.RESTARTED)
+
+    def clear(self) -> None:
+        """Release its arrays. A leftover reference to this prefill then holds no memory."""
+        self.cache = self.logits = None
 
 
 def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:

@@ -26,7 +26,6 @@ Snapshots of a prompt are taken in three places, for caches that cannot be cut
 - System prompts: After a system prompt that all keys share.
 """
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -35,7 +34,6 @@ from node.engine.kv.kv_cache import CacheTrimMode, Layers, copy_prefix, material
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS, CachedPrefix, PrefixCache, PrefixHit, hash_of
 from node.engine.kv.radix_trie import ID_BYTES, pack
 from node.engine.memory.footprint import clear_pool
-from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
@@ -72,14 +70,21 @@ class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows, and eviction for the engine (see the module's
     docstring).
 
-    `limit(cap)` returns the limit of the cache in bytes under a cap. `released()` is called after memory was freed.
+    `kept` stores the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
+    under a cap. `released()` is called after memory was freed.
     """
 
-    def __init__(self, forwards: GatedForwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
-        self._forwards = forwards
+    def __init__(
+        self,
+        kept: PrefixCache[Layers],
+        memory: Callable[[], Memory],
+        limit: Callable[[int], int],
+        released: Callable[[], None],
+    ) -> None:
+        self._kept = kept
+        self._memory = memory
         self._limit = limit
         self._released = released
-        self._kept: PrefixCache[Layers] = PrefixCache()
         self._trim_modes: dict[str, CacheTrimMode] = {}
 
     # for the engine
@@ -149,12 +154,11 @@ class PrefixCacheManager:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
         prompt, scope = key[: len(sequence.prompt) * ID_BYTES], sequence.cache_scope
-        sequence.prompt_hash = hash_of(f"{prefill.loaded_model.found.fingerprint} {scope}", prompt)
+        sequence.hash_prompt(hash_of(f"{prefill.loaded_model.found.fingerprint} {scope}", prompt))
         shared = 0 if scope == SHARED_SCOPE else sequence.prepared.shared
-        prefill.past = PrefixState(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
+        prefill.use_prefix_cache(PrefixState(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared))
         self.find(prefill)
-        if not sequence.joined:
-            sequence.cached = prefill.written
+        sequence.count_cached(prefill.written)
 
     def find(self, prefill: Prefill) -> None:
         """Find the cached prefix of a prefill that has no cache yet, and set `written`. Repeat this before the first
@@ -163,11 +167,10 @@ class PrefixCacheManager:
         if past is None or prefill.cache is not None:
             return
         cut = self._trim_mode(loaded_model) is CacheTrimMode.CUT
-        past.found = self._find(loaded_model.name, past, cut=cut)
-        prefill.written = past.found.length
-        past.stops = (
-            [] if cut else snapshot_positions(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
-        )
+        found = self._find(loaded_model.name, past, cut=cut)
+        stops = [] if cut else snapshot_positions(prefill.ids, past.eos, found.length, found.shared, past.shared)
+        past.record_lookup(found, stops)
+        prefill.expect_cached(found.length)
 
     def _find(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
         """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
@@ -187,32 +190,20 @@ class PrefixCacheManager:
         found = NO_PREFIX if past is None else past.found
         entry = found.entry
         if entry is None:
-            prefill.cache = new_cache(prefill.loaded_model.model)
+            prefill.start(new_cache(prefill.loaded_model.model))
         elif entry.value is None:
             return False
         elif past is not None and entry.length == found.length and not entry.snapshot:
-            prefill.cache, past.took = self._kept.pop(entry), found.length
+            prefill.start(self._kept.pop(entry))
+            past.record_removal(found.length)
         else:
-            prefill.cache = copy_prefix(entry.value, found.length)
+            prefill.start(copy_prefix(entry.value, found.length))
         if past is not None:
-            if not prefill.sequence.joined:
-                prefill.sequence.cached = found.length
-            past.found = NO_PREFIX
+            prefill.sequence.count_cached(found.length)
+            past.discard_lookup()
         if found.length:
             self._kept.count_hit(found.length)
         return True
-
-    def starts_cold(self, prefill: Prefill) -> None:
-        """Record that a prompt is prefilled from its first token, although part of it may be cached."""
-        if not prefill.sequence.joined:
-            prefill.sequence.cached = 0
-        if prefill.past is not None:
-            prefill.past.found = NO_PREFIX
-
-    def chunk_end(self, prefill: Prefill, count: int) -> int:
-        """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
-        stops = () if prefill.past is None else prefill.past.stops
-        return min([count, *(stop - prefill.written for stop in stops if stop > prefill.written)])
 
     def take_snapshot(self, prefill: Prefill) -> None:
         """Store a snapshot of a prefill if one is wanted at the end of this chunk, it is not cached, and memory
@@ -246,14 +237,15 @@ class PrefixCacheManager:
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or self._trim_mode(prefill.loaded_model) is not CacheTrimMode.CUT:
             return
-        name, scope, past.took = prefill.loaded_model.name, past.scope, 0
+        name, scope = prefill.loaded_model.name, past.scope
+        past.record_removal(0)
         self._share(prefill, cache, transient)
         covered = self._kept.covers(name, past.key, cut=True, scope=scope)
         if not covered and self._fits(nbytes_of(cache), transient):
             self._kept.discard(self._kept.replaced(name, past.key, scope))
             self._keep(prefill.loaded_model, past.key, cache.copy(), past.prompt_hash, scope)
 
-    def read_together(self, prefill: Prefill, row: Layers, transient: int) -> None:
+    def store_packed(self, prefill: Prefill, row: Layers, transient: int) -> None:
         """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
 
         `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
@@ -331,9 +323,6 @@ class PrefixCacheManager:
         if mode is None:
             mode = self._trim_modes[loaded_model.name] = trim_mode_of(new_cache(loaded_model.model))
         return mode
-
-    def _memory(self) -> Memory:
-        return self._forwards.memory(time.monotonic())
 
 
 def snapshot_positions(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from host.exit_status import describe_exit
-from node.engine.text.tokenizer import TokenizerError
+from node.engine.text.tokenizer_errors import TokenizerError
 from node.memory.sensor import footprint_of
 from wire.units import MIB, show_size
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from node.engine.text.tokenizer import TemplateFailed, TokenizerError, TokenizerPanic, load
+from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError, TokenizerPanic
+from node.engine.text.tokenizer_loader import load
 from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED, EXIT_PANICKED
 from wire.frames import Generate, GenerationParams, Message
 

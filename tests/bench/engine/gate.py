@@ -30,7 +30,7 @@ def main() -> None:
         driver.turn()
         begun = time.thread_time()
         for _ in range(CHECKS):
-            assert driver.engine.forwards.check(GateSite.PREFILL, 4096) is None
+            assert driver.engine.parts.forwards.check(GateSite.PREFILL, 4096) is None
         figures.append((time.thread_time() - begun) / CHECKS * 1e6)
     assert not any(driver.ended(number) for number in asked)
     print(json.dumps({"microseconds": figures}))

@@ -20,7 +20,9 @@ from node.engine.grammar.compiler import GrammarCompiler
 from node.engine.grammar.logits_mask import apply_mask
 from node.engine.grammar.sandbox_main import LIMITS
 from node.engine.grammar.tool_spec import UnsupportedSchema
-from node.engine.text.tokenizer import BYTES, TokenizedPrompt, load
+from node.engine.text.token_bytes import BYTES
+from node.engine.text.tokenizer import TokenizedPrompt
+from node.engine.text.tokenizer_loader import load
 from tests import models
 from wire.frames import GrammarSpec
 

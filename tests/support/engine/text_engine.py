@@ -2,20 +2,24 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 
-from node.engine.engine import TextEngine
+from node.engine.build import compose
 from node.engine.kv.kv_cache import Layers, TextModel, new_cache
 from node.engine.memory.footprint import MetalMemory, open_metal
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.models.loaded_model import LoadedModel, forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Work
+from node.engine.requests.sequence import Row
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
 from wire.capacity.arithmetic import Fits
@@ -98,10 +102,11 @@ class Driver:
         canary: str = "off",
         wire: str = "auto",
         metal: Callable[[], MetalMemory] = open_metal,
+        trials: TokenizerTrials | None = None,
         **mlx: int | str,
     ) -> None:
         models = ModelSettings(
-            trial=False,
+            trial=trials is not None,
             folders=tuple(map(str, folders)),
             use_huggingface_cache=False,
             preload=preload,
@@ -113,8 +118,15 @@ class Driver:
         library = ModelCatalogue(models)
         library.scan()
         self.recorder = CrashRecorder()
-        self.engine = TextEngine(
-            settings, library, self.recorder, Hardware("test", 16 * GIB), profiles, metal, ScriptedGate
+        self.engine = compose(
+            settings,
+            library,
+            self.recorder,
+            Hardware("test", 16 * GIB),
+            profiles,
+            metal=metal,
+            gate_of=ScriptedGate,
+            trials=trials,
         )
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int, int], str] = defaultdict(str)
@@ -140,6 +152,7 @@ class Driver:
                 self.put(said.read())
             else:
                 self._keep([said])
+        self._check()
 
     def ask(self, content: str = "Hello!", params: GenerationParams = GREEDY, **fields: object) -> int:
         """Send a request; return its number."""
@@ -159,17 +172,29 @@ class Driver:
 
     def resident(self, model: str = "") -> LoadedModel:
         """Return a loaded model."""
-        return self.engine.model_manager.loaded[model or self.default]
+        return self.engine.parts.models.loaded[model or self.default]
+
+    def batches(self, model: str = "") -> Mapping[int, DecodeBatch[Row]]:
+        """Return the decode batches of a loaded model by number."""
+        return self.engine.parts.scheduler.batches(model or self.default)
+
+    def replace_model(self, model: TextModel) -> None:
+        """Replace the mlx-lm model of the default model, for all requests from now on."""
+        self.engine.parts.models.put(replace(self.resident(), model=model))
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the default model."""
-        return self.engine.preparer.tokenizer(self.engine.catalogue.known()[self.default])
+        return self.engine.parts.preparer.tokenizer(self.engine.parts.catalogue.known()[self.default])
 
     def turn(self) -> None:
         """Run one step of the engine."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
-        broken = self.engine.scheduler.check()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise AssertionError if an invariant of rows or loads is violated."""
+        broken = self.engine.check()
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:

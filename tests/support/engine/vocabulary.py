@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from node.engine.text.tokenizer import BYTES
+from node.engine.text.token_bytes import BYTES
 
 CHAT = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"

@@ -10,8 +10,9 @@ import pytest
 
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
-from node.engine.scheduling import prefill, scheduler
-from node.engine.scheduling.chunk_policy import RECOVERY_SECONDS
+from node.engine.scheduling import batch_recovery, prefill
+from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.rules.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
@@ -67,9 +68,8 @@ def test_answers_are_verbatim_one_by_one_and_all_at_once(driver: Driver):
 def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     before = driver.engine.gate.checks.copy()
-    resident = driver.resident()
     forwards: list[int] = []
-    whole = resident.model
+    whole = driver.resident().model
 
     class Counted:
         def __getattr__(self, name: str) -> object:
@@ -79,7 +79,7 @@ def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
             forwards.append(tokens.shape[1])
             return whole(tokens, cache=cache)  # type: ignore[arg-type]
 
-    resident.model = Counted()
+    driver.replace_model(Counted())
     prompt = "word " * 300
     number = driver.ask(prompt, GenerationParams(temperature=0.0, max_tokens=2))
     assert isinstance(driver.end(number), Finished)
@@ -222,8 +222,8 @@ def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: p
     leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
     driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MAX_REBUILDS", 0)
+        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
         driver.cancel(leaving)
     end = driver.end(other)
     assert isinstance(end, Failed)
@@ -251,9 +251,9 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
 def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[number, 0])
-    sequence = driver.engine.scheduler.live[number]
+    sequence = driver.engine.parts.scheduler.live[number]
     for _ in range(2):
-        driver.engine.scheduler.fail(sequence, "engine_error", "a fault")
+        driver.engine.parts.scheduler.recovery.fail(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
@@ -334,8 +334,7 @@ def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
     """The broken batch is discarded. Its other rows are rebuilt from their ids and continue without a change."""
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:3]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
-    resident = driver.resident()
-    (batch,) = resident.batches.values()
+    (batch,) = driver.batches().values()
 
     def broken(*_: object) -> None:
         raise RuntimeError("native fault")
@@ -359,8 +358,7 @@ def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
     driver.end(whole)
     number = driver.ask(WAIT, params)
     driver.until(lambda: len(driver.ids[number, 0]) >= 10)
-    resident = driver.resident()
-    (batch,) = resident.batches.values()
+    (batch,) = driver.batches().values()
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     driver.end(number)
     assert driver.ids[number, 0] == driver.ids[whole, 0]
@@ -370,7 +368,7 @@ def test_a_row_whose_batch_raises_twice_fails_and_the_engine_goes_on(driver: Dri
     number = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[number, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(scheduler.DecodeBatch, "step", lambda self: 1 / 0)
+        patch.setattr(DecodeBatch, "step", lambda self: 1 / 0)
         end = driver.end(number)
     assert isinstance(end, Failed)
     assert end.code == "engine_error"
@@ -474,27 +472,27 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
         for _ in range(60):
-            resident.record_step(seconds, rows)
+            resident.stats.record_step(seconds, rows)
         assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
-    assert resident.step_seconds > 0.15
+    assert resident.stats.step_seconds > 0.15
 
 
 def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
     """Otherwise the router would send it no request, and could not learn that its machine is free again."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
-    best = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
+    best = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0]
     for _ in range(30):
-        resident.record_step(9.0, 1)
-        resident.record_prefill(10, 9.0, 0)
-    slow = driver.engine.report(resident.used_at + RECOVERY_SECONDS - 1).models[0]
+        resident.stats.record_step(9.0, 1)
+        resident.stats.record_prefill(10, 9.0, 0)
+    slow = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS - 1).models[0]
     assert slow.decode_speed < 0.2 < best.decode_speed
     assert slow.prefill_speed < 2 < best.prefill_speed
-    rested = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
+    rested = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0]
     assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 0)
-    assert driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0].prefill_speed < best.prefill_speed
+    assert driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0].prefill_speed < best.prefill_speed
     driver.cancel(number)
 
 
@@ -503,10 +501,10 @@ def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     0 s."""
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine.scheduler.synchronize()
+    driver.engine.parts.scheduler.synchronize()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine.scheduler.synchronize()
+        driver.engine.parts.scheduler.synchronize()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -547,7 +545,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(MemoryLimits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
-    driver.engine.catalogue.scan()
+    driver.engine.parts.catalogue.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
     assert "one" not in loaded(), "the least recently used goes first"

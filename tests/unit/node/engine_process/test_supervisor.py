@@ -434,14 +434,14 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 @pytest.mark.slow
 async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
     leaky = """
-        from node.engine.models import model_manager as loading
-        drop, leaked = loading.ModelManager.drop, []
+        from node.engine.models import model_unloader as loading
+        drop, leaked = loading.ModelUnloader.drop, []
 
         def leaking(shelf, name):
             drop(shelf, name)
             leaked.append(bytearray(b"x") * (150 * 2**20))
 
-        loading.ModelManager.drop = leaking
+        loading.ModelUnloader.drop = leaking
         child.main()
     """
     name = "macpool-tiny"
@@ -892,7 +892,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     """The running forward returns, the model is released, and no signal was needed."""
     slow = """
         import os, time
-        from node.engine.scheduling import scheduler as generation
+        from node.engine.scheduling import prefill_runner as generation
         forward = generation.forward
 
         def slow(*args, **more):

@@ -300,19 +300,19 @@ IN_A_CALL = """
     import os, threading, time
     from node.engine.process import main as child
     from node.engine.process.interface import NativeCall
+    from node.engine.scripted.batch import ScriptedBatch
     from node.engine.scripted.engine import ScriptedEngine
 
-    decode = ScriptedEngine._decode
+    decode, under_way = ScriptedBatch.decode, []
 
-    def slow(engine, now):
-        engine.under_way = NativeCall("prefill", time.monotonic(), EXPECTED)
+    def slow(batch, now):
+        under_way.append(NativeCall("prefill", time.monotonic(), EXPECTED))
         time.sleep(2.5)
-        engine.under_way = None
-        return decode(engine, now)
+        under_way.clear()
+        return decode(batch, now)
 
-    ScriptedEngine.under_way = None
-    ScriptedEngine._decode = slow
-    ScriptedEngine.running_call = lambda engine: engine.under_way
+    ScriptedBatch.decode = slow
+    ScriptedEngine.running_call = lambda engine: next(iter(under_way), None)
     child.main()
 """
 """An engine in which each decode step is a native call of 2.5 s."""

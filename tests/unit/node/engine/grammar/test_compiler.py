@@ -16,7 +16,8 @@ from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
 from node.engine.requests.preflight import RequestShape, never_fits
 from node.engine.requests.preparer import RequestPreparer
-from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer, load
+from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
+from node.engine.text.tokenizer_loader import load
 from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from tests import models

@@ -194,8 +194,8 @@ def test_a_row_that_gave_way_goes_on_in_its_grammar(driver: Driver):
     finished(driver, alone)
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
-    live = driver.engine.scheduler.live[again]
-    driver.engine.scheduler.preempt(live)
+    live = driver.engine.parts.scheduler.live[again]
+    driver.engine.parts.scheduler.preemptor.preempt(live)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]
 
@@ -206,7 +206,7 @@ def test_a_batch_that_breaks_costs_no_grammar(driver: Driver, monkeypatch: pytes
     finished(driver, alone)
     again = driver.ask("Hello!", params)
     driver.until(lambda: len(driver.ids[again, 0]) > 5)
-    (batch,) = driver.resident().batches.values()
+    (batch,) = driver.batches().values()
     monkeypatch.setattr(batch, "step", lambda: 1 / 0)
     finished(driver, again)
     assert driver.ids[again, 0] == driver.ids[alone, 0]

@@ -27,7 +27,8 @@ from node.engine.grammar.tool_format_xml import kind_of
 from node.engine.grammar.tool_formats import FORMS, TAGS, as_read, quoted
 from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, in_words, tools_of
 from node.engine.text.markers import TOOL
-from node.engine.text.tokenizer import TokenizedPrompt, load
+from node.engine.text.tokenizer import TokenizedPrompt
+from node.engine.text.tokenizer_loader import load
 from node.engine.text.tool_call_parser import ToolCallParser
 from tests.support.engine import vocabulary
 from wire.frames import Channel, GrammarSpec

@@ -24,9 +24,11 @@ def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
 def test_writing_moves_bytes_and_never_makes_any():
     ledger = CommitmentLedger(KvParameters(KV))
     row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
-    row.written, other.written = 100, 10
+    row.record_prefill(100, 0)
+    other.record_prefill(10, 0)
     assert ledger.written_bytes() == 110 * KV, "a row in prefill has a cache of its own, without padding"
-    row.joined = other.joined = True
+    row.record_join(100)
+    other.record_join(10)
     assert ledger.written_bytes() == 2 * 100 * KV
     assert ledger.reserved_bytes() == 0
     ledger.release(row)
@@ -40,14 +42,14 @@ def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
     kv = KvParameters(KV, step=256, window=64, window_per_token=8)
     ledger = CommitmentLedger(kv)
     (row,) = ledger.commit(1000, 1)
-    row.written = 100
+    row.record_prompt(100)
     plain, whole = ledger.written_bytes(), promised(ledger)
-    row.capacity_tokens = 355
+    row.record_prefill(100, 355)
     assert ledger.written_bytes() == plain, "what a row of 100 tokens may have anyhow"
-    row.capacity_tokens = 800
+    row.record_prefill(100, 800)
     assert ledger.written_bytes() == plain + (800 - 355) * KV, "only growing layers allocate in advance"
     assert promised(ledger) == whole
-    row.joined, row.capacity_tokens = True, 0
+    row.record_join(100)
     assert ledger.written_bytes() == plain
 
 
@@ -81,14 +83,14 @@ def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
 def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
     ledger = CommitmentLedger(KvParameters(KV))
     (decoding,), (still_in_prefill,) = ledger.commit(100, 1), ledger.commit(100, 1)
-    decoding.written, decoding.joined = 50, True
-    still_in_prefill.written = 99
+    decoding.record_join(50)
+    still_in_prefill.record_prompt(99)
     rows = ledger.commit(90, 3)
     for row in rows:
-        row.written = 80
+        row.record_prompt(80)
     assert ledger.joining(rows[0], 1) == 2 * 80 * KV, "a row in prefill is in no batch yet"
     assert ledger.joining(rows[1], 2) == 2 * 80 * KV, "the equals have a batch of their own"
-    rows[0].written = 20
+    rows[0].record_prompt(20)
     assert ledger.joining(rows[0], 1) == 2 * 50 * KV
 
 
@@ -115,7 +117,10 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
             rows += ledger.commit(first, second)
             assert promised(ledger) == before + cost
         elif row is not None and name == "write":
-            row.written, row.joined = min(row.promised, second), second % 2 == 0
+            row.reset()
+            row.record_prompt(min(row.promised, second))
+            if second % 2 == 0:
+                row.record_join(row.written)
             assert promised(ledger) == before
         elif row is not None and name == "extend":
             cost = ledger.extension(row, second)
@@ -136,8 +141,26 @@ def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_dec
     (third,) = ledger.commit(60_000, 1)
     assert len(ledger) == 3
     assert [ledger.holds(row) for row in (first, second, third)] == [True, True, True]
-    second.joined = True
+    second.record_join(0)
     assert (ledger.joined_rows(first), ledger.joined_rows(second), ledger.joined_rows(third)) == (1, 1, 0)
     ledger.release(first)
     assert [ledger.holds(row) for row in (first, second, third)] == [False, True, True]
     assert len(ledger) == 2
+
+
+def test_a_row_counts_its_tokens_and_a_reset_keeps_only_its_committed_tokens():
+    row = Commitment(100)
+    row.record_prefill(7, 256)
+    assert (row.written, row.capacity_tokens, row.joined) == (7, 256, False)
+    row.record_join(8)
+    row.record_token()
+    assert (row.written, row.capacity_tokens, row.joined) == (9, 0, True)
+    row.extend(16)
+    row.reset()
+    assert (row.promised, row.written, row.capacity_tokens, row.joined) == (116, 0, 0, False)
+
+
+def test_a_bound_of_waste_replaces_the_one_before():
+    ledger = CommitmentLedger(KvParameters(KV, step=256))
+    ledger.bound_waste(5)
+    assert ledger.kv == KvParameters(KV, step=256, waste=5)

@@ -44,7 +44,7 @@ def tokens_of(driver: Driver, content: str) -> int:
     from wire.frames import Generate
 
     asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
-    prepared = driver.engine.preparer.prepare(asked)
+    prepared = driver.engine.parts.preparer.prepare(asked)
     return len(prepared.ids)
 
 

@@ -180,3 +180,8 @@ def test_gate_reports_by_how_much_profiles_narrow_the_margin(residual: int | Non
     assert under_test.narrowed_bytes() == 0
     under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
     assert under_test.narrowed_bytes() == narrowed
+
+
+def test_the_cap_in_force_is_zero_before_the_first_limits():
+    assert gate(None).cap == 0
+    assert gate(MemoryLimits(64 * GIB, 32 * GIB, GIB, "static")).cap == 64 * GIB

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.memory.footprint import EngineMemory
-from node.engine.memory.gate import GateSite
+from node.engine.memory.footprint import EngineMemory, MlxPeakTracker
+from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
+from node.engine.memory.memory_reader import MemoryReader
 from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Halted, NativeCallKind
@@ -26,12 +27,12 @@ def new_forwards(clock: Later | None = None) -> GatedForwards:
     """Make forwards of an engine that holds both models and releases nothing."""
     return GatedForwards(
         CrashRecorder(),
-        EngineMemory(GIB, lambda: 0),
-        lambda: 0,
+        MemoryReader(EngineMemory(GIB, lambda: 0), MemoryGate(), lambda: 0),
+        MlxPeakTracker(),
         lambda site, need: False,
         lambda refused: False,
-        read=WEIGHTS.__getitem__,
-        clock=clock,
+        WEIGHTS.__getitem__,
+        clock,
     )
 
 
@@ -117,7 +118,7 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
     driver = Driver(tmp_path)
 
     def rewiring(model: str) -> float:
-        with driver.engine.forwards.publish_wait(NativeCallKind.DECODE, model, 0.0) as call:
+        with driver.engine.parts.forwards.publish_wait(NativeCallKind.DECODE, model, 0.0) as call:
             return call.expected
 
     seen: list[float] = []
@@ -144,11 +145,11 @@ class Asked:
         self.reserved = 0
         self.forwards = GatedForwards(
             CrashRecorder(),
-            EngineMemory(GIB, lambda: 0),
-            lambda: self.reserved,
+            MemoryReader(EngineMemory(GIB, lambda: 0), MemoryGate(), lambda: self.reserved),
+            MlxPeakTracker(),
             self._make_room,
             self._give_up_load,
-            read=WEIGHTS.__getitem__,
+            WEIGHTS.__getitem__,
         )
         self.hold(room, cap=cap, guard=guard)
 

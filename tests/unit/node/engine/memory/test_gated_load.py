@@ -73,7 +73,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
     """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
     release_free_memory()
-    driver.engine.footprint.forget()  # a recent peak of earlier tests in this process
+    driver.engine.parts.footprint.forget()  # a recent peak of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
     limits = MemoryLimits(cap, now.current + now.reserved + room, margin, "static")
@@ -166,7 +166,7 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
 
 
 def test_a_row_that_grows_ends_the_load_and_preempts_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.scheduling.scheduler.KV_GROWTH_TOKENS", 4)
+    monkeypatch.setattr("node.engine.scheduling.decode_loop.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)
     squeeze(driver, 16 * MIB, margin=32 * MIB)
@@ -219,7 +219,7 @@ def test_a_lease_ends_a_load_that_no_request_waits_for(driver: Driver, waits: bo
 
 def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: Path):
     shutil.copytree(tmp_path / "grown", tmp_path / "second")
-    driver.engine.catalogue.scan()
+    driver.engine.parts.catalogue.scan()
     before = memory(driver).active
     waiting = driver.ask("hello", endless(2), model="grown")
     begun(driver)
@@ -233,7 +233,7 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
         assert end.refused.code is RefusalCode.NOT_READY
         assert "cancelled by `cluster model unload`" in end.refused.message
     assert memory(driver).active < before + 8 * MIB
-    assert not driver.engine.model_manager.busy
+    assert not driver.engine.parts.model_manager.busy
     driver.take(LoadModel(ORDER + 4, "grown"))
     assert isinstance(driver.end(ORDER + 4), Finished)
 

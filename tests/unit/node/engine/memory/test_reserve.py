@@ -110,8 +110,8 @@ def test_under_a_smaller_cap_it_goes():
 def a_driver() -> Driver:
     driver = Driver(models.path("llama"), canary="48MiB")
     driver.answer("Hello!")
-    held(driver.engine.emergency_reserve, time.monotonic() + CHECK_INTERVAL_SECONDS)
-    assert driver.engine.emergency_reserve.nbytes == 48 * MIB
+    held(driver.engine.parts.emergency_reserve, time.monotonic() + CHECK_INTERVAL_SECONDS)
+    assert driver.engine.parts.emergency_reserve.nbytes == 48 * MIB
     return driver
 
 
@@ -120,37 +120,37 @@ def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.reserve == 48 * MIB
     assert memory.reusable >= 48 * MIB
-    driver.engine.emergency_reserve.release()
+    driver.engine.parts.emergency_reserve.release()
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.reserve == 0
 
 
 def test_it_goes_before_the_prefix_cache_and_any_model():
     driver = a_driver()
-    kept = driver.engine.prefix_cache.nbytes
+    kept = driver.engine.parts.prefix_cache.nbytes
     assert kept > 0
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     room = 8 * MIB
     tight = memory.current + memory.reserved + room
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.emergency_reserve.nbytes == 48 * MIB, "nothing was short yet"
-    assert driver.engine.model_manager.free_memory(room + 24 * MIB)
-    assert driver.engine.emergency_reserve.nbytes == 0
-    assert driver.engine.prefix_cache.nbytes == kept
-    assert driver.default in driver.engine.model_manager.loaded
+    assert driver.engine.parts.emergency_reserve.nbytes == 48 * MIB, "nothing was short yet"
+    assert driver.engine.parts.model_manager.free_memory(room + 24 * MIB)
+    assert driver.engine.parts.emergency_reserve.nbytes == 0
+    assert driver.engine.parts.prefix_cache.nbytes == kept
+    assert driver.default in driver.engine.parts.models.loaded
 
 
 def test_the_enforcers_word_takes_it_first():
     driver = a_driver()
-    kept = driver.engine.prefix_cache.nbytes
+    kept = driver.engine.parts.prefix_cache.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
     driver.engine.gate.hold(MemoryLimits(tight, tight, 0, "static"))
     driver.take(ReduceMemory(1, MemoryLevel.OVER_SOFT))
-    assert driver.engine.emergency_reserve.nbytes == 0
-    assert driver.engine.prefix_cache.nbytes == kept
+    assert driver.engine.parts.emergency_reserve.nbytes == 0
+    assert driver.engine.parts.prefix_cache.nbytes == kept
 
 
 def test_lower_limits_take_it_at_once():
@@ -159,7 +159,7 @@ def test_lower_limits_take_it_at_once():
     assert memory.current is not None
     tight = memory.current - 8 * MIB
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.emergency_reserve.nbytes == 0
+    assert driver.engine.parts.emergency_reserve.nbytes == 0
 
 
 def test_an_engine_at_rest_looks_for_it_and_takes_it():
@@ -175,4 +175,4 @@ def test_an_engine_at_rest_looks_for_it_and_takes_it():
         if due is None:
             break
         due = max(due, now + 0.1)
-    assert engine.emergency_reserve.nbytes == 2 * MIB
+    assert engine.parts.emergency_reserve.nbytes == 2 * MIB

@@ -52,9 +52,9 @@ def two(tmp_path: Path) -> Driver:
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
     for seconds in (2 * reserve.HEADROOM_BEFORE_REFILL_SECONDS, 3 * reserve.HEADROOM_BEFORE_REFILL_SECONDS):
-        driver.engine.emergency_reserve.maintain(time.monotonic() + seconds)
-    assert driver.engine.emergency_reserve.nbytes
-    assert driver.engine.prefix_cache.nbytes
+        driver.engine.parts.emergency_reserve.maintain(time.monotonic() + seconds)
+    assert driver.engine.parts.emergency_reserve.nbytes
+    assert driver.engine.parts.prefix_cache.nbytes
     return driver
 
 
@@ -65,11 +65,11 @@ def report(driver: Driver) -> EngineReport:
 def kept(driver: Driver) -> tuple[set[str], int, int]:
     """Return the memory that could be released: models, cached prefixes, the last reserve."""
     here = {model.name for model in report(driver).models if model.loaded}
-    return here, driver.engine.prefix_cache.nbytes, driver.engine.emergency_reserve.nbytes
+    return here, driver.engine.parts.prefix_cache.nbytes, driver.engine.parts.emergency_reserve.nbytes
 
 
 def sensor(driver: Driver) -> FailingSource:
-    return failing(driver.engine.footprint.sensor)
+    return failing(driver.engine.parts.footprint.sensor)
 
 
 def refused(driver: Driver, model: str = "a") -> RefusalCode:
@@ -123,7 +123,7 @@ def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_relea
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
     assert memory.age == pytest.approx(1.0, abs=0.5), "the reading has its age"
     weights = two.resident("a").weights
-    two.engine.model_manager.drop("a")
+    two.engine.parts.unloader.drop("a")
     less = report(two).memory.phys
     assert less is not None
     assert good.phys - less > weights / 2
@@ -136,14 +136,14 @@ def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_relea
 
 @pytest.mark.parametrize("by", ["preempted", "rebuilt"])
 def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back(two: Driver, by: str, clock: Later):
-    generation, resident = two.engine.scheduler, two.resident("a")
+    generation = two.engine.parts.scheduler
     number = two.ask(QUESTION, endless(60), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     two.take(BLIND)
     if by == "preempted":
-        generation.preempt(generation.live[number])
+        generation.preemptor.preempt(generation.live[number])
     else:
-        (batch,) = resident.batches.values()
+        (batch,) = two.batches("a").values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
     clock.leap = RECENT_POLLS * POLL_PERIOD_SECONDS  # no recent peak is left at any decision
     for _ in range(4):
@@ -161,8 +161,8 @@ def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypat
     """Reaching the limit must not evict old entries while the engine cannot know whether the new one fits."""
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
-    before = two.engine.prefix_cache.nbytes
+    before = two.engine.parts.prefix_cache.nbytes
     monkeypatch.setattr("node.engine.scheduling.prefix_cache.AUTO_SHARE", before / BLIND.cap)
     two.take(BLIND)
     assert isinstance(two.end(number), Finished)
-    assert two.engine.prefix_cache.nbytes == before
+    assert two.engine.parts.prefix_cache.nbytes == before

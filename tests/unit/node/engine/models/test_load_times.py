@@ -87,7 +87,7 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
     assert isinstance(driver.end(1), Finished)
     whole = model(driver).load_seconds
     driver.take(UnloadModel(2, "one"))
-    kept = driver.engine.times.kept
+    kept = driver.engine.parts.times.kept
     assert kept.probe > 0
     assert kept.warm > 0
     assert 0 < model(driver).load_seconds == pytest.approx(whole - kept.probe, abs=0.5)

@@ -2,13 +2,16 @@
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from node.engine.models.load_state import LoadPhase
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.frames import Finished, GenerationParams, LoadModel, UnloadModel
+from wire.frames import Finished, GenerationParams, LoadModel, Refusal, UnloadModel
+from wire.refusals import RefusalCode
 from wire.report import Model
 from wire.units import MIB
 
@@ -40,8 +43,8 @@ def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     driver = two(tmp_path, idle_unload=HOUR)
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
-    first, second = (driver.resident(name).used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.model_manager.idle_unload_at() == first < second
+    first, second = (driver.resident(name).usage.used_at + HOUR for name in ("two", "one"))
+    assert driver.engine.parts.unloader.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
@@ -71,7 +74,7 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.model_manager.idle_unload_at() is None
+    assert driver.engine.parts.unloader.idle_unload_at() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
@@ -95,6 +98,23 @@ def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypat
     assert isinstance(driver.end(waits), Finished)
 
 
+def test_an_illegal_event_of_a_load_ends_that_load_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
+    driver = two(tmp_path)
+    load(driver, "one")
+    number = driver.ask("Hello!", GenerationParams(max_tokens=8, logit_bias=((2, -100.0),)), model="one")
+    waits, table = driver.ask("Hello!", GenerationParams(max_tokens=4), model="two"), driver.engine.parts.models
+    driver.until(lambda: table.load is not None and table.load.read > 0)
+    assert table.load is not None
+    table.set_load(replace(table.load, phase=LoadPhase.QUEUED, total=0, left=0))
+    end = driver.end(waits)
+    assert isinstance(end, Refusal)
+    assert end.refused.code is RefusalCode.LOAD_FAILED
+    assert "PieceDue is illegal for a load in the phase queued" in end.refused.message
+    assert isinstance(driver.end(number), Finished)
+    assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="two")), Finished)
+
+
 def unload(driver: Driver, *names: str) -> None:
     for number, name in enumerate(names, 950):
         driver.said.clear()
@@ -104,11 +124,11 @@ def unload(driver: Driver, *names: str) -> None:
 
 def look(driver: Driver) -> int:
     """Step the engine at the time of its leak check, and return the unreturned bytes that it reports."""
-    at = driver.engine.model_manager.looks_at
+    at = driver.engine.parts.model_manager.next_leak_check_at
     assert at is not None
     assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"
     list(driver.engine.step(at))
-    assert driver.engine.model_manager.looks_at is None
+    assert driver.engine.parts.model_manager.next_leak_check_at is None
     return driver.engine.report(at).unreturned
 
 
@@ -118,7 +138,9 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     for name in ("one", "two"):
         driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
     unload(driver, "one")
-    assert driver.engine.model_manager.looks_at is None, "a model's memory cannot be distinguished from missing memory"
+    assert driver.engine.parts.model_manager.next_leak_check_at is None, (
+        "a model's memory cannot be distinguished from missing memory"
+    )
     unload(driver, "two")
     assert look(driver) == 0
     phys = driver.engine.report(0.0).memory.phys

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from node.engine.memory.gate import GateSite
-from node.engine.models import context_search
-from node.engine.models import profiler as profiles
+from node.engine.models import context_search, memory_probe
+from node.engine.models.profile import MemoryProfile
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import max_context
@@ -68,7 +68,7 @@ def resident(driver: Driver):
 def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
     driver = a_driver(tmp_path, profile="auto")
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    first = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    first = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(first, reach=1)))
     end = swept(driver)
     assert isinstance(end, Finished)
@@ -81,15 +81,15 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
     assert model.kv_per_token == resident(driver).kv.per_token
     assert model.observed > 0
     assert [one.name for one in tmp_path.glob("[0-9a-f]*.json")] == [file.name]
-    again = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    again = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     assert again.reach > 512
-    assert again == resident(driver).profile
+    assert again == resident(driver).stats.profile
 
 
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
     driver = Driver(models.path("llama"), prefill_step_size=256, max_batch_size=2, max_context=1024)
     assert isinstance(swept(driver), Finished)
-    assert driver.default in driver.engine.model_manager.loaded
+    assert driver.default in driver.engine.parts.models.loaded
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -118,8 +118,8 @@ def test_others_decode_between_its_forwards_and_every_forward_asks_the_gate():
 def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.MonkeyPatch):
     driver = a_driver()
     ran: list[int] = []
-    whole = profiles.forward
-    monkeypatch.setattr(profiles, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
+    whole = memory_probe.forward
+    monkeypatch.setattr(memory_probe, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
     driver.gate.refuses = lambda site, need: site is GateSite.PROBE
     end = swept(driver)
     assert isinstance(end, Refusal)
@@ -136,7 +136,7 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
     driver.take(UnloadModel(1, driver.default))
     assert isinstance(driver.said[1][0], Refusal)
     driver.take(Cancel(ORDER))
-    assert resident(driver).users == 0
+    assert resident(driver).usage.users == 0
     assert driver.said[ORDER] == []
     assert mx.get_active_memory() - before <= MIB, "the sweep releases its memory"
     assert isinstance(swept(driver, ORDER + 1), Finished)
@@ -145,15 +145,15 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
 def test_its_row_is_given_up_before_a_request_is_refused():
     driver = a_driver()
     driver.take(ProfileModel(ORDER, driver.default))
-    sweeps = driver.engine.sweeps
-    driver.until(lambda: sweeps.nbytes > MIB)
-    taken = sweeps.nbytes
+    sweeps = driver.engine.parts.sweeps
+    driver.until(lambda: sweeps.running.nbytes > MIB)
+    taken = sweeps.running.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.model_manager.free_memory(taken)
-    assert sweeps.nbytes == 0
+    assert driver.engine.parts.model_manager.free_memory(taken)
+    assert sweeps.running.nbytes == 0
     driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
     (end,) = driver.said[ORDER]
@@ -169,7 +169,7 @@ def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[in
         asked.append(need)
         return None if passing(len(asked)) else Refused(RefusalCode.NO_ROOM, "too long")
 
-    monkeypatch.setattr(driver.engine.forwards, "check", ask)
+    monkeypatch.setattr(driver.engine.parts.forwards, "check", ask)
     return asked
 
 
@@ -194,7 +194,7 @@ def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pyte
     assert context_search.KNOBS in end.refused.message
     assert len(asked) == context_search.ATTEMPTS
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    kept = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
+    kept = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     assert kept.failed == end.refused.message
     assert kept.share < 1
 

@@ -52,7 +52,7 @@ def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
     assert found.transient.pair > 0
     again = loaded(kept)
     assert again.engine.gate.checks[GateSite.PROBE] == 0, "nothing is measured twice"
-    assert resident(again).profile == found
+    assert resident(again).stats.profile == found
     assert resident(again).estimator.chunk(200, 700) == prefill_transient(found.transient, 200, 700)
     (model,) = again.engine.report(time.monotonic()).models
     assert model.profiled
@@ -91,8 +91,8 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     driver.take(LoadModel(1, driver.default))
     driver.until(lambda: driver.said[1])
     found = resident(driver)
-    assert found.profile is not None
-    assert found.profile.reach < 1024
+    assert found.stats.profile is not None
+    assert found.stats.profile.reach < 1024
     assert gate.checks[GateSite.PROBE] >= 4
     assert mx.get_active_memory() - before <= found.weights * 1.01, "the probe releases its memory"
 
@@ -103,12 +103,12 @@ def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load
     monkeypatch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
     first = loaded(tmp_path)
     assert first.engine.gate.checks[GateSite.PROBE] > 3
-    failed = resident(first).profile
+    failed = resident(first).stats.profile
     assert failed is not None
     assert "the profile of" in failed.failed
     again = loaded(tmp_path)
     assert again.engine.gate.checks[GateSite.PROBE] == 0, "the outcome is known"
-    assert resident(again).profile == failed
+    assert resident(again).stats.profile == failed
     assert again.engine.report(time.monotonic()).models[0].max_context > 0
 
 
@@ -135,14 +135,14 @@ def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kep
     driver = loaded(kept)
     auto = MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True)
     driver.take(auto)
-    profile = resident(driver).profile
+    profile = resident(driver).stats.profile
     assert profile is not None
     margin = driver.engine.report(time.monotonic()).memory.margin
     assert margin == profiled_margin(GIB, profile.residual) < 512 * MIB
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static"))
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
     driver.take(auto)
-    resident(driver).profile = None
+    resident(driver).stats.profile = None
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB, "a model without a profile is not covered"
 
 
@@ -173,9 +173,9 @@ def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
 def test_a_profile_that_ended_below_the_smallest_chunk_narrows_nothing(kept: Path):
     driver = loaded(kept)
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
-    found = resident(driver).profile
+    found = resident(driver).stats.profile
     assert found is not None
-    resident(driver).profile = msgspec.structs.replace(found, chunk=128)
+    resident(driver).stats.profile = msgspec.structs.replace(found, chunk=128)
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
 
 

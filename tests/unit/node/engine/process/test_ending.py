@@ -56,10 +56,10 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     driver.take(LoadModel(60, "c"))
     driver.turn()
     engine = driver.engine
-    assert engine.model_manager.reading == "c"
-    assert any(one.cache for one in engine.scheduler.prefills)
-    assert engine.sweeps.measuring == "b"
-    assert mx.get_active_memory() > before + 2 * engine.model_manager.loaded["a"].weights
+    assert engine.parts.model_manager.reading == "c"
+    assert any(one.cache for one in engine.parts.scheduler.prefills)
+    assert engine.parts.sweeps.measuring == "b"
+    assert mx.get_active_memory() > before + 2 * engine.parts.models.loaded["a"].weights
     engine.halt()
     with pytest.raises(Halted):
         driver.turn()
@@ -135,7 +135,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 SLOW = textwrap.dedent("""
     import os, time
-    from node.engine.scheduling import scheduler as generation
+    from node.engine.scheduling import prefill_runner as generation
     forward = generation.forward
 
     def slow(*args, **more):
@@ -246,7 +246,7 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
 
         def breaks(engine, now):
             yield from step(engine, now)
-            if engine.model_manager.loaded:
+            if engine.parts.models.loaded:
                 raise KeyError("a bug")
 
         TextEngine.step = breaks

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from node.engine.engine import TextEngine
+from node.engine.build import compose
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.loop import EngineLoop
 from node.models.catalogue import ModelCatalogue
@@ -131,7 +131,7 @@ class Io:
         library = ModelCatalogue(settings.models)
         library.scan()
         self.model = next(iter(library.known()))
-        self.engine = TextEngine(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
+        self.engine = compose(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
         self.said: queue.Queue[Frame] = queue.Queue()
         self.loop = EngineLoop(self.engine, self.said.put)
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)

@@ -19,7 +19,9 @@ from msgspec.structs import replace
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, text_bytes
 from node.engine.requests.tokenize_queue import TokenizeQueue
-from node.engine.text.tokenizer import LONG_TEXT_CHARS, TooLong, load
+from node.engine.text.tokenizer import LONG_TEXT_CHARS
+from node.engine.text.tokenizer_errors import TooLong
+from node.engine.text.tokenizer_loader import load
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import (
@@ -116,12 +118,12 @@ def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable
     driver = Driver(tiny_model("llama"))
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
     later = TOKENIZE_BYTES_PER_TOKEN * len(text)
-    first = driver.engine.preparer.need(asked(driver, text))
+    first = driver.engine.parts.preparer.need(asked(driver, text))
     assert first == later + TOKENIZER_LOAD_FACTOR * files + TOKENIZER_CODE_BYTES
     guided = asked(driver, text, grammar=GrammarSpec("regex", "a+"))
-    assert driver.engine.preparer.need(guided) == first + TOKENIZER_GUIDE_FACTOR * files
+    assert driver.engine.parts.preparer.need(guided) == first + TOKENIZER_GUIDE_FACTOR * files
     driver.answer("Hi", GenerationParams(max_tokens=2, grammar=GrammarSpec("regex", "a+")))
-    assert driver.engine.preparer.need(guided) == later
+    assert driver.engine.parts.preparer.need(guided) == later
 
 
 def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):

@@ -15,9 +15,10 @@ from node.engine.kv.kv_cache import Layers, TextModel, is_plain, new_cache
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.scheduling import packed_prefill, scheduler
-from node.engine.scheduling.chunk_policy import ChunkPace
+from node.engine.scheduling import packed_prefill, row_join
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
+from node.engine.scheduling.rules import prefill_order
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import greedy
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
@@ -42,8 +43,7 @@ class Steady(ChunkPace):
 def driver() -> Driver:
     driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=512)
     driver.answer("Hello!")
-    resident = driver.resident()
-    resident.pace = Steady(each=1e-6)
+    driver.resident().stats.pace = Steady(each=1e-6)
     return driver
 
 
@@ -85,8 +85,8 @@ def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
-    resident, forwards = driver.resident(), list[tuple[int, ...]]()
-    whole = resident.model
+    forwards = list[tuple[int, ...]]()
+    whole = driver.resident().model
 
     class Counted:
         def __getattr__(self, name: str) -> object:
@@ -96,7 +96,7 @@ def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
             forwards.append(tuple(tokens.shape))
             return whole(tokens, cache=cache)
 
-    resident.model = cast("TextModel", Counted())
+    driver.replace_model(cast("TextModel", Counted()))
     number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
     assert isinstance(driver.end(number), Finished)
     assert len(driver.ids[number, 0]) == count
@@ -112,13 +112,13 @@ def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, sha
 
 
 def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
-    monkeypatch.setattr(scheduler, "MAX_COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(prefill_order, "MAX_COALESCE_SECONDS", 3600.0)
     prompts = iter(one["prompt"] for one in SHORT)
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.scheduler.next_step_at(time.monotonic())
+        due = driver.engine.parts.scheduler.next_step_at(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -130,26 +130,26 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
     assert waits(both)
-    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 0.0)
+    monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 0.0)
     assert not waits(both), "no request arrived after them"
     assert answered(both)
-    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 3600.0)
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "no further row is free"
 
 
 def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, heard = driver.engine.scheduler.prefill, list[bool]()
+    prefill, heard = driver.engine.parts.scheduler.prefill, list[bool]()
 
-    def watched() -> None:
+    def watched(now: float) -> None:
         heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
-        prefill()
+        prefill(now)
 
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    joined = len(numbers) - driver.engine.scheduler.load()[1]
-    monkeypatch.setattr(driver.engine.scheduler, "prefill", watched)
+    joined = len(numbers) - driver.engine.parts.scheduler.load()[1]
+    monkeypatch.setattr(driver.engine.parts.scheduler, "prefill", watched)
     driver.turn()
     assert sum(heard) == joined >= shared[0]
     verbatim(driver, numbers)
@@ -219,7 +219,7 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
     def tight(site: GateSite, estimate: int) -> bool:
-        longest = max((len(one.ids) for one in driver.engine.scheduler.prefills), default=0) - 1
+        longest = max((len(one.ids) for one in driver.engine.parts.scheduler.prefills), default=0) - 1
         return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
 
     driver.gate.refuses = tight
@@ -243,7 +243,7 @@ def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: l
 
 
 def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch):
-    guard_of = scheduler.guard_of
+    guard_of = row_join.guard_of
     guilty = driver.number + 3
 
     def raising(sequence: Sequence, row: Row) -> RowSampler:
@@ -251,7 +251,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
             raise RuntimeError("its guard is broken")
         return guard_of(sequence, row)
 
-    monkeypatch.setattr(scheduler, "guard_of", raising)
+    monkeypatch.setattr(row_join, "guard_of", raising)
     numbers = ask(driver, 6)
     ends = {number: driver.end(number) for number in numbers}
     failed = ends.pop(guilty)

@@ -34,7 +34,7 @@ def driver() -> Driver:
 
 
 def entries(driver: Driver) -> list[CachedPrefix[Layers]]:
-    return list(driver.engine.prefix_cache.entries)
+    return list(driver.engine.parts.prefix_cache.entries)
 
 
 def ended(driver: Driver, number: int) -> Finished:
@@ -164,7 +164,7 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     assert all(one.nbytes == nbytes_of(one.value or []) for one in kept)
     short_row = min(kept, key=lambda one: one.length)
     assert short_row.nbytes < 256 * KIB, "its own tokens, without the padding"
-    driver.engine.prefix_cache.drop(driver.default)
+    driver.engine.parts.prefix_cache.drop(driver.default)
     kept.clear()
     mx.clear_cache()
     assert held - mx.get_active_memory() == pytest.approx(size, abs=64 * KIB)
@@ -177,16 +177,16 @@ def endless() -> tuple[tuple[int, float], ...]:
 
 def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     ended(driver, driver.ask("warm", GenerationParams(max_tokens=2)))
-    driver.engine.prefix_cache.drop(driver.default)
+    driver.engine.parts.prefix_cache.drop(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
     for number in range(50):
         ended(driver, driver.ask(f"{number} " + "word " * 60, GenerationParams(temperature=0.0, max_tokens=2)))
-        assert driver.engine.prefix_cache.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
+        assert driver.engine.parts.prefix_cache.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
     assert len(entries(driver)) == 50
     mx.clear_cache()
-    assert mx.get_active_memory() >= base + driver.engine.prefix_cache.nbytes - 256 * KIB
-    driver.engine.prefix_cache.evict_until(lambda: False)
+    assert mx.get_active_memory() >= base + driver.engine.parts.prefix_cache.nbytes - 256 * KIB
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
     mx.clear_cache()
     assert mx.get_active_memory() <= 1.01 * base
 
@@ -202,7 +202,7 @@ def fill(driver: Driver, size: int) -> None:
     """Fill the prefix cache with `size` bytes, after other memory that could be freed meanwhile has been released."""
     release_free_memory()
     number = 0
-    while driver.engine.prefix_cache.nbytes < size:
+    while driver.engine.parts.prefix_cache.nbytes < size:
         number += 1
         ended(driver, driver.ask(f"{number} " + "word " * 100, GenerationParams(temperature=0.0, max_tokens=1)))
 
@@ -233,17 +233,17 @@ def test_a_ceiling_that_falls_takes_the_cache_first(driver: Driver):
     memory = driver.engine.report(0.0).memory
     assert memory.headroom is not None
     assert memory.headroom >= 0
-    assert 0 < driver.engine.prefix_cache.nbytes < 4 * MIB
+    assert 0 < driver.engine.parts.prefix_cache.nbytes < 4 * MIB
 
 
 def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
     driver = Driver(models.path("llama"), prefix_cache_size="3MiB")
     for number in range(8):
         ended(driver, driver.ask(f"{number} " + "word " * 400, GenerationParams(temperature=0.0, max_tokens=1)))
-        assert driver.engine.prefix_cache.nbytes <= 3 * MIB
+        assert driver.engine.parts.prefix_cache.nbytes <= 3 * MIB
     assert driver.engine.report(0.0).cache.evictions > 0
     ended(driver, driver.ask("9 " + "word " * 2000, GenerationParams(temperature=0.0, max_tokens=1)))
-    assert driver.engine.prefix_cache.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
+    assert driver.engine.parts.prefix_cache.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
     off = Driver(models.path("llama"), prefix_cache_size=0)
     for _ in range(2):
         assert ended(off, off.ask("Hello!")).cached_tokens == 0
@@ -255,7 +255,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
     fill(driver, MIB)
     assert driver.engine.report(0.0).memory.reusable > 0
     driver.take(UnloadModel(100, driver.default))
-    assert (driver.engine.prefix_cache.nbytes, entries(driver)) == (0, [])
+    assert (driver.engine.parts.prefix_cache.nbytes, entries(driver)) == (0, [])
     assert driver.engine.report(0.0).memory.reusable == 0
     assert ended(driver, driver.ask("1 " + "word " * 100, GenerationParams(max_tokens=1))).cached_tokens == 0
 
@@ -267,9 +267,9 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     random = Random(3)
     fill(driver, 10 * MIB)
     release_free_memory()
-    driver.engine.footprint.forget()
+    driver.engine.parts.footprint.forget()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
-    room(driver, need + MIB // 2 - driver.engine.prefix_cache.nbytes)
+    room(driver, need + MIB // 2 - driver.engine.parts.prefix_cache.nbytes)
     for number in range(300):
         words = " ".join(
             random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(15, 150))
@@ -290,8 +290,7 @@ def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
     ended(driver, wanted)
     number = driver.ask(SHORT[0]["prompt"], params)
     driver.until(lambda: len(driver.ids[number, 0]) >= 3)
-    resident = driver.resident()
-    (batch,) = resident.batches.values()
+    (batch,) = driver.batches().values()
     before = entries(driver)
     assert before
     batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
@@ -308,7 +307,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:4]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     monkeypatch.setattr("node.engine.scheduling.decode_batch.DecodeBatch.extract", lambda self, row: 1 / 0)
-    monkeypatch.setattr("node.engine.scheduling.scheduler.MAX_REBUILDS", 9)
+    monkeypatch.setattr("node.engine.scheduling.batch_recovery.MAX_REBUILDS", 9)
     for number, one in numbers.items():
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
@@ -318,7 +317,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
 def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     fill(driver, MIB)
     with monkeypatch.context() as patch:
-        patch.setattr("node.engine.scheduling.scheduler.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("node.engine.scheduling.prefill_runner.forward", lambda *_, **__: 1 / 0)
         driver.end(driver.ask("1 " + "word " * 100, GREEDY))
     assert entries(driver) == []
 
@@ -349,11 +348,11 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]
-    driver.engine.prefix_cache.evict_until(lambda: False)
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
     number = driver.ask(SHORT[0]["prompt"])
-    driver.gate.refuses = lambda site, estimate: driver.engine.prefix_cache.evict_until(lambda: False)
+    driver.gate.refuses = lambda site, estimate: driver.engine.parts.prefix_cache.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
 
@@ -361,4 +360,4 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
 def test_roomy_limits_keep_the_cache(driver: Driver):
     fill(driver, MIB)
     driver.take(ROOMY)
-    assert driver.engine.prefix_cache.nbytes >= MIB
+    assert driver.engine.parts.prefix_cache.nbytes >= MIB

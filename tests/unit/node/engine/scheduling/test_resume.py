@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.model_stats import ModelStats
 from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
@@ -77,13 +77,13 @@ def end_of(driver: Driver, number: int) -> Finished:
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the tokens of every chunk that any engine prefills."""
     written: list[int] = []
-    plain = LoadedModel.record_prefill
+    plain = ModelStats.record_prefill
 
-    def counting(resident: LoadedModel, tokens: int, seconds: float, back: float) -> None:
+    def counting(stats: ModelStats, tokens: int, seconds: float, back: float) -> None:
         written.append(tokens)
-        plain(resident, tokens, seconds, back)
+        plain(stats, tokens, seconds, back)
 
-    monkeypatch.setattr(LoadedModel, "record_prefill", counting)
+    monkeypatch.setattr(ModelStats, "record_prefill", counting)
     return written
 
 
@@ -159,9 +159,9 @@ def test_reasoning_and_stop_strings_go_on(prefilled: list[int]):
 
 def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.MonkeyPatch, prefilled: list[int]):
     first, second = pair()
-    tokenizer = next(iter(first.engine.preparer.tokenizers.values()), None)
+    tokenizer = next(iter(first.engine.parts.preparer.tokenizers.values()), None)
     first.answer("Hello!")
-    tokenizer = next(iter(first.engine.preparer.tokenizers.values()))
+    tokenizer = next(iter(first.engine.parts.preparer.tokenizers.values()))
     ids = [*tokenizer.wrapper.encode(f"Well.{CALL} So.{CALL}", add_special_tokens=False), EOS]
 
     def forced(sampling: SamplingParameters, seed: int, choice: int, position: int):
@@ -262,7 +262,7 @@ def test_nothing_is_delivered_before_something_is_said_from_here():
     end_of(first, number)
     again = second.ask("Hello!", params, resume=(tuple(first.ids[number, 0][:10]),))
     assert second.admitted(again)
-    sequence = second.engine.scheduler.live[again]
+    sequence = second.engine.parts.scheduler.live[again]
     assert not sequence.delivered
     second.until(lambda: second.ids[again, 0])
     assert sequence.delivered

@@ -11,7 +11,7 @@ from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.sampling import SamplingParameters
-from node.engine.scheduling.scheduler import finished
+from node.engine.scheduling.step_output import finished
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later

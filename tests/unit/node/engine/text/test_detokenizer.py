@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 
-from node.engine.text import tokenizer
+from node.engine.text import tokenizer_loader
 from node.engine.text.detokenizer import Pieces, TextPipeline, TokenOutput
 from node.engine.text.markers import MarkerSet
+from node.engine.text.pipeline_parts import MarkCutter
 from node.engine.text.stop_strings import StopStrings
-from node.engine.text.tokenizer import MarkCutter, Tokenizer
+from node.engine.text.tokenizer import Tokenizer
 from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
 from tests.support.engine import vocabulary
 from wire.frames import Channel
@@ -283,7 +284,7 @@ def test_a_block_too_long_to_be_read_in_time_is_text():
 def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
     folder = vocabulary.configure(vocabulary.byte_level(tmp_path / "m"), tool_parser_type="qwen3_coder")
     typed = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "integer"}}}}
-    model = tokenizer.load(folder)
+    model = tokenizer_loader.load(folder)
     text = "<tool_call>\n<function=look>\n<parameter=at>\n12\n</parameter>\n</function>\n</tool_call>"
     tools = json.dumps([{"type": "function", "function": typed}])
     found = run(model.pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model.wrapper.get_vocab(), text))
@@ -303,7 +304,7 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
     whole = [case["text"] for case in record["cases"]]
     folder = vocabulary.byte_level(tmp_path / "m", tokens=record["tokens"])
     (folder / "config.json").write_text(json.dumps(record["config"]))
-    model = tokenizer.load(vocabulary.configure(folder, tool_parser_type=parser))
+    model = tokenizer_loader.load(vocabulary.configure(folder, tool_parser_type=parser))
     words = model.wrapper.get_vocab()
     assert model.features == ("tools",)
     assert any(case["calls"] for case in record["cases"])
@@ -372,7 +373,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
     in_words = vocabulary.words_only(folder / "words", ["hello", "world"])
     for each in (in_bytes, in_pieces):
         vocabulary.configure(each, tool_parser_type="json_tools")
-    return [tokenizer.load(each) for each in (in_bytes, in_pieces, in_words)]
+    return [tokenizer_loader.load(each) for each in (in_bytes, in_pieces, in_words)]
 
 
 IDS = st.lists(st.integers(-2, 410), max_size=60)

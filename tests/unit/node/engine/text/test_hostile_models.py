@@ -17,9 +17,9 @@ import pytest
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, new_page, read
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.preparer import RequestPreparer
-from node.engine.text import tokenizer
+from node.engine.text import chat_template, tokenizer, tokenizer_loader
 from node.engine.text.time_limit import Deadline, DeadlineError
-from node.engine.text.tokenizer import TemplateFailed, TokenizerError
+from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support.engine import vocabulary
@@ -104,15 +104,15 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
 
 @pytest.mark.parametrize("length", [10_000, tokenizer.LONG_TEXT_CHARS + 1000], ids=["short", "long"])
 def test_a_panic_of_the_native_tokenizer_fails_its_request_alone(tmp_path: Path, length: int):
-    harmful = tokenizer.load(a_model(tmp_path / "model", expression=EXPLODES))
+    harmful = tokenizer_loader.load(a_model(tmp_path / "model", expression=EXPLODES))
     with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
         harmful.prompt(ask(Message("user", "a" * length + "!")))
     assert harmful.prompt(ask(Message("user", "a"))).ids
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer, "RENDER_TIMEOUT_SECONDS", 0.2)
-    harmful = tokenizer.load(a_model(tmp_path / "model", FOREVER))
+    monkeypatch.setattr(chat_template, "RENDER_TIMEOUT_SECONDS", 0.2)
+    harmful = tokenizer_loader.load(a_model(tmp_path / "model", FOREVER))
     began = time.monotonic()
     with pytest.raises(TemplateFailed, match="the chat template took more than"):
         harmful.prompt(ask())
@@ -206,7 +206,7 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = RequestPreparer(driver.engine.catalogue, trials=TokenizerTrials(None, cpu=6))
+    door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=6))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.need(frame) > 512 * MIB
     assert not door.inline(frame)
@@ -220,12 +220,10 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
 def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: Callable[..., Path]):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
-    driver = Driver(folder)
+    driver = Driver(folder, trials=TokenizerTrials(None, cpu=6))
     engine = driver.engine
-    engine.trials = TokenizerTrials(None, cpu=6)
-    engine.preparer = RequestPreparer(engine.catalogue, trials=engine.trials)
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    assert engine.preparer.prepare(frame).refused is not None
+    assert engine.parts.preparer.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
     assert "took more than 6 s" in model.cause
 
@@ -234,7 +232,7 @@ def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Pat
     driver = Driver(tiny_model("llama"))
     driver.take(RestoreModels((), (ModelBan(driver.default, 600.0, "its tokenizer hangs"),)))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    prepared = driver.engine.preparer.prepare(frame)
+    prepared = driver.engine.parts.preparer.prepare(frame)
     assert prepared.refused is not None
     assert "its tokenizer hangs" in prepared.refused.message
-    assert not driver.engine.preparer.tokenizers
+    assert not driver.engine.parts.preparer.tokenizers

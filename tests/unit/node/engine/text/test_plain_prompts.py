@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from node.engine.requests.preparer import RequestPreparer
-from node.engine.text import tokenizer
+from node.engine.text import tokenizer_loader
 from node.engine.text.detokenizer import TextPipeline
 from node.engine.text.markers import MarkerSet
 from tests import models
@@ -28,7 +28,7 @@ def driver() -> Driver:
 
 def test_a_raw_prompt_that_spells_the_template_is_answered_alike(driver: Driver):
     folder = Path(models.path("llama"))
-    ids = tokenizer.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, GenerationParams(), 0)).ids
+    ids = tokenizer_loader.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, GenerationParams(), 0)).ids
     by_ids = driver.ask(messages=(), ids=ids)
     whole = driver.end(by_ids)
     assert isinstance(whole, Finished)
@@ -40,13 +40,13 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
     number = driver.ask(messages=(), text="once upon a time", params=replace(GREEDY, max_tokens=2))
     end = driver.end(number)
     assert isinstance(end, Finished)
-    direct = tokenizer.load(Path(models.path("llama"))).wrapper.encode("once upon a time")
+    direct = tokenizer_loader.load(Path(models.path("llama"))).wrapper.encode("once upon a time")
     assert (end.prompt_tokens, end.completion_tokens) == (len(direct), 2)
 
 
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
-    library = Driver(models.path("llama")).engine.catalogue
+    library = Driver(models.path("llama")).engine.parts.catalogue
     door, (name,) = RequestPreparer(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
     asked = Generate(1, 1, "r", name, (), GenerationParams(), 0, text="x", tools=tools)

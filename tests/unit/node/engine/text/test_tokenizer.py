@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.text import tokenizer
-from node.engine.text.tokenizer import MAX_ERROR_CHARS, TemplateFailed, Tokenizer, TokenizerError
+from node.engine.text import chat_template, tokenizer_loader
+from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tokenizer_errors import MAX_ERROR_CHARS, TemplateFailed, TokenizerError
 from tests.support.engine import vocabulary
 from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
 
@@ -27,12 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(folder: Path) -> Tokenizer:
-    return tokenizer.load(folder)
+    return tokenizer_loader.load(folder)
 
 
 def with_template(tmp_path: Path, template: str | None, tokens: tuple[str, ...] = (), **entries: object) -> Tokenizer:
     written = vocabulary.byte_level(tmp_path / "model", tokens=tokens)
-    return tokenizer.load(vocabulary.configure(written, chat_template=template, **entries))
+    return tokenizer_loader.load(vocabulary.configure(written, chat_template=template, **entries))
 
 
 def ask(*messages: Message, tools: str = "", template: str = "", created: int = 0) -> Generate:
@@ -91,7 +92,7 @@ def test_the_last_message_is_continued_on_request(plain: Tokenizer):
     assert text(plain, prompt.ids) == "<|user|>hello<|assistant|>hello w"
 
 
-@pytest.mark.parametrize("name", sorted(tokenizer.RESERVED))
+@pytest.mark.parametrize("name", sorted(chat_template.RESERVED))
 def test_a_template_variable_cannot_change_the_call(plain: Tokenizer, name: str):
     with pytest.raises(TemplateFailed, match=f"cannot be called {name}"):
         plain.prompt(ask(template=json.dumps({name: False})))
@@ -178,7 +179,7 @@ def test_a_bad_request_fails_alone(tmp_path: Path, request_: Generate, told: str
 
 
 def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
-    model = tokenizer.load(
+    model = tokenizer_loader.load(
         vocabulary.configure(
             vocabulary.words_only(tmp_path / "m", ["hello"]), chat_template="{{ messages[0].content }}"
         )
@@ -189,7 +190,7 @@ def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
 
 
 def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
-    model = tokenizer.load(folder)
+    model = tokenizer_loader.load(folder)
     model.size = 3
     with pytest.raises(TemplateFailed, match="the vocabulary has 3"):
         model.prompt(ask())
@@ -201,9 +202,9 @@ def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
 def test_ids_that_end_an_answer_come_from_tokenizer_and_model(tmp_path: Path):
     written = vocabulary.byte_level(tmp_path / "m", tokens=["<|stop|>", "<|other|>"])
     (written / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
-    assert tokenizer.load(written).eos == {0, 2}
+    assert tokenizer_loader.load(written).eos == {0, 2}
     (written / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
-    assert tokenizer.load(written).eos == {0, 1}
+    assert tokenizer_loader.load(written).eos == {0, 1}
 
 
 def test_tools_are_a_feature_where_a_parser_is_known(plain: Tokenizer, tmp_path: Path):
@@ -217,7 +218,7 @@ def test_loading_sends_no_request(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert tokenizer.load(folder).size > 256
+    assert tokenizer_loader.load(folder).size > 256
 
 
 def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path):
@@ -226,7 +227,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path):
     (written / "own.py").write_text(f"open({str(proof)!r}, 'w')\nclass Own: pass\n")
     vocabulary.configure(written, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
     with pytest.raises(TokenizerError, match=r"^evil: its tokenizer needs code from the model folder"):
-        tokenizer.load(written)
+        tokenizer_loader.load(written)
     assert not proof.exists()
 
 
@@ -235,13 +236,13 @@ def test_a_broken_file_is_told_without_its_path(tmp_path: Path, file: str):
     written = vocabulary.byte_level(tmp_path / "broken")
     (written / file).write_text("{")
     with pytest.raises(TokenizerError, match=r"^broken: ") as failed:
-        tokenizer.load(written)
+        tokenizer_loader.load(written)
     assert str(tmp_path) not in str(failed.value)
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path):
     with pytest.raises(TokenizerError, match="nowhere: the folder does not exist"):
-        tokenizer.load(tmp_path / "nowhere")
+        tokenizer_loader.load(tmp_path / "nowhere")
 
 
 # tokens
@@ -262,19 +263,19 @@ def test_every_byte_has_its_token(plain: Tokenizer):
 
 
 def test_pieces_and_byte_tokens_give_their_bytes(tmp_path: Path):
-    model = tokenizer.load(vocabulary.pieces_with_byte_fallback(tmp_path / "m"))
+    model = tokenizer_loader.load(vocabulary.pieces_with_byte_fallback(tmp_path / "m"))
     assert [model.token_bytes(token) for token in (1, 3, 5 + 0xC3)] == [b"</s>", b" hello", b"\xc3"]
 
 
 def test_half_a_character_is_held_back_in_every_kind_of_vocabulary(tmp_path: Path):
-    model = tokenizer.load(vocabulary.pieces_with_byte_fallback(tmp_path / "m"))
+    model = tokenizer_loader.load(vocabulary.pieces_with_byte_fallback(tmp_path / "m"))
     pipeline = model.pipeline("r", 0, (), "", False)
     assert pipeline.feed(5 + 0xC3).pieces == ()
     assert pipeline.feed(5 + 0xA9).pieces == ((Channel.CONTENT, "é"),)
 
 
 def test_a_vocabulary_without_a_known_decoder_is_read_too(tmp_path: Path):
-    model = tokenizer.load(vocabulary.words_only(tmp_path / "m", ["hello", "world"]))
+    model = tokenizer_loader.load(vocabulary.words_only(tmp_path / "m", ["hello", "world"]))
     pipeline = model.pipeline("r", 0, (), "", False)
     given = [piece for token in (3, 4) for piece in pipeline.feed(token).pieces]
     assert "".join(piece for _, piece in [*given, *pipeline.finish("stop")[0]]) == "hello world"
@@ -313,11 +314,11 @@ def test_what_mlx_lm_presumes_of_a_model_is_read_without_importing_it():
     module = "mlx_lm.models.muse_spark"
     known = sys.modules.pop(module, None)
     try:
-        found = tokenizer.defaults("muse_spark")
+        found = tokenizer_loader.defaults("muse_spark")
         assert module not in sys.modules
         assert found is not None
         assert found == importlib.import_module(module).TOKENIZER_DEFAULTS
     finally:
         sys.modules |= {module: known} if known is not None else {}
     for other in ("llama", "mistral", "no_such_model", "../etc", "", None, 7):
-        assert tokenizer.defaults(other) is None
+        assert tokenizer_loader.defaults(other) is None

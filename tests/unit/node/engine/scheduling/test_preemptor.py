@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from node.engine.kv.commitments import Commitment, CommitmentLedger
 from node.engine.memory.footprint import release_free_memory
 from node.engine.requests.sequence import Row
-from node.engine.scheduling import scheduler
+from node.engine.scheduling import batch_recovery
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
@@ -68,7 +68,7 @@ def driver() -> Driver:
     )
     for model in (LLAMA, QWEN):
         made.answer("hello", endless(model, 2), model=model)
-        made.resident(model).bound_waste(0)
+        made.resident(model).ledger.bound_waste(0)
     return made
 
 
@@ -102,11 +102,11 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     running.append((grower, start(driver, grower, EXPECTED)))
     running.append((victim, start(driver, victim, ANSWER)))
     assert len(driver.ids[running[-2][1], 0]) < EXPECTED, "the grower has not grown yet"
-    assert len(driver.resident(LLAMA).batches) == 2
+    assert len(driver.batches(LLAMA)) == 2
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
     last = running[-1][1]
-    assert driver.engine.scheduler.preempted[0].number == last
+    assert driver.engine.parts.scheduler.preempted[0].number == last
     squeeze(driver, 64 * MIB)
     for group, number in running:
         assert isinstance(driver.end(number), Finished), driver.ended(number)
@@ -118,7 +118,7 @@ def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decod
     numbers = [start(driver, group, ANSWER) for group in GROUPS]
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
-    assert len(driver.resident(LLAMA).batches) == 2
+    assert len(driver.batches(LLAMA)) == 2
     driver.turn()
     assert counts(driver).overs > 0
     driver.take(ROOMY)
@@ -134,11 +134,11 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    sequence = driver.engine.scheduler.live[number]
+    sequence = driver.engine.parts.scheduler.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MAX_REBUILDS", 0)
-        sequence.rows[0].reason = "stop"
+        patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
+        sequence.rows[0].finish("stop")
         driver.turn()
     end = driver.end(number)
     assert isinstance(end, Failed)
@@ -149,10 +149,9 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
 def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_their_batch_breaks(driver: Driver):
     number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    resident = driver.resident(LLAMA)
-    for batch in resident.batches.values():
+    for batch in driver.batches(LLAMA).values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.scheduler.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
+    driver.engine.parts.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):
@@ -190,12 +189,12 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
     last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
     driver.until(lambda: len(driver.ids[last, 0]) > 2)
-    sequence = driver.engine.scheduler.live[last]
+    sequence = driver.engine.parts.scheduler.live[last]
     cached = sequence.cached
     before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine.scheduler.preempt(sequence)
-    driver.until(lambda: sequence not in driver.engine.scheduler.preempted)
-    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.scheduler.prefills))
+    driver.engine.parts.scheduler.preemptor.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.parts.scheduler.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.parts.scheduler.prefills))
     assert driver.engine.report(time.monotonic()).cache.hits == before + 1
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.scheduling.chunk_policy import (
+from node.engine.scheduling.rules.chunk_policy import (
     CHUNK_PER_STEP,
     FULL_PROMPT_SECONDS,
     IDLE_CHUNK_SECONDS,

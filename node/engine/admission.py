@@ -1,0 +1,108 @@
+"""Admission of requests, as values: the reasons to refuse one before or at its admission, and its costs. Pure."""
+
+from typing import NamedTuple, Protocol
+
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.requests import preflight
+from node.engine.requests.prepared import PreparedRequest
+from wire.capacity.arithmetic import request_transient, row_bytes
+from wire.frames import Generate
+from wire.refusals import RefusalCode, Refused
+from wire.report import Memory, Model
+
+
+class RequestLimits(NamedTuple):
+    """Limits of a request on this node, from the settings."""
+
+    tokens: int
+    """Tokens of an answer without `max_tokens`."""
+    context: int
+    """Most tokens of a row; 0: the context of the model."""
+    batch: int
+    """Maximum rows that decode at once."""
+
+    def context_of(self, found: ModelDescriptor) -> int:
+        """Return the most tokens of a row: the model's context, or fewer by setting."""
+        return min(found.context, self.context or found.context)
+
+    def shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
+        """Return the size of a request for a model."""
+        return preflight.shape_of(prepared.request, prepared.tokens, self.tokens, self.context_of(found))
+
+
+class CostLedger(Protocol):
+    """Commitments of a model, as the costs see them."""
+
+    def cost(self, length: int, rows: int) -> int:
+        """Return the bytes that `rows` equal rows of `length` tokens would add."""
+        ...
+
+
+class AdmissionCost(NamedTuple):
+    """Costs of a request at its admission, in bytes."""
+
+    rows: int
+    """Bytes that it will hold."""
+    total: int
+    """These bytes, and those of its forwards."""
+
+
+def cost_of(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
+    """Return the costs of a request of this size."""
+    rows = ledger.cost(shape.length, shape.choices)
+    return AdmissionCost(rows, rows + request_transient(model, shape.prompt, shape.promised, shape.choices))
+
+
+def reserved_while_loading(shape: preflight.RequestShape, found: ModelDescriptor) -> int:
+    """Return the bytes of the rows of a request that waits for its model."""
+    return row_bytes(found.kv, shape.length) * shape.choices
+
+
+def refuse_other_model(request: Generate, found: ModelDescriptor | None) -> Refused | None:
+    """Refuse to resume an answer that another model of this name started, because the router knows only the last
+    report."""
+    if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
+        return None
+    return Refused(
+        RefusalCode.NOT_READY, f"the model {request.model} of this node differs from the one that began the answer"
+    )
+
+
+def no_model(name: str) -> Refused:
+    """Return the refusal of a model that this node does not have."""
+    return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
+
+
+def unloadable(name: str, cause: str) -> Refused:
+    """Return the refusal of a model that cannot be loaded, for this cause."""
+    return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+
+
+def refuse_before_load(
+    request: Generate, shape: preflight.RequestShape, model: Model, memory: Memory, batch: int
+) -> Refused | None:
+    """Return the refusal of a request whose model is not loaded; None if it may wait for the load.
+
+    `model` is the reported model, with the cause if it cannot be loaded. `batch` is the maximum number of rows that
+    decode together.
+    """
+    if model.cause:
+        return unloadable(model.name, model.cause)
+    return preflight.never_fits(request, shape, model, batch) or preflight.too_large(shape, memory, model)
+
+
+def refuse_improper(
+    prepared: PreparedRequest, shape: preflight.RequestShape, model: Model, vocabulary: int, batch: int
+) -> Refused | None:
+    """Return the refusal of a request that no state of the memory would allow; None if one might. `vocabulary` is the
+    number of token ids of the model."""
+    request = prepared.request
+    refused = preflight.never_fits(request, shape, model, batch)
+    if refused is not None:
+        return refused
+    resumed = (token for ids in request.resume for token in ids)
+    biased = (token for token, _ in request.params.logit_bias)
+    for token in (max(prepared.ids), *biased, *resumed):
+        if not 0 <= token < vocabulary:
+            return Refused(RefusalCode.INVALID, f"token id {token} is outside of 0..{vocabulary - 1}")
+    return None

@@ -1,0 +1,232 @@
+"""Composition of the text engine, the engine kind `mlx`: every part gets its collaborators in its constructor."""
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from node.engine.admission import RequestLimits
+from node.engine.engine import EngineParts, TextEngine
+from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_store import PrefixCache
+from node.engine.memory.footprint import EngineMemory, MetalMemory, MlxPeakTracker, WiredLimit, open_metal
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.memory.least_squares import load_solver
+from node.engine.memory.memory_reader import MemoryReader
+from node.engine.memory.reserve import EmergencyReserve
+from node.engine.memory.wired_limit import WireMode
+from node.engine.model_commands import ModelCommands
+from node.engine.model_describer import DescriberRules, ModelDescriber
+from node.engine.model_report import LoadFacts, ModelFacts, describe_loaded, describe_unloaded, longest_row
+from node.engine.models.load_blocks import LoadBlocks
+from node.engine.models.load_times import LoadTimes
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.memory_probe import ForwardPeak
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_loader import ModelLoader
+from node.engine.models.model_manager import ModelManager
+from node.engine.models.model_table import ModelTable
+from node.engine.models.model_unloader import ModelUnloader
+from node.engine.models.model_wiring import ModelWiring
+from node.engine.models.profile import MemoryProfileStore
+from node.engine.models.profile_sweep import RunningSweep, SweepQueue
+from node.engine.models.profiler import Profiler
+from node.engine.process.interface import CallRecording
+from node.engine.request_admission import RequestAdmission
+from node.engine.requests.preparer import RequestPreparer
+from node.engine.requests.waiting_requests import WaitingRequests
+from node.engine.scheduling.prefix_cache import PrefixCacheManager, limit_of
+from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from node.engine.text.tokenizer_trial import TokenizerTrials
+from node.engine_process.environment import PROFILES
+from node.memory.sensor import open_machine
+from node.models.catalogue import ModelCatalogue
+from node.settings import NodeSettings
+from wire.capacity.arithmetic import Fits
+from wire.report import Hardware
+
+log = structlog.get_logger("engine.text")
+
+
+def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
+    """Return the text engine for these settings, after a scan of the model folders. The environment variable
+    `MACPOOL_PROFILES` names the folder of measurements."""
+    catalogue = ModelCatalogue(settings.models)
+    catalogue.scan()
+    gc.freeze()
+    folder = os.environ.get(PROFILES)
+    return compose(settings, catalogue, recorder, open_machine(settings).hardware, Path(folder) if folder else None)
+
+
+def compose(
+    settings: NodeSettings,
+    catalogue: ModelCatalogue,
+    recorder: CallRecording,
+    hardware: Hardware,
+    profiles: Path | None,
+    *,
+    metal: Callable[[], MetalMemory] = open_metal,
+    gate_of: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
+    trials: TokenizerTrials | None = None,
+) -> TextEngine:
+    """Return a text engine for the models of a catalogue.
+
+    `profiles` is the folder of measurements; None: they are not stored. `metal()` opens the Metal device.
+    `gate_of(residual)` returns the memory gate. `trials` are the trials of tokenizers.
+    """
+    mlx = settings.engine.mlx
+    scheduler_limits = SchedulerLimits(mlx.max_batch_size, mlx.prefill_step_size, mlx.min_prefill_step)
+    floor = min(mlx.prefill_step_size, mlx.min_prefill_step)
+    limits = RequestLimits(mlx.max_tokens, mlx.max_context, mlx.max_batch_size)
+    pinned = frozenset(settings.models.preload)
+
+    # state, and readings of it
+    models, waiting, blocks, prefixes = ModelTable(), WaitingRequests(), LoadBlocks(), PrefixCache[Layers]()
+    trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
+    gate = gate_of(lambda: models.residual(floor))
+    load_solver()
+    footprint = EngineMemory(hardware.memory, lambda: models.known_bytes() + prefixes.nbytes)
+    memory = MemoryReader(footprint, gate, lambda: models.reserved_bytes() + waiting.reserved_bytes())
+    height = MlxPeakTracker()
+
+    def cause(found: ModelDescriptor, now: float) -> str:
+        return blocks.cause(found, now) or trials.cause(found.fingerprint)
+
+    def longest(loaded_model: LoadedModel) -> int:
+        facts = ModelFacts(limits.context_of(loaded_model.found), (), pinned=False, floor=floor)
+        if loaded_model.name in models.loaded:
+            model = describe_loaded(loaded_model, loaded_model.found, facts, gate.narrowed_bytes, 0.0)
+        else:
+            model = describe_unloaded(loaded_model.found, facts, LoadFacts())
+        return longest_row(model, loaded_model, memory.read_now(), floor)
+
+    # models
+    wiring = ModelWiring(WiredLimit(WireMode(settings.memory.wire), metal), models, footprint.forget)
+    prefix_cache = PrefixCacheManager(
+        prefixes, memory.read_now, lambda cap: limit_of(mlx.prefix_cache_size, cap, models.weights()), footprint.forget
+    )
+    reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
+    running_sweep = RunningSweep()
+    profiler = Profiler(
+        MemoryProfileStore(profiles),
+        hardware,
+        lambda need: isinstance(gate.check(GateSite.PROBE, memory.read_now(), need), Fits),
+        ForwardPeak(height, footprint.sensor),
+        longest,
+        gate.narrowed_bytes,
+        chunk=mlx.prefill_step_size,
+        batch=mlx.max_batch_size,
+        context=mlx.max_context,
+        on=settings.models.profile == "auto",
+    )
+    unloader = ModelUnloader(
+        table=models,
+        prefix_cache=prefix_cache,
+        catalogue=catalogue,
+        spares=(reserve, running_sweep),
+        memory=memory.read_now,
+        released=wiring.on_released,
+        pinned=pinned,
+        max_idle_seconds=settings.models.idle_unload_seconds,
+    )
+    manager = ModelManager(
+        table=models,
+        unloader=unloader,
+        blocks=blocks,
+        catalogue=catalogue,
+        gate=gate,
+        memory=memory.read_now,
+        released=wiring.on_released,
+        pieces=ModelLoader(models, catalogue, wiring, profiler, times).pieces,
+    )
+
+    # requests
+    preparer = RequestPreparer(
+        catalogue,
+        limits.context_of,
+        recorder=recorder,
+        trials=trials if settings.models.trial else None,
+        barred=lambda found: cause(found, time.monotonic()),
+    )
+    describer = ModelDescriber(
+        table=models,
+        manager=manager,
+        catalogue=catalogue,
+        gate=gate,
+        times=times,
+        profiler=profiler,
+        rules=DescriberRules(limits, preparer.features, cause, pinned, floor),
+    )
+    forwards = GatedForwards(recorder, memory, height, manager.free_for_forward, manager.abort_load, models.weights_of)
+    scheduler = Scheduler(forwards, lambda: models.loaded, prefix_cache, scheduler_limits)
+    sweeps = SweepQueue(
+        running=running_sweep,
+        profiler=profiler,
+        forwards=forwards,
+        loaded_models=lambda: models.loaded,
+        loading=manager.loading,
+        still=scheduler.synchronize,
+        describe=lambda one: describer.reported(one.found, memory.read_now(), time.monotonic()),
+    )
+    admission = RequestAdmission(
+        table=models,
+        catalogue=catalogue,
+        manager=manager,
+        describer=describer,
+        waiting=waiting,
+        scheduler=scheduler,
+        forwards=forwards,
+        wiring=wiring,
+        limits=limits,
+    )
+    commands = ModelCommands(
+        table=models,
+        catalogue=catalogue,
+        manager=manager,
+        unloader=unloader,
+        blocks=blocks,
+        cause=cause,
+        sweeps=sweeps,
+        admission=admission,
+        waiting=waiting,
+        scheduler=scheduler,
+        forwards=forwards,
+        wiring=wiring,
+    )
+    request_preloads(settings.models.preload, catalogue, manager)
+    return TextEngine(
+        EngineParts(
+            catalogue=catalogue,
+            preparer=preparer,
+            footprint=footprint,
+            memory=memory,
+            forwards=forwards,
+            wiring=wiring,
+            prefix_cache=prefix_cache,
+            emergency_reserve=reserve,
+            models=models,
+            unloader=unloader,
+            model_manager=manager,
+            times=times,
+            describer=describer,
+            waiting=waiting,
+            scheduler=scheduler,
+            admission=admission,
+            commands=commands,
+            sweeps=sweeps,
+        )
+    )
+
+
+def request_preloads(names: tuple[str, ...], catalogue: ModelCatalogue, manager: ModelManager) -> None:
+    """Queue the loads of the models that the settings name; log a name that no folder has."""
+    for name in names:
+        found = catalogue.find(name)
+        if found is None:
+            log.error("preload", model=name, cause="no such model in the folders")
+        else:
+            manager.request_load(found)

@@ -1,0 +1,90 @@
+"""Non-negative least squares for a few terms, and a fit by relative error from above. Pure.
+
+The algorithm is NNLS of Lawson and Hanson (Solving Least Squares Problems, chapter 23). Terms enter one by one, and a
+term that becomes negative leaves again. Columns are scaled to length 1, because the terms differ by many powers of ten.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
+"""Rounds of a fit, and the weight in the next round of a sample above the fit."""
+TOLERANCE = 1e-9
+"""Smallest gradient, as a share of the length of the goal, with which a further term is tried. Also the smallest
+singular value, as a share of the largest, with which columns count as independent."""
+MAX_STEPS_PER_TERM = 10
+"""Bound of the number of steps: because of rounding, a term might enter and leave without end."""
+
+Floats = NDArray[np.float64]
+
+
+class FitPoint(NamedTuple):
+    """Sample of a fit: `features · terms` should be `value`."""
+
+    features: tuple[float, ...]
+    """Factors of the terms."""
+    value: float
+    """Measured value."""
+    weight: float
+    """Weight of its squared relative error."""
+
+
+def load_solver() -> None:
+    """Run a first fit, before the engine reads the footprint that counts as its base. It brings numpy's routines into
+    memory (4 MiB)."""
+    fit_from_above([FitPoint((1.0, 1.0), 1.0, 1.0), FitPoint((1.0, 2.0), 1.0, 1.0)])
+
+
+def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
+    """Return non-negative terms fitted to `points` by relative error. Samples above the fit weigh more in the next
+    round, which moves the fit above nearly all samples. Points without a positive value are ignored."""
+    used = [one for one in points if one.value > 0]
+    if not used:
+        return (0.0,) * len(points[0].features)
+    rows = np.array([one.features for one in used]) / np.array([[one.value] for one in used])
+    weights = np.array([one.weight for one in used])
+    terms = np.zeros(rows.shape[1])
+    for _ in range(FIT_ROUNDS):
+        root = np.sqrt(weights)
+        terms = non_negative(rows * root[:, None], root)
+        weights = weights * np.where(rows @ terms < 1, ABOVE_FIT_WEIGHT, 1.0)
+    return tuple(terms.tolist())
+
+
+def non_negative(matrix: Floats, goal: Floats) -> Floats:
+    """Return the terms (columns,), none of them negative, that minimize `|matrix · terms - goal|`.
+
+    `matrix` has the shape (samples, columns), `goal` the shape (samples,).
+    """
+    lengths = np.linalg.norm(matrix, axis=0)
+    lengths[lengths == 0] = 1.0
+    scaled, width = matrix / lengths, matrix.shape[1]
+    least = TOLERANCE * max(float(np.linalg.norm(goal)), 1e-300)
+    terms, free = np.zeros(width), np.zeros(width, dtype=bool)
+    for _ in range(MAX_STEPS_PER_TERM * width):
+        gradient = np.where(free, -np.inf, scaled.T @ (goal - scaled @ terms))
+        entering = int(np.argmax(gradient))
+        if gradient[entering] <= least:
+            break
+        free[entering] = True
+        terms = _without_negative(scaled, goal, terms, free)
+    return terms / lengths
+
+
+def _without_negative(matrix: Floats, goal: Floats, terms: Floats, free: NDArray[np.bool_]) -> Floats:
+    """Return the solution of the `free` terms, from which terms that would become negative are removed one by one."""
+    while free.any():
+        found = np.zeros_like(terms)
+        found[free] = np.linalg.lstsq(matrix[:, free], goal, rcond=TOLERANCE)[0]
+        negative = free & (found < 0)
+        if not negative.any():
+            return found
+        shares = np.full(terms.shape, np.inf)
+        shares[negative] = terms[negative] / (terms[negative] - found[negative])
+        leaving = int(np.argmin(shares))
+        terms = np.maximum(0.0, terms + shares[leaving] * (found - terms))
+        terms[leaving], free[leaving] = 0.0, False
+    return terms

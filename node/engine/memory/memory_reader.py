@@ -1,0 +1,29 @@
+"""Reader of the engine's memory: the footprint with the limits in force and the reserved bytes."""
+
+import time
+from collections.abc import Callable
+
+from node.engine.memory.footprint import EngineMemory
+from node.engine.memory.gate import MemoryGate
+from wire.report import Memory
+
+
+class MemoryReader:
+    """Reads the memory that the gate judges. `reserved()` returns the bytes committed and not yet written."""
+
+    def __init__(self, footprint: EngineMemory, gate: MemoryGate, reserved: Callable[[], int]) -> None:
+        self.gate = gate
+        self._footprint = footprint
+        self._reserved = reserved
+
+    def read(self, now: float) -> Memory:
+        """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
+        return self._footprint.read_memory(self.gate, self._reserved(), now)
+
+    def read_now(self) -> Memory:
+        """Read the memory now, and return it with the limits in force."""
+        return self.read(time.monotonic())
+
+    def peak_expires_at(self, now: float) -> float | None:
+        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
+        return self._footprint.peak_expires_at(now)

@@ -1,0 +1,170 @@
+"""Orders about models: load, unload, profile and restore; and the ends of loads, which answer orders and requests."""
+
+import time
+from collections.abc import Callable
+
+from node.engine.admission import no_model, unloadable
+from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
+from node.engine.models.load_blocks import LoadBlocks
+from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_manager import LoadFailed, LoadSucceeded, ModelManager, Outcome
+from node.engine.models.model_table import ModelTable
+from node.engine.models.model_unloader import ModelUnloader
+from node.engine.models.model_wiring import ModelWiring
+from node.engine.models.profile_sweep import SweepQueue
+from node.engine.process.interface import NativeCallKind
+from node.engine.request_admission import RequestAdmission
+from node.engine.requests.waiting_requests import WaitingRequests
+from node.engine.scheduling.scheduler import Scheduler
+from node.models.catalogue import ModelCatalogue
+from wire.capacity.arithmetic import waste_bytes
+from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, RestoreModels, UnloadModel
+from wire.refusals import RefusalCode, Refused
+
+LOAD_STEP_EXPECTED_SECONDS = 10.0
+"""Seconds that a piece of a load may take: building the model, compiling kernels."""
+
+
+class ModelCommands:
+    """Carries out orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
+
+    def __init__(
+        self,
+        table: ModelTable,
+        catalogue: ModelCatalogue,
+        manager: ModelManager,
+        unloader: ModelUnloader,
+        blocks: LoadBlocks,
+        cause: Callable[[ModelDescriptor, float], str],
+        sweeps: SweepQueue,
+        admission: RequestAdmission,
+        waiting: WaitingRequests,
+        scheduler: Scheduler,
+        forwards: GatedForwards,
+        wiring: ModelWiring,
+    ) -> None:
+        self._table = table
+        self._catalogue = catalogue
+        self._manager = manager
+        self._unloader = unloader
+        self._blocks = blocks
+        self._cause = cause
+        self._sweeps = sweeps
+        self._admission = admission
+        self._waiting = waiting
+        self._scheduler = scheduler
+        self._forwards = forwards
+        self._wiring = wiring
+        self._orders: dict[int, str] = {}
+
+    # orders
+
+    def load(self, order: LoadModel, now: float) -> list[Frame]:
+        """Load a model on order. The answer follows at the end of the load, or now if it is loaded or cannot be."""
+        if order.model in self._table.loaded:
+            return [Finished(order.request, (), 0, 0)]
+        refused = self._request_load(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self._orders[order.request] = order.model
+        return []
+
+    def profile(self, order: ProfileModel, now: float) -> list[Frame]:
+        """Measure a model on order, after a load if necessary. The answer follows at the end of the sweep."""
+        refused = None if order.model in self._table.loaded else self._request_load(order.model, now)
+        if refused is not None:
+            return [Refusal(order.request, refused)]
+        self._sweeps.request_sweep(order.request, order.model)
+        return []
+
+    def _request_load(self, name: str, now: float) -> Refused | None:
+        """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
+        found = self._catalogue.find(name)
+        if found is None:
+            return no_model(name)
+        self._blocks.clear_failure(name)
+        cause = self._cause(found, now)
+        if cause:
+            return unloadable(name, cause)
+        self._manager.request_load(found)
+        return None
+
+    def unload(self, order: UnloadModel) -> list[Frame]:
+        """Unload a model on order, or abort its load. A model in use is not unloaded."""
+        cancelled = Refused(
+            RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
+        )
+        if self._manager.loading(order.model) and self._manager.abort_load(cancelled, order.model):
+            return [*self.ended_loads(), Finished(order.request, (), 0, 0)]
+        loaded_model = self._table.loaded.get(order.model)
+        if loaded_model is None:
+            return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
+        if users := loaded_model.usage.users:
+            message = f"{order.model} has {users} open requests here: wait for their end, or cordon the node first"
+            return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
+        del loaded_model  # the last reference to its weights is the table's
+        self._unloader.drop(order.model)
+        return [Finished(order.request, (), 0, 0)]
+
+    def restore(self, restore: RestoreModels, now: float) -> None:
+        """Ban models that crash the engine, and load those that were loaded before its end."""
+        self._blocks.ban(restore.bans, now)
+        for name in restore.models:
+            found = self._catalogue.find(name)
+            if found is not None and not self._cause(found, now):
+                self._manager.request_load(found)
+
+    def unload_idle(self, now: float) -> None:
+        """Unload models that are unused or were replaced on disk; load a replaced model again if it is preloaded."""
+        for found in self._unloader.unload_idle(now):
+            self._manager.request_load(found)
+
+    # loads
+
+    def may_load(self) -> bool:
+        """Return whether `step_load` has work that it may do now."""
+        return self._manager.busy and self._forwards.gate.not_ready_refusal() is None
+
+    def step_load(self, now: float) -> None:
+        """Start the next load, or load one piece of the current one. Call this only if `may_load()`."""
+        name = self._manager.reading
+        self._scheduler.synchronize()
+        with self._forwards.native(
+            NativeCallKind.LOAD,
+            name,
+            self._waiting.first_for(name),
+            LOAD_STEP_EXPECTED_SECONDS + BYTES_BETWEEN_STEPS / MIN_LOAD_BYTES_PER_SECOND,
+        ):
+            self._manager.tick(now)
+
+    def ended_loads(self) -> list[Frame]:
+        """Return the answers for all requests and orders whose load has ended."""
+        return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
+
+    def _end_load(self, outcome: Outcome) -> list[Frame]:
+        """Admit the requests that waited for a load, or refuse them with the reason of its failure. Answer the orders
+        to load."""
+        self._wiring.rewire()
+        if not isinstance(outcome, LoadSucceeded):
+            return self._end_failed_load(outcome)
+        loaded_model = outcome.loaded_model
+        loaded_model.ledger.bound_waste(waste_bytes(self._forwards.gate.cap))
+        frames: list[Frame] = [Finished(number, (), 0, 0) for number in self._take_orders(loaded_model.name)]
+        while (one := self._waiting.take_next(loaded_model.name)) is not None:
+            frames += self._admission.admit(loaded_model, one.prepared, one.arrived, time.monotonic())
+        return frames
+
+    def _end_failed_load(self, outcome: LoadFailed) -> list[Frame]:
+        self._sweeps.failed(outcome.model, outcome.refused)
+        frames: list[Frame] = [Refusal(number, outcome.refused) for number in self._take_orders(outcome.model)]
+        while (one := self._waiting.take_next(outcome.model)) is not None:
+            frames.append(Refusal(one.prepared.request.request, outcome.refused, one.prepared.tokens))
+        return frames
+
+    def _take_orders(self, model: str) -> list[int]:
+        """Remove and return the orders to load a model."""
+        numbers = [number for number, name in self._orders.items() if name == model]
+        for number in numbers:
+            del self._orders[number]
+        return numbers

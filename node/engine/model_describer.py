@@ -1,0 +1,89 @@
+"""Describer of models: collects the facts for `model_report` from the parts of the engine."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from node.engine.admission import RequestLimits
+from node.engine.memory.gate import MemoryGate
+from node.engine.model_report import LoadFacts, ModelFacts, describe_loaded, describe_unloaded, with_measurements
+from node.engine.models.load_times import LoadTimes
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_manager import ModelManager
+from node.engine.models.model_table import ModelTable
+from node.engine.models.profiler import Profiler
+from node.models.catalogue import ModelCatalogue
+from wire.capacity.arithmetic import waste_bytes
+from wire.report import Memory, Model
+
+
+class DescriberRules(NamedTuple):
+    """Functions and settings of the describer."""
+
+    limits: RequestLimits
+    """Limits of requests."""
+    features: Callable[[ModelDescriptor], tuple[str, ...]]
+    """Returns the features of a model's requests."""
+    cause: Callable[[ModelDescriptor, float], str]
+    """Returns why a model cannot be used at a monotonic time; empty if it can."""
+    pinned: frozenset[str]
+    """Names of preloaded models."""
+    floor: int
+    """Tokens of the smallest chunk."""
+
+    def facts(self, found: ModelDescriptor) -> ModelFacts:
+        """Return the facts about a model."""
+        return ModelFacts(self.limits.context_of(found), self.features(found), found.name in self.pinned, self.floor)
+
+
+class ModelDescriber:
+    """Describes models for reports and for admission."""
+
+    def __init__(
+        self,
+        table: ModelTable,
+        manager: ModelManager,
+        catalogue: ModelCatalogue,
+        gate: MemoryGate,
+        times: LoadTimes,
+        profiler: Profiler,
+        rules: DescriberRules,
+    ) -> None:
+        self._table = table
+        self._manager = manager
+        self._catalogue = catalogue
+        self._gate = gate
+        self._times = times
+        self._profiler = profiler
+        self._rules = rules
+
+    def model(self, found: ModelDescriptor, now: float) -> Model:
+        """Return the description of a model at the monotonic time `now`, without the results of measurements."""
+        facts = self._rules.facts(found)
+        loaded_model = self._table.loaded.get(found.name)
+        if loaded_model is not None:
+            return describe_loaded(loaded_model, found, facts, self._gate.narrowed_bytes, now)
+        return describe_unloaded(found, facts, self._load_facts(found, now))
+
+    def _load_facts(self, found: ModelDescriptor, now: float) -> LoadFacts:
+        manager, weights = self._manager, self._manager.size_of(found)
+        return LoadFacts(
+            weights=weights,
+            expected_seconds=self._times.expected(
+                found.fingerprint, weights, self._profiler.seconds(found.fingerprint)
+            ),
+            waste=waste_bytes(self._gate.cap),
+            loading=manager.loading(found.name),
+            progress=manager.progress(found.name),
+            cause=self._rules.cause(found, now),
+        )
+
+    def reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
+        """Return the description of a model for the report, with the results of measurements if it is loaded."""
+        loaded_model, model = self._table.loaded.get(found.name), self.model(found, now)
+        if loaded_model is None:
+            return model
+        return with_measurements(model, loaded_model, memory, self._rules.limits.batch)
+
+    def all_reported(self, memory: Memory, now: float) -> tuple[Model, ...]:
+        """Return the descriptions of all models on disk for the report."""
+        return tuple(self.reported(found, memory, now) for found in self._catalogue.known().values())

@@ -1,0 +1,140 @@
+"""Report of a model: its description for the agent and for admission, from its state in memory. Pure."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
+
+from msgspec.structs import replace
+
+from node.engine.models.model_descriptor import ModelDescriptor
+from wire.capacity.arithmetic import max_batch, max_context, prefill_transient
+from wire.report import Memory, Model, TransientModel
+
+if TYPE_CHECKING:
+    from node.engine.models.loaded_model import LoadedModel
+
+ASSUMED_BYTES_PER_TOKEN = 4.0
+"""Bytes of text per prompt token before a measurement."""
+
+
+class ReportedTransients(TypedDict):
+    """Transients of a model's forwards in its report."""
+
+    transient: int
+    """Bytes of the smallest chunk of the engine."""
+    forward: TransientModel
+    """Coefficients, with the smallest chunk of the engine."""
+
+
+class ModelFacts(NamedTuple):
+    """Facts about a model that its report takes from other parts of the engine."""
+
+    context: int
+    """Most tokens of a row."""
+    features: tuple[str, ...]
+    """Features of its requests."""
+    pinned: bool
+    """Whether it is preloaded."""
+    floor: int
+    """Tokens of the smallest chunk of the engine."""
+
+
+class LoadFacts(NamedTuple):
+    """Facts about the load of a model that is not loaded."""
+
+    weights: int = 0
+    """Bytes of its weights once loaded."""
+    expected_seconds: float = 0.0
+    """Expected duration of its load."""
+    waste: int = 0
+    """Bytes of padding that a decode batch may have under the cap in force."""
+    loading: bool = False
+    """Whether its load is in progress or queued."""
+    progress: float = 0.0
+    """Loaded share of its weights, 0 to 1."""
+    cause: str = ""
+    """Why it cannot be loaded; empty if it can."""
+
+
+def transients(transient: TransientModel, floor: int) -> ReportedTransients:
+    """Return the transients of a model's forwards, with the smallest chunk of this engine (`floor` tokens)."""
+    return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
+
+
+def describe_unloaded(found: ModelDescriptor, facts: ModelFacts, load: LoadFacts) -> Model:
+    """Return the report of a model that is not loaded."""
+    return Model(
+        name=found.name,
+        fingerprint=found.fingerprint,
+        loaded=False,
+        weights=load.weights,
+        kv_per_token=found.kv.per_token,
+        context=facts.context,
+        load_seconds=load.expected_seconds,
+        features=facts.features,
+        kv_step=found.kv.step,
+        kv_fixed=found.kv.fixed,
+        kv_window=found.kv.window,
+        kv_window_per_token=found.kv.window_per_token,
+        kv_waste=load.waste,
+        loading=load.loading,
+        cause=load.cause,
+        progress=load.progress,
+        pinned=facts.pinned,
+        **transients(found.forward, facts.floor),
+    )
+
+
+def describe_loaded(
+    loaded_model: "LoadedModel", found: ModelDescriptor, facts: ModelFacts, narrowed: Callable[[], int], now: float
+) -> Model:
+    """Return the report of a loaded model at the monotonic time `now`, without the results of measurements.
+
+    `narrowed()` returns the bytes by which profiles narrow the margin.
+    """
+    kv, stats, rows = loaded_model.kv, loaded_model.stats, loaded_model.estimator.rows
+    rested = loaded_model.usage.idle_seconds(now)
+    return Model(
+        name=found.name,
+        fingerprint=found.fingerprint,
+        loaded=True,
+        weights=loaded_model.weights,
+        kv_per_token=kv.per_token,
+        context=facts.context,
+        load_seconds=stats.load_seconds,
+        prefill_speed=stats.reads.after(rested),
+        decode_speed=stats.writes.after(rested),
+        bytes_per_token=stats.bytes_per_token or ASSUMED_BYTES_PER_TOKEN,
+        features=facts.features,
+        groups=loaded_model.ledger.groups(),
+        kv_step=kv.step,
+        kv_fixed=kv.fixed,
+        kv_window=kv.window,
+        kv_window_per_token=kv.window_per_token,
+        kv_waste=kv.waste,
+        covered_rows=rows,
+        uncovered=narrowed() if rows else 0,
+        pinned=facts.pinned,
+        **transients(loaded_model.estimator.transient, facts.floor),
+    )
+
+
+def with_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
+    """Return the report of a loaded model with the results of measurements under the cap in force. `batch` is the
+    maximum rows that decode at once."""
+    profile, estimator = loaded_model.stats.profile, loaded_model.estimator
+    return replace(
+        model,
+        profiled=profile is not None,
+        observed=estimator.highest,
+        max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
+        max_batch=max_batch(memory, model, batch),
+        residual=0 if profile is None else max(profile.residual, estimator.residual),
+        covered=0 if profile is None else profile.chunk,
+    )
+
+
+def longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
+    """Return the longest row that the measured costs of a model allow, in tokens. `model` is its report; it may not be
+    loaded yet. `floor` is the smallest chunk of the engine, in tokens."""
+    alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
+    return max_context(memory, replace(alone, **transients(loaded_model.estimator.transient, floor)))

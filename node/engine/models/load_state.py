@@ -1,0 +1,165 @@
+"""State machine of a model load, as data: from the order to the loaded model, or to the reason of its failure. Pure.
+
+    queued ──began──► loading ──piece due──► loading … ──finished──► loaded
+       │                 │ broken: its files cannot be used
+       │ refused         │ aborted: no room, an order, or its files changed
+       └─────────────────┴──────────────────────────────────────────► failed
+
+Rules
+- One load is in `loading` at a time. The gate is checked before `LoadBegan` and before each piece; `load` yields the
+  cost of a piece before the piece is read.
+- Weights still to load (`left`) count as reserved. They are at most `total`, which is exact from the first piece on.
+- `loaded` and `failed` have no event. An illegal event is an error of this program; it ends this load as failed.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from node.engine.models.model_descriptor import ModelDescriptor
+
+
+class LoadPhase(StrEnum):
+    """Phase of a load."""
+
+    QUEUED = "queued"
+    """Waits for its turn."""
+    LOADING = "loading"
+    """Its pieces are loaded one by one."""
+    LOADED = "loaded"
+    """The model is in memory."""
+    FAILED = "failed"
+    """It was refused or aborted, or its files cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStep:
+    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which checks
+    the gate itself."""
+
+    left: int = 0
+    """Bytes of weights still to load."""
+    transient: int = 0
+    """Transient bytes of the step in addition to the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Load of one model. Sizes are in bytes."""
+
+    found: ModelDescriptor
+    """Model to load."""
+    phase: LoadPhase = LoadPhase.QUEUED
+    """Phase of the load."""
+    total: int = 0
+    """All weights; exact once the model is built."""
+    left: int = 0
+    """Weights still to load."""
+    begun: float = 0.0
+    """Monotonic time of its start."""
+    due: LoadStep = LoadStep()
+    """Cost of the next piece."""
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.found.name
+
+    @property
+    def read(self) -> int:
+        """Weights that are in memory."""
+        return self.total - self.left if self.phase is LoadPhase.LOADING else 0
+
+    @property
+    def progress(self) -> float:
+        """Loaded share of the weights, 0 to 1; 0.0 before its start."""
+        return 1.0 - self.left / max(1, self.total) if self.phase is LoadPhase.LOADING else 0.0
+
+    def check(self) -> list[str]:
+        """Return one sentence for each violated invariant; an empty list if all hold."""
+        loading = self.phase is LoadPhase.LOADING
+        found = [
+            (not 0 <= self.left <= max(0, self.total), f"{self.left} of {self.total} bytes are left"),
+            (not loading and self.left > 0, f"{self.left} bytes are left in the phase {self.phase}"),
+            (self.phase is LoadPhase.QUEUED and self.total > 0, f"{self.total} bytes are known before the start"),
+        ]
+        return [f"load of {self.name}: {text}" for wrong, text in found if wrong]
+
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBegan:
+    """Event: the gate has passed `weights` bytes at the monotonic time `now`."""
+
+    weights: int
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class PieceDue:
+    """Event: the next piece has this cost."""
+
+    step: LoadStep
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFinished:
+    """Event: the model is complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRefused:
+    """Event: the load was refused before its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAborted:
+    """Event: the load ends before its model is complete: for lack of memory, or by an order."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBroke:
+    """Event: the files of the model cannot be used."""
+
+
+LoadEvent = LoadBegan | PieceDue | LoadFinished | LoadRefused | LoadAborted | LoadBroke
+
+TABLE: dict[type[LoadEvent], dict[LoadPhase, LoadPhase]] = {
+    LoadBegan: {LoadPhase.QUEUED: LoadPhase.LOADING},
+    PieceDue: {LoadPhase.LOADING: LoadPhase.LOADING},
+    LoadFinished: {LoadPhase.LOADING: LoadPhase.LOADED},
+    LoadRefused: {LoadPhase.QUEUED: LoadPhase.FAILED},
+    LoadAborted: {LoadPhase.QUEUED: LoadPhase.FAILED, LoadPhase.LOADING: LoadPhase.FAILED},
+    LoadBroke: {LoadPhase.LOADING: LoadPhase.FAILED},
+}
+"""Legal events, each with the phases in which it is legal and the phase that follows."""
+
+
+class IllegalLoadEventError(Exception):
+    """Error of an event that is illegal in the phase of a load, which is an error of this program."""
+
+    def __init__(self, load: ModelLoad, event: LoadEvent) -> None:
+        super().__init__(f"the event {type(event).__name__} is illegal for a load in the phase {load.phase}")
+        self.state = load.phase
+        self.event = event
+
+
+def step(load: ModelLoad, event: LoadEvent) -> ModelLoad:
+    """Return a load after an event. Raise `IllegalLoadEventError` if the event is illegal in its phase."""
+    phase = TABLE[type(event)].get(load.phase)
+    if phase is None:
+        raise IllegalLoadEventError(load, event)
+    match event:
+        case LoadBegan(weights, now):
+            return replace(load, phase=phase, total=weights, left=weights, begun=now)
+        case PieceDue(due):
+            return _with_piece(load, due)
+        case _:
+            return replace(load, phase=phase, left=0, due=LoadStep())
+
+
+def _with_piece(load: ModelLoad, due: LoadStep) -> ModelLoad:
+    """Return a load whose next piece has this cost. The first piece with weights has the exact size of the model."""
+    total = due.left if load.due.left == 0 and due.left else load.total
+    return replace(load, total=max(total, due.left), left=due.left, due=due)

@@ -1,0 +1,51 @@
+"""Loader of a model with its memory profile, piece by piece, and the seconds of each part."""
+
+import time
+from collections.abc import Generator
+
+from node.engine.models.load_state import LoadStep
+from node.engine.models.load_times import LoadTimes
+from node.engine.models.loaded_model import LoadedModel, load
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_manager import FilesChangedError
+from node.engine.models.model_table import ModelTable
+from node.engine.models.model_wiring import ModelWiring
+from node.engine.models.profiler import Profiler
+from node.models.catalogue import ModelCatalogue
+
+
+class ModelLoader:
+    """Loads models and measures their profiles."""
+
+    def __init__(
+        self,
+        table: ModelTable,
+        catalogue: ModelCatalogue,
+        wiring: ModelWiring,
+        profiler: Profiler,
+        times: LoadTimes,
+    ) -> None:
+        self._table = table
+        self._catalogue = catalogue
+        self._wiring = wiring
+        self._profiler = profiler
+        self._times = times
+
+    def pieces(self, found: ModelDescriptor) -> Generator[LoadStep | LoadedModel]:
+        """Load a model and measure its profile. Yield the cost of each step before that step runs, and finally the
+        model. Raise `FilesChangedError` if its files changed meanwhile."""
+        begun = read = time.monotonic()
+        try:
+            for piece in load(found, self._wiring.add_coming):
+                if isinstance(piece, LoadStep):
+                    read = time.monotonic()
+                else:
+                    warm, first = time.monotonic(), self._profiler.seconds(found.fingerprint) > 0
+                    if not self._catalogue.unchanged(found):
+                        raise FilesChangedError(f"the files of {found.name} changed during the load: retry")
+                    yield from (LoadStep() for _ in self._profiler.probe(piece, alone=not self._table.loaded))
+                    probe = time.monotonic() - warm if first else 0.0
+                    self._times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                yield piece
+        finally:
+            self._wiring.end_coming()

@@ -1,0 +1,124 @@
+"""Statistics and users of a loaded model: speeds of its forwards, its memory profile, and its holds."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from node.engine.scheduling.rules.chunk_policy import ChunkPace, PrefillSpeed, mean
+from wire.report import ROW_COST
+
+if TYPE_CHECKING:
+    from node.engine.models.profile import MemoryProfile
+
+MIN_MEASURED_TOKENS = 64
+"""Minimum prompt tokens from which bytes per token are measured."""
+FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
+"""Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelStats:
+    """Measurements of a loaded model. Only its own methods change them."""
+
+    reads: PrefillSpeed = field(default_factory=PrefillSpeed)
+    """Speed of its prefills, in tokens per second."""
+    writes: PrefillSpeed = field(default_factory=PrefillSpeed)
+    """Speed of a row that decodes alone, in tokens per second."""
+    step_seconds: float = 0.0
+    """Running mean of a decode step, in seconds."""
+    pace: ChunkPace = field(default_factory=ChunkPace)
+    """Duration of its chunks."""
+    load_seconds: float = 0.0
+    """Duration of its load, in seconds."""
+    bytes_per_token: float = 0.0
+    """Running mean of text bytes per prompt token; 0.0: not measured."""
+    profile: "MemoryProfile | None" = None
+    """Memory profile, stored or measured; None: none yet."""
+
+    def expected_prefill_seconds(self, tokens: int) -> float:
+        """Return the seconds that a prefill forward of `tokens` tokens may take."""
+        return tokens / (self.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
+
+    def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
+        """Record a prefill forward of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on
+        average."""
+        self.reads.learn(tokens / max(seconds, 1e-6))
+        self.pace.learn(tokens, back, seconds)
+
+    def record_step(self, seconds: float, rows: int) -> None:
+        """Record the duration of a decode step of a batch with `rows` rows, and derive the speed of a single row.
+
+        Both are running means, because the last step alone would describe a machine that may be idle by now.
+        """
+        self.step_seconds = mean(self.step_seconds, seconds)
+        self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
+
+    def record_text(self, size: int, tokens: int) -> None:
+        """Update the mean bytes per token from a prompt of `size` bytes and `tokens` tokens. Ignore short prompts,
+        which are mostly template."""
+        if tokens >= MIN_MEASURED_TOKENS and size:
+            self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
+
+    def record_load(self, seconds: float) -> None:
+        """Record the duration of the model's load, in seconds."""
+        self.load_seconds = seconds
+
+    def record_profile(self, profile: "MemoryProfile") -> None:
+        """Replace the memory profile by a stored or newly measured one."""
+        self.profile = profile
+
+
+def warmed_up(prefill_speed: float, step_seconds: float) -> ModelStats:
+    """Return the statistics after a warm-up with these measurements: tokens per second of a prefill, and seconds of a
+    decode step."""
+    stats = ModelStats(step_seconds=step_seconds, pace=ChunkPace(step_seconds, 1 / prefill_speed))
+    stats.reads.learn(prefill_speed)
+    stats.writes.learn(1 / step_seconds)
+    return stats
+
+
+class ModelUsage:
+    """Users of a loaded model: requests, sweeps and tokenizations. A model in use is not unloaded."""
+
+    def __init__(self) -> None:
+        self._holds: set[ModelHold] = set()
+        self.used_at = 0.0
+        """Monotonic time of the last use."""
+
+    @property
+    def users(self) -> int:
+        """Number of users."""
+        return len(self._holds)
+
+    def hold(self) -> "ModelHold":
+        """Add a user, and return its hold, which must be released at its end."""
+        hold = ModelHold(self._holds)
+        self._holds.add(hold)
+        return hold
+
+    def mark_used(self, now: float) -> None:
+        """Record that the model was in use until the monotonic time `now`."""
+        self.used_at = max(self.used_at, now)
+
+    def idle_seconds(self, now: float) -> float:
+        """Return the seconds since the last use at the monotonic time `now`; 0.0 while the model is in use."""
+        return 0.0 if self._holds else now - self.used_at
+
+
+class ModelHold:
+    """Hold of one user on a loaded model, from `ModelUsage.hold`. `release` may be called twice. As a context, the hold
+    is released at its end."""
+
+    __slots__ = ("_holds",)
+
+    def __init__(self, holds: "set[ModelHold]") -> None:
+        self._holds = holds
+
+    def release(self) -> None:
+        """Remove this user of the model."""
+        self._holds.discard(self)
+
+    def __enter__(self) -> None:
+        """Keep the model in memory until the context ends."""
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

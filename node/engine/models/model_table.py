@@ -1,0 +1,77 @@
+"""Table of the models in memory: the loaded ones by name, and the load in progress. The memory they take follows from
+it."""
+
+from collections.abc import Iterable, Mapping
+
+from node.engine.models.load_state import ModelLoad
+from node.engine.models.loaded_model import LoadedModel
+
+
+class ModelTable:
+    """Models in memory. The model manager writes the load in progress; `ModelUnloader` removes models."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, LoadedModel] = {}
+        self._load: ModelLoad | None = None
+
+    @property
+    def loaded(self) -> Mapping[str, LoadedModel]:
+        """Loaded models by name."""
+        return self._loaded
+
+    @property
+    def load(self) -> ModelLoad | None:
+        """Load in progress; None if there is none."""
+        return self._load
+
+    def put(self, loaded_model: LoadedModel) -> None:
+        """Add a loaded model, or replace the one of this name."""
+        self._loaded[loaded_model.name] = loaded_model
+
+    def remove(self, name: str) -> LoadedModel:
+        """Remove and return a loaded model."""
+        return self._loaded.pop(name)
+
+    def set_load(self, load: ModelLoad | None) -> None:
+        """Replace the load in progress by its next state; None at its end."""
+        self._load = load
+
+    # bytes
+
+    def weights(self) -> int:
+        """Return the bytes of the weights of all loaded models."""
+        return sum(one.weights for one in self._loaded.values())
+
+    def weights_of(self, name: str) -> int:
+        """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
+        loaded_model = self._loaded.get(name)
+        if loaded_model is not None:
+            return loaded_model.weights
+        return self._load.read if self._load is not None and self._load.name == name else 0
+
+    def known_bytes(self) -> int:
+        """Return the known bytes in memory: weights as far as they are loaded, and rows."""
+        rows = sum(one.weights + one.ledger.written_bytes() for one in self._loaded.values())
+        return rows + (0 if self._load is None else self._load.read)
+
+    def reserved_bytes(self) -> int:
+        """Return the committed bytes of all rows, and those of the weights still to load."""
+        reserved = sum(one.ledger.reserved_bytes() for one in self._loaded.values())
+        return reserved + (0 if self._load is None else self._load.left)
+
+    # measurements
+
+    def residual(self, floor: int) -> int | None:
+        """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
+        loaded, or if one was not measured up to the smallest chunk of this engine (`floor` tokens)."""
+        return worst_residual(self._loaded.values(), floor)
+
+
+def worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
+    """Return the worst residual of these models, in bytes; None as in `ModelTable.residual`."""
+    models = list(loaded_models)
+    profiles = [one.stats.profile for one in models]
+    measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
+    if not profiles or len(measured) < len(profiles):
+        return None
+    return max(*measured, *(one.estimator.residual for one in models))

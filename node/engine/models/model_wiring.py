@@ -1,0 +1,34 @@
+"""Wiring of the weights in memory: the wired limit follows the loaded models and the load in progress."""
+
+from collections.abc import Callable
+
+from node.engine.memory.footprint import WiredLimit
+from node.engine.models.model_table import ModelTable
+
+
+class ModelWiring:
+    """Setter of the wired limit for the models in memory. `forget_peak()` resets the recent peak of the memory."""
+
+    def __init__(self, limit: WiredLimit, table: ModelTable, forget_peak: Callable[[], None]) -> None:
+        self.limit = limit
+        self._table = table
+        self._forget_peak = forget_peak
+        self._coming = 0
+
+    def rewire(self) -> None:
+        """Set the wired limit for the weights in memory."""
+        self.limit.apply(self._coming + self._table.weights())
+
+    def add_coming(self, weights: int) -> None:
+        """Wire a model whose weights (bytes) are all in memory, before its first forward."""
+        self._coming = weights
+        self.rewire()
+
+    def end_coming(self) -> None:
+        """Forget the weights of the load that ends; they are loaded or released."""
+        self._coming = 0
+
+    def on_released(self) -> None:
+        """Reset the recent peak after memory was freed, possibly that of a model, and set the wired limit."""
+        self._forget_peak()
+        self.rewire()

@@ -1,0 +1,92 @@
+"""Requests that wait before their admission: for their model, or for the tokenization of a long prompt."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from node.engine.models.model_stats import ModelHold
+from node.engine.requests.prepared import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingForModel:
+    """Request that waits for the load of its model."""
+
+    prepared: PreparedRequest
+    """The request."""
+    arrived: float
+    """Monotonic time of its arrival."""
+    reserved_bytes: int
+    """Bytes of its rows, which count as reserved."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.prepared.request.model
+
+
+class WaitingRequests:
+    """Requests that wait for their model, and prompts in tokenization. Their memory counts as reserved."""
+
+    def __init__(self) -> None:
+        self._for_model: dict[int, WaitingForModel] = {}
+        self._in_tokenization: dict[int, tuple[int, ModelHold | None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._for_model) + len(self._in_tokenization)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._for_model
+
+    def tokens(self) -> int:
+        """Return the prompt tokens of all requests that wait for their model."""
+        return sum(one.prepared.tokens for one in self._for_model.values())
+
+    def reserved_bytes(self) -> int:
+        """Return the bytes that are reserved for all of them."""
+        rows = sum(one.reserved_bytes for one in self._for_model.values())
+        return rows + sum(need for need, _ in self._in_tokenization.values())
+
+    # for their model
+
+    def add(self, number: int, waiting: WaitingForModel) -> None:
+        """Add a request that waits for its model."""
+        self._for_model[number] = waiting
+
+    def remove(self, number: int) -> bool:
+        """Remove a request that waits for its model; return whether there was one of this number."""
+        return self._for_model.pop(number, None) is not None
+
+    def take_next(self, model: str) -> WaitingForModel | None:
+        """Remove and return the first request that waits for a model; None if there is none. All later
+        requests stay reserved."""
+        return self._for_model.pop(self.first_for(model), None)
+
+    def is_awaited(self, model: str) -> bool:
+        """Return whether a request waits for this model."""
+        return any(one.model == model for one in self._for_model.values())
+
+    def first_for(self, model: str) -> int:
+        """Return the number of the first request that waits for a model; 0 if there is none."""
+        return next((number for number, one in self._for_model.items() if one.model == model), 0)
+
+    # in tokenization
+
+    @property
+    def in_tokenization(self) -> Collection[int]:
+        """Numbers of the prompts in tokenization."""
+        return self._in_tokenization.keys()
+
+    def begin_tokenization(self, number: int, hold: ModelHold | None) -> None:
+        """Add a prompt in tokenization, whose model stays in memory. `reserve` sets its memory."""
+        self._in_tokenization[number] = (0, hold)
+
+    def reserve(self, number: int, need: int) -> None:
+        """Reserve `need` bytes for the tokenization of a prompt."""
+        _, hold = self._in_tokenization[number]
+        self._in_tokenization[number] = (need, hold)
+
+    def end_tokenization(self, number: int) -> None:
+        """Release the memory and the model of a prompt after its tokenization."""
+        _, hold = self._in_tokenization.pop(number, (0, None))
+        if hold is not None:
+            hold.release()

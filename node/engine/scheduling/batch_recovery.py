@@ -1,0 +1,192 @@
+"""Recovery and ends of rows: rebuild rows of a broken batch, and clean up wherever a request ends.
+
+An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. The
+second exception fails a row for good.
+
+All ends of a request pass here, which clean prefills, batches and ledger. A broken batch can end further requests, and
+the end of a request can break a batch. Both are therefore in one class.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+
+import structlog
+
+from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.requests.sequence import Row, Sequence
+from node.engine.scheduling.batch_table import BatchTable
+from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.prefill import Prefill
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
+from node.engine.scheduling.request_table import RequestTable
+from node.engine.scheduling.rules.row_state import IllegalRowEventError, RowEvent
+from node.engine.scheduling.step_output import StepOutput, finished
+from wire.frames import Failed, Refusal
+from wire.refusals import FailureCode, Refused
+
+MAX_REBUILDS = 1
+"""Rebuilds of a row before its request fails."""
+
+log = structlog.get_logger("engine.generation")
+
+
+class BatchRecovery:
+    """Rebuilds rows of broken batches, and ends requests. `loaded_models()` returns the loaded models by name."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        batches: BatchTable,
+        output: StepOutput,
+        forwards: GatedForwards,
+        prefixes: PrefixCacheManager,
+        loaded_models: Callable[[], Mapping[str, LoadedModel]],
+    ) -> None:
+        self._requests = requests
+        self._batches = batches
+        self._output = output
+        self._forwards = forwards
+        self._prefixes = prefixes
+        self._loaded_models = loaded_models
+
+    def model_of(self, sequence: Sequence) -> LoadedModel:
+        """Return the loaded model of a live request."""
+        return self._loaded_models()[sequence.request.model]
+
+    def queue_prefill(
+        self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
+    ) -> None:
+        """Queue a prefill of `ids` after its lookup in the prefix cache, with `first` at the start."""
+        prefill = Prefill(loaded_model, sequence, rows, ids)
+        self._prefixes.begin(prefill)
+        self._requests.queue(prefill, first=first)
+
+    @contextmanager
+    def contained(self, sequence: Sequence) -> Generator[None]:
+        """End a request as failed where an event is illegal for one of its rows, which is an error of this program."""
+        try:
+            yield
+        except IllegalRowEventError as error:
+            log.exception(
+                "illegal event",
+                request=sequence.number,
+                request_id=sequence.request.request_id,
+                state=error.state,
+                illegal_event=error.event,
+            )
+            self.fail(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
+
+    def store_rows(self, loaded_model: LoadedModel, rows: Iterable[Row]) -> None:
+        """Store the tokens of rows in the prefix cache, before they leave their batches."""
+        for row in rows:
+            number = loaded_model.ledger.batch_of(row.commitment)
+            batch = self._batches.get(loaded_model, number)
+            if batch is None:
+                continue
+            try:
+                self._prefixes.store_row(loaded_model, row, batch)
+            except Exception as error:
+                self.rebuild(loaded_model, number, error)
+
+    def rebuild(self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()) -> None:
+        """Discard a batch whose object raised; prefill its rows again from their ids."""
+        batch = self._batches.pop(loaded_model, number)
+        if batch is None:
+            return
+        self._prefixes.invalidate(loaded_model.name)
+        known = {id(row) for row in failing}
+        rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
+        log.warning("rebuild", model=loaded_model.name, rows=len(rows), error=text_of(error))
+        for row in rows:
+            if row.reason:  # its request failed by an earlier row of this loop
+                continue
+            with self.contained(row.sequence):
+                self._rebuild_row(loaded_model, row, error)
+        release_free_memory()
+
+    def _rebuild_row(self, loaded_model: LoadedModel, row: Row, error: Exception) -> None:
+        row.apply(RowEvent.BATCH_BROKEN)
+        row.commitment.reset()
+        if row.count_rebuild() > MAX_REBUILDS:
+            self.fail(
+                row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}"
+            )
+            return
+        row.apply(RowEvent.REQUEUED)
+        self.queue_prefill(loaded_model, row.sequence, [row], row.token_ids(), first=True)
+
+    def drop(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
+        """Remove rows from their batches and from the ledger."""
+        self._batches.spoil_step()
+        for number in {loaded_model.ledger.batch_of(row.commitment) for row in rows}:
+            batch = self._batches.get(loaded_model, number)
+            if batch is not None:
+                self._drop_from(loaded_model, number, batch, rows)
+        for row in rows:
+            loaded_model.ledger.release(row.commitment)
+
+    def _drop_from(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
+        try:
+            batch.drop(rows)
+        except Exception as error:
+            self.rebuild(loaded_model, number, error, failing=rows)
+            return
+        if not len(batch):
+            self._batches.pop(loaded_model, number)
+
+    def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
+        """Remove the rows that have ended, and report the requests whose last row ended at the monotonic time `now`."""
+        ended = [row for row in rows if row.reason and row.sequence in self._requests]
+        if not ended:
+            return
+        self._batches.spoil_step()
+        self.store_rows(loaded_model, ended)
+        self.drop(loaded_model, ended)
+        for sequence in {id(row.sequence): row.sequence for row in ended}.values():
+            # A batch that broke while its ended rows were copied or dropped may have ended the whole request.
+            if sequence in self._requests and not any(sequence.active_rows()):
+                self._requests.remove(loaded_model, sequence)
+                self._output.add_end(finished(sequence, now))
+
+    def release(self, sequence: Sequence) -> None:
+        """Remove a request in any state and release all its memory."""
+        loaded_model = self.model_of(sequence)
+        writing = list(sequence.active_rows())
+        self._requests.clear_prefills(sequence)
+        if not self._requests.end_preemption(sequence):
+            self.drop(loaded_model, writing)
+        for row in writing:
+            row.release()
+        self._requests.remove(loaded_model, sequence)
+        release_free_memory()
+
+    def end(self, sequence: Sequence, refused: Refused, code: str) -> None:
+        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
+        delivered = sequence.delivered
+        self.release(sequence)
+        log.warning(
+            "ended",
+            request=sequence.number,
+            request_id=sequence.request.request_id,
+            code=code,
+            left=len(self._requests.live),
+        )
+        if delivered:
+            self._output.add_end(Failed(sequence.number, code, refused.message))
+        else:
+            self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
+
+    def fail(self, sequence: Sequence, code: str, message: str) -> None:
+        """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
+        if sequence not in self._requests:
+            return
+        self.release(sequence)
+        self._forwards.count_failure(by_engine=code != FailureCode.GRAMMAR_FAILED)
+        self._output.add_end(Failed(sequence.number, code, message))
+
+
+def text_of(error: Exception) -> str:
+    """Render an exception as one line of bounded length."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

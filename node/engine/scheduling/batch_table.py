@@ -1,0 +1,90 @@
+"""Table of the decode batches of all models, and the mark by which the memory of a step is measured."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.requests.sequence import Row
+from node.engine.scheduling.decode_batch import DecodeBatch
+
+NO_BATCHES: Mapping[int, DecodeBatch[Row]] = {}
+
+
+class BatchTable:
+    """Decode batches by model and batch number (`CommitmentLedger.batch_of`).
+
+    `loaded_models()` returns the loaded models by name; batches are visited in their order.
+    """
+
+    def __init__(self, loaded_models: Callable[[], Mapping[str, LoadedModel]]) -> None:
+        self._loaded_models = loaded_models
+        self._batches: dict[str, dict[int, DecodeBatch[Row]]] = {}
+        self._sample, self._grew = 0, False
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._batches.values()))
+
+    def __iter__(self) -> Iterator[tuple[LoadedModel, int, DecodeBatch[Row]]]:
+        """Yield all batches with their models and numbers. Batches may be removed meanwhile; those are skipped."""
+        if not self._batches:
+            return
+        for loaded_model in list(self._loaded_models().values()):
+            for number in list(self.of(loaded_model)):
+                batch = self.get(loaded_model, number)
+                if batch is not None:
+                    yield loaded_model, number, batch
+
+    def of(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
+        """Return the batches of a model by number."""
+        return self._batches.get(loaded_model.name, NO_BATCHES)
+
+    def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
+        """Return a batch of a model; None if there is none of this number."""
+        return self.of(loaded_model).get(number)
+
+    def put(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
+        """Add a batch, or do nothing if it is the present one."""
+        self._batches.setdefault(loaded_model.name, {})[number] = batch
+
+    def pop(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
+        """Remove and return a batch of a model; None if there is none of this number."""
+        batches = self._batches.get(loaded_model.name, {})
+        batch = batches.pop(number, None)
+        if not batches:
+            self._batches.pop(loaded_model.name, None)
+        return batch
+
+    def rows(self) -> int:
+        """Return the number of decoding rows."""
+        return sum(len(batch) for batches in self._batches.values() for batch in batches.values())
+
+    def rows_by_key(self) -> Counter[str]:
+        """Return the number of decoding rows of each API key."""
+        return Counter(row.sequence.request.owner.name for _, _, batch in self for row in batch.rows())
+
+    def step_seconds(self) -> float:
+        """Return the seconds of a step of all batches; 0 while no row decodes."""
+        return sum(one.stats.step_seconds * len(self.of(one)) for one in self._loaded_models().values())
+
+    def clear(self) -> None:
+        """Release all batches, because the process ends."""
+        self._batches.clear()
+
+    # the memory of a step
+
+    def mark_step(self, mark: int, *, grew: bool) -> None:
+        """Record the mark (`MlxPeakTracker.marks`) of the last decode step, and whether its caches grew."""
+        self._sample, self._grew = mark, grew
+
+    def spoil_step(self) -> None:
+        """Record that another call has allocated or freed memory since the last step, so that it cannot be measured."""
+        self._sample = 0
+
+    def is_measurable(self, marks: int) -> bool:
+        """Return whether the memory of the last step can be measured: `marks` is unchanged, and no other call has
+        allocated or freed memory since. Steps whose caches grew are left out, because their copies follow from the
+        batch size."""
+        return self._sample == marks and not self._grew

@@ -1,0 +1,177 @@
+"""Decode loop: one token for every row of every batch, growth of commitments, and the end of rows."""
+
+import time
+
+import structlog
+from msgspec.structs import replace
+
+from node.engine.grammar.matcher import GrammarFailed
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.interface import FLUSH_INTERVAL_SECONDS, NativeCallKind
+from node.engine.requests.sequence import Row
+from node.engine.scheduling.batch_recovery import BatchRecovery, text_of
+from node.engine.scheduling.batch_table import BatchTable
+from node.engine.scheduling.decode_batch import DecodeBatch, NextToken
+from node.engine.scheduling.preemptor import Preemptor
+from node.engine.scheduling.step_output import StepOutput
+from node.engine.text.logprobs import logprob_of
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
+from wire.refusals import FailureCode, RefusalCode
+
+OUTLIER_FACTOR = 4
+"""Factor above the estimate from which a single step is ignored. Memory of ended rows is freed late, and a real
+increase shows in the next step as well."""
+
+log = structlog.get_logger("engine.generation")
+
+
+class DecodeLoop:
+    """Decodes the rows of all batches."""
+
+    def __init__(
+        self,
+        batches: BatchTable,
+        recovery: BatchRecovery,
+        preemptor: Preemptor,
+        output: StepOutput,
+        forwards: GatedForwards,
+    ) -> None:
+        self._batches = batches
+        self._recovery = recovery
+        self._preemptor = preemptor
+        self._output = output
+        self._forwards = forwards
+        self._outlier = False
+        """Whether the last measured step was far above its estimate."""
+
+    def step(self) -> None:
+        """Decode one token for every row of every batch."""
+        for loaded_model, number, batch in self._batches:
+            self._step_batch(loaded_model, number, batch)
+
+    def _step_batch(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
+        self._grow(loaded_model, batch)
+        if self._batches.get(loaded_model, number) is not batch:
+            return
+        batch_bytes, stats = batch.nbytes(), loaded_model.stats
+        try:
+            with self._forwards.native(NativeCallKind.DECODE, loaded_model.name, 0, stats.step_seconds) as call:
+                tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
+        except Exception as error:
+            log.exception("decode", rows=len(batch))
+            self._recovery.rebuild(loaded_model, number, error)
+            return
+        now = time.monotonic()
+        called = batch.take_call()
+        if called is not None:
+            stats.record_step(called, len(batch))
+        batch.record_call(now - call.since)
+        self._batches.mark_step(self._forwards.height.marks, grew=batch.nbytes() > batch_bytes)
+        self.take(loaded_model, tokens, now)
+        self._preemptor.release_over_cap()
+
+    def wait(self) -> None:
+        """Wait for launched steps. MLX runs calls one after the other: the wait costs no time, and it separates the
+        times of step and chunk."""
+        alone = len(self._batches) == 1
+        for loaded_model, number, batch in self._batches:
+            begun = time.monotonic()
+            try:
+                with self._forwards.publish_wait(
+                    NativeCallKind.DECODE, loaded_model.name, loaded_model.stats.step_seconds
+                ):
+                    batch.wait()
+            except Exception as error:
+                log.exception("decode", rows=len(batch))
+                self._recovery.rebuild(loaded_model, number, error)
+                continue
+            called = batch.take_call()
+            if called is not None:  # else it was awaited already
+                loaded_model.stats.record_step(called + time.monotonic() - begun, len(batch))
+                if alone and self._batches.is_measurable(self._forwards.height.marks):
+                    self._measure(loaded_model, batch)
+
+    def _measure(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
+        """Record the memory of a step that has just ended and that no other batch's step overlapped."""
+        longest = max((row.commitment.written for row in batch.rows()), default=0)
+        taken = self._forwards.height.peak_drop()
+        outlier = taken > OUTLIER_FACTOR * loaded_model.estimator.step(len(batch), longest, grows=False)
+        if not outlier or self._outlier:
+            loaded_model.estimator.observe_step(len(batch), longest, taken)
+        self._outlier = outlier
+
+    # tokens
+
+    def take(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]], now: float) -> None:
+        """Add tokens, known since the monotonic time `now`, to their rows' texts; remove rows that failed or ended."""
+        for batch in list(self._batches.of(loaded_model).values()):
+            for row, error in batch.errors():
+                self._recovery.fail(row.sequence, *_failing(error))
+        for token in tokens:
+            if not token.row.reason:
+                self._add_token(token, now)
+        self._recovery.end_rows(loaded_model, [token.row for token in tokens], now)
+
+    def _add_token(self, token: NextToken[Row], now: float) -> None:
+        """Add one token to its row's text."""
+        row, sequence = token.row, token.row.sequence
+        row.add_id(token.token)
+        try:
+            self._add_text(row, token)
+        except Exception as error:
+            log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
+            self._recovery.fail(
+                sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}"
+            )
+            return
+        if sequence.request.stream or row.reason or now - sequence.last_token_at >= FLUSH_INTERVAL_SECONDS:
+            self._output.add_deltas(row.drain_deltas())
+            sequence.mark_sent(now)
+
+    def _add_text(self, row: Row, token: NextToken[Row]) -> None:
+        prepared, params = row.sequence.prepared, row.sequence.request.params
+        if params.logprobs and token.token not in prepared.eos:
+            row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
+        row.read(token.token)
+
+    # growth
+
+    def _grow(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
+        """Extend the commitment by at most `KV_GROWTH_TOKENS` tokens for each row that has used all of it."""
+        for row in batch.rows():
+            commitment, shape = row.commitment, row.sequence.shape
+            if commitment.written >= commitment.promised:
+                self._extend(
+                    loaded_model, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
+                )
+
+    def _extend(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
+        """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
+        request does."""
+        ledger, estimator = loaded_model.ledger, loaded_model.estimator
+        while row.commitment.joined and not row.reason:
+            step = estimator.widened_step(self._batches.rows(), row.commitment.promised + more)
+            refused = self._forwards.check(GateSite.GROW, ledger.extension(row.commitment, more) + step)
+            if refused is None or refused.code is RefusalCode.UNREADABLE:
+                # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
+                ledger.extend(row.commitment, more)
+                return
+            message = f"the answer became longer than expected: {refused.message}"
+            self._preemptor.release_for(row, replace(refused, message=message))
+
+
+def _ends_next(row: Row) -> bool:
+    """Return whether the next token is certainly a row's last."""
+    return len(row.ids) + 1 >= row.sequence.shape.limit
+
+
+def _failing(error: Exception) -> tuple[str, str]:
+    """Return the code and the message for a row's exception: its grammar, which the client sent, or its sampling."""
+    if isinstance(error, GrammarFailed):
+        return (
+            FailureCode.GRAMMAR_FAILED,
+            f"the grammar of the request failed: {error}; simplify it or its patterns",
+        )
+    return FailureCode.ENGINE_ERROR, f"its sampling failed: {text_of(error)}"

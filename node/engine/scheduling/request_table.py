@@ -1,0 +1,103 @@
+"""Table of the scheduler's live requests: their prefills, the preempted ones, and their holds on models."""
+
+import math
+from collections.abc import Mapping
+
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.model_stats import ModelHold
+from node.engine.requests.sequence import Sequence
+from node.engine.scheduling.prefill import Prefill
+
+
+class RequestTable:
+    """Requests that have not ended. Each keeps its model in memory until its end."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Sequence] = {}
+        self._holds: dict[int, ModelHold] = {}
+        self._prefills: list[Prefill] = []
+        self._preempted: list[Sequence] = []
+        self._ended_on: dict[str, LoadedModel] = {}
+        self._crowded = False
+        self.crowded_at = -math.inf
+        """Monotonic time at which several requests were last live."""
+
+    @property
+    def live(self) -> Mapping[int, Sequence]:
+        """Requests by number."""
+        return self._live
+
+    @property
+    def prefills(self) -> list[Prefill]:
+        """Prefills that have not joined their batch, in the order of the queue. The caller does not change the list."""
+        return self._prefills
+
+    @property
+    def preempted(self) -> list[Sequence]:
+        """Requests without memory that return once there is room. The caller does not change the list."""
+        return self._preempted
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.number in self._live
+
+    def running(self) -> list[Sequence]:
+        """Return the requests that are not preempted, oldest first."""
+        return sorted((one for one in self._live.values() if one not in self._preempted), key=lambda one: one.age)
+
+    def add(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
+        """Add a request, which holds its model from now on."""
+        self._live[sequence.number] = sequence
+        self._holds[sequence.number] = loaded_model.usage.hold()
+
+    def remove(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
+        """Remove a request that has ended, and release its hold. `settle` records the time of its end."""
+        del self._live[sequence.number]
+        self._holds.pop(sequence.number).release()
+        self._ended_on[loaded_model.name] = loaded_model
+        self._crowded |= bool(self._live)
+
+    def settle(self, now: float) -> None:
+        """Record the monotonic time `now` as the end of all requests that were removed since the last call."""
+        if not self._ended_on:
+            return
+        for loaded_model in self._ended_on.values():
+            loaded_model.usage.mark_used(now)
+        self._ended_on.clear()
+        if self._crowded:
+            self.crowded_at, self._crowded = now, False
+
+    def queue(self, prefill: Prefill, *, first: bool = False) -> None:
+        """Add a prefill at the end of the queue, or with `first` at its start."""
+        self._prefills.insert(0 if first else len(self._prefills), prefill)
+
+    def unqueue(self, prefill: Prefill) -> None:
+        """Remove a prefill whose rows have all joined."""
+        self._prefills.remove(prefill)
+
+    def clear_prefills(self, sequence: Sequence) -> None:
+        """Remove a request's prefills and release their arrays. Memory released after the pool is emptied would stay in
+        the pool."""
+        for prefill in [one for one in self._prefills if one.sequence is sequence]:
+            prefill.clear()
+            self._prefills.remove(prefill)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Add a request to the preempted ones."""
+        self._preempted.append(sequence)
+
+    def end_preemption(self, sequence: Sequence) -> bool:
+        """Remove a request from the preempted ones; return whether it was one of them."""
+        if sequence not in self._preempted:
+            return False
+        self._preempted.remove(sequence)
+        return True
+
+    def close(self) -> None:
+        """Release the memory of all prefills, because the process ends."""
+        for sequence in self._live.values():
+            self.clear_prefills(sequence)
+        for hold in self._holds.values():
+            hold.release()
+        self._holds.clear()
+        self._live.clear()
+        self._preempted.clear()

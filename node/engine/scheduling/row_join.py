@@ -1,0 +1,137 @@
+"""Join of prefilled rows with their decode batches, each through the gate, because a join copies a batch."""
+
+import time
+
+import mlx.core as mx
+
+from node.engine.kv.kv_cache import Layers, row_of
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.interface import NativeCallKind
+from node.engine.requests.sequence import Row
+from node.engine.scheduling.batch_recovery import BatchRecovery
+from node.engine.scheduling.batch_table import BatchTable
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, NextToken, PendingRows
+from node.engine.scheduling.decode_loop import DecodeLoop
+from node.engine.scheduling.prefill import Prefill, by_batch, guard_of
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
+from node.engine.scheduling.request_table import RequestTable
+from node.engine.scheduling.rules.row_state import RowEvent
+from wire.refusals import Refused
+
+FIRST_JOIN_SECONDS = 10.0
+"""Seconds that a first join may take, because kernels are compiled."""
+
+
+class RowJoin:
+    """Joins the rows of prefilled prompts."""
+
+    def __init__(
+        self,
+        requests: RequestTable,
+        batches: BatchTable,
+        recovery: BatchRecovery,
+        decode_loop: DecodeLoop,
+        forwards: GatedForwards,
+        prefixes: PrefixCacheManager,
+    ) -> None:
+        self._requests = requests
+        self._batches = batches
+        self._recovery = recovery
+        self._decode_loop = decode_loop
+        self._forwards = forwards
+        self._prefixes = prefixes
+
+    def join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
+        """Join the rows of a prompt to their decode batches. Each join passes the gate, because it copies a batch layer
+        by layer. Rows without room join later."""
+        tokens = list[NextToken[Row]]()
+        refused = self._join_batches(prefill, logits, tokens)
+        now = time.monotonic()
+        if tokens:
+            prefill.sequence.join(now)
+        if refused is None:
+            prefill.end_delay()
+            self._requests.unqueue(prefill)
+        self._decode_loop.take(prefill.loaded_model, tokens, now)
+        return refused
+
+    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
+        """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
+        loaded_model, cache = prefill.loaded_model, prefill.cache
+        assert cache is not None  # noqa: S101 logits come from a forward, which has one
+        estimator, ledger = loaded_model.estimator, loaded_model.ledger
+        parts = by_batch(loaded_model, prefill.rows)
+        for rows in parts:
+            rows[0].commitment.record_prompt(len(prefill.ids))
+            grown, layers = ledger.joining(rows[0].commitment, len(rows)), len(cache)
+            width = ledger.joined_rows(rows[0].commitment) + len(rows)
+            refused = self._forwards.check(GateSite.JOIN, estimator.widened_join(grown, layers, width))
+            if refused is not None:
+                return refused
+            self._prefixes.store_prompt(prefill, grown // max(1, layers))
+            active_bytes = mx.get_active_memory()
+            tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
+            above = self._forwards.height.peak_above_mark() - max(0, mx.get_active_memory() - active_bytes)
+            estimator.observe_join(width, above - estimator.join(grown, layers))
+            for row in rows:
+                row.apply(RowEvent.JOINED)
+                row.commitment.record_join(len(prefill.ids))
+            prefill.remove_joined()
+        return None
+
+    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
+        loaded_model, sequence = prefill.loaded_model, prefill.sequence
+        number = loaded_model.ledger.batch_of(rows[0].commitment)
+        batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
+        self._batches.put(loaded_model, number, batch)
+        joining = [JoiningRow(row, guard_of(sequence, row)) for row in rows]
+        try:
+            with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, sequence.number, FIRST_JOIN_SECONDS):
+                return batch.join(joining, prefill.ids, cache, logits)
+        except Exception as error:
+            self._recovery.rebuild(loaded_model, number, error, failing=rows)
+            raise
+
+    def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
+        """Join the rows of packed prompts, of which `cache` holds all but the last token; return False if the gate
+        refuses. Exceptions of the join propagate."""
+        loaded_model = members[0].loaded_model
+        ledger, estimator = loaded_model.ledger, loaded_model.estimator
+        longest = max(members, key=lambda one: one.written).rows[0].commitment
+        grown, layers = ledger.joining(longest, len(members)), len(cache)
+        copied = estimator.join(grown, layers)
+        rows = ledger.joined_rows(longest) + len(members)
+        if self._forwards.check(GateSite.JOIN, estimator.widened_join(grown, layers, rows)) is not None:
+            return False
+        for place, one in enumerate(members):
+            self._prefixes.store_packed(one, row_of(cache, place, len(one.ids) - 1), copied)
+        number = ledger.batch_of(longest)
+        batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
+        joining = [JoiningRow(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
+        with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, 0, FIRST_JOIN_SECONDS):
+            newcomers = batch.ready(joining, [one.ids for one in members], cache)
+            self._admit(loaded_model, number, batch, newcomers)
+        self._end_prefills(members, time.monotonic())
+        return True
+
+    def _admit(
+        self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]
+    ) -> None:
+        try:
+            batch.admit(newcomers)
+        except Exception as error:
+            self._recovery.rebuild(loaded_model, number, error)
+            raise
+        self._batches.put(loaded_model, number, batch)
+
+    def _end_prefills(self, members: list[Prefill], now: float) -> None:
+        for one in members:
+            self._requests.unqueue(one)
+            one.rows[0].commitment.record_join(one.written)
+            one.sequence.join(now)
+            one.sequence.mark_sent(now)
+        for one in members:
+            with self._recovery.contained(one.sequence):
+                one.rows[0].apply(RowEvent.JOINED)

@@ -1,0 +1,1 @@
+"""Rules of scheduling, pure and without MLX: the states of a row, and the choices of prompts and victims."""

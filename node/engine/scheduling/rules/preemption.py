@@ -1,0 +1,114 @@
+"""Choices of preemption: the requests that lose memory or rows, and the next one that returns. Pure.
+
+- Victim: Where a row must grow, a waiting request loses its memory, because it loses no work; else one that holds
+  memory. Of these it is the newest of the key with the highest load.
+- Outcome: A request without memory is preempted if some of its tokens were delivered and waiting helps. Else it ends,
+  and the router places it again.
+- Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
+  free.
+- Sharing: A key that holds fewer rows than another one gets rows of that key (`wire.capacity.fairness`).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from wire.capacity.fairness import RunningRequest, WeightedKey, preemption_order
+
+
+class LiveRequest(Protocol):
+    """Request that has not ended, as the choices see it."""
+
+    @property
+    def owner(self) -> WeightedKey:
+        """API key of the request."""
+        ...
+
+    @property
+    def age(self) -> tuple[float, int]:
+        """Sort key of its age, the newest last."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Number of its rows that have not ended."""
+        ...
+
+    @property
+    def holds_memory(self) -> bool:
+        """Return whether any row has written tokens."""
+        ...
+
+    @property
+    def delivered(self) -> bool:
+        """Return whether any token that this node generated was sent."""
+        ...
+
+    @property
+    def yielded(self) -> bool:
+        """Return whether it was preempted for another key."""
+        ...
+
+
+R = TypeVar("R", bound=LiveRequest)
+
+
+def newest_holder(live: Iterable[R]) -> R | None:
+    """Return the newest request that holds memory; None if none does."""
+    return max((one for one in live if one.holds_memory), key=_age, default=None)
+
+
+def choose_victim(live: Sequence[R]) -> R | None:
+    """Return the request whose commitment is released for a row that grows; None if no request can lose it.
+
+    `live` are the requests that are not preempted.
+    """
+    rows, waiting, holding = Counter[str](), list[R](), list[R]()
+    for one in live:
+        rows[one.owner.name] += one.width
+        (holding if one.holds_memory else waiting).append(one)
+    waiting = [one for one in waiting if not one.delivered]
+
+    def loss(one: R) -> tuple[float, float, int]:
+        return one.owner.load(rows[one.owner.name]), *one.age
+
+    return max(waiting or holding, key=loss, default=None)
+
+
+def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> bool:
+    """Return whether a request without room is preempted; else it ends.
+
+    `unreadable`: the memory cannot be read now. `others`: another request or a recent peak may still free memory.
+    """
+    return request.delivered and (unreadable or others)
+
+
+def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
+    """Return the preempted request that returns next, while `free_rows` rows are free; None if none may."""
+    ready = (one for one in preempted if not one.yielded or free_rows >= one.width)
+    return min(ready, key=_age, default=None)
+
+
+def first_of(preempted: Iterable[R], key: str | None) -> R | None:
+    """Return the oldest preempted request that precedes new requests of the API key `key`; None if none does.
+
+    Requests that were preempted for another key precede only requests of their own key. With `key` None all count.
+    """
+    ahead = (one for one in preempted if key in (None, one.owner.name) or not one.yielded)
+    return min(ahead, key=_age, default=None)
+
+
+def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequence[tuple[R, int]]) -> list[R]:
+    """Return the requests to preempt for a request of the key `owner`; an empty list if fair shares do not allow enough
+    preemptions.
+
+    The request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests in order
+    of arrival, each with the rows or bytes that it holds.
+    """
+    held = [(one, size) for one, size in holding if size]
+    places = preemption_order(owner, need, missing, [RunningRequest(one.owner, size) for one, size in held])
+    return [held[place][0] for place in places]
+
+
+def _age(request: LiveRequest) -> tuple[float, int]:
+    return request.age

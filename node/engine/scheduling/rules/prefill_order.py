@@ -1,0 +1,89 @@
+"""Order of prefills: which queued prompts get rows, and how long prompts wait to be packed. Pure.
+
+The next of several started prompts, and the size of its chunk, are chosen by `chunk_policy`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from wire.capacity.fairness import WaitingRequest, WeightedKey, service_order
+
+COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
+"""Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
+`MAX_COALESCE_SECONDS`: longest wait in all. `AFTER_BURST_SECONDS`: time after several concurrent requests during which
+waiting is worthwhile, because such clients send in bursts."""
+
+
+class QueuedPrompt(Protocol):
+    """Prompt in the queue, as the order sees it."""
+
+    @property
+    def owner(self) -> WeightedKey:
+        """API key of the request."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Rows that it needs."""
+        ...
+
+    @property
+    def started(self) -> bool:
+        """Return whether it has a cache, and therefore places for its rows."""
+        ...
+
+    @property
+    def answered(self) -> bool:
+        """Return whether part of its answer was already generated."""
+        ...
+
+
+P = TypeVar("P", bound=QueuedPrompt)
+
+
+def started_rows(queue: Sequence[QueuedPrompt]) -> int:
+    """Return the number of rows of all started prompts."""
+    return sum(one.width for one in queue if one.started)
+
+
+def in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
+    """Yield the prompts that have not started, in the order in which they get rows.
+
+    `decoding` are the decoding rows of each API key.
+    """
+    taken, waiting = dict(decoding), list[P]()
+    for one in queue:
+        if one.started:
+            taken[one.owner.name] = taken.get(one.owner.name, 0) + one.width
+        else:
+            waiting.append(one)
+    for place in service_order([WaitingRequest(one.owner, one.width, one.answered) for one in waiting], taken):
+        yield waiting[place]
+
+
+def startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping[str, int]]) -> list[P]:
+    """Return the prompts that may continue: the started ones, and of the rest the next in turn while rows are free.
+
+    A prompt that needs many rows is not overtaken. `free_rows` are the rows that neither decode nor have started.
+    `decoding()` returns the decoding rows of each API key.
+    """
+    found = [one for one in queue if one.started]
+    if free_rows > 0 and len(found) < len(queue):
+        for one in in_service_order(queue, decoding()):
+            free_rows -= one.width
+            if free_rows < 0:
+                break
+            found.append(one)
+    return found
+
+
+def coalesce_until(arrivals: Sequence[float], crowded_at: float) -> float:
+    """Return the time until which prompts wait for packing; 0.0 without a wait.
+
+    `arrivals` are the times at which the prompts arrived. `crowded_at` is the time at which several requests were last
+    live. All times are monotonic seconds.
+    """
+    first, last = min(arrivals), max(arrivals)
+    if first >= crowded_at + AFTER_BURST_SECONDS:
+        return 0.0
+    return min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS)

@@ -1,0 +1,99 @@
+"""State machine of a row, as data: an answer from its admission to its last token. Pure.
+
+    waiting ──first chunk──► prefill ──last chunk──► join ──joined──► decode ──finished──► ended
+       ▲                        └───────restarted───────┘                │
+       ├──returned── preempted ◄──preempted── any state above             │
+       └──requeued── rebuild ◄──────────────batch broken─────────────────┘
+
+Every state has the event `released`: its request was cancelled, refused or has failed.
+
+Rules
+- A row in `waiting` holds no cache. A row in `prefill` or `join` has a cache that other rows of its request may share.
+- A row in `decode` is in exactly one decode batch. The invariants (`node.engine.scheduling.invariants`) compare states
+  with prefills, batches and commitments.
+- A row is in `rebuild` only within one call: it then waits again, or its request fails.
+- A refusal of the gate is no event: the row stays where it is and retries.
+- `ended` is final. An illegal event is an error of this program. It ends that request, never the process.
+"""
+
+from enum import StrEnum
+
+
+class RowState(StrEnum):
+    """State of a row."""
+
+    WAITING = "waiting"
+    """Queued for its first chunk."""
+    PREFILL = "prefill"
+    """Prefilled in part."""
+    JOIN = "join"
+    """Prefilled, and not yet in a decode batch."""
+    DECODE = "decode"
+    """In a decode batch."""
+    PREEMPTED = "preempted"
+    """Without memory until there is room."""
+    REBUILD = "rebuild"
+    """Taken out of a broken batch."""
+    ENDED = "ended"
+    """Without further tokens."""
+
+
+class RowEvent(StrEnum):
+    """Event of a row."""
+
+    CHUNK = "chunk"
+    """A chunk of its past is prefilled."""
+    PREFILLED = "prefilled"
+    """All of its past is prefilled."""
+    RESTARTED = "restarted"
+    """Its prefill is discarded and begins at the first token."""
+    JOINED = "joined"
+    """It is in a decode batch."""
+    FINISHED = "finished"
+    """Its last token is known."""
+    RELEASED = "released"
+    """Its request ends before it."""
+    PREEMPTED = "preempted"
+    """Its memory is released for another request."""
+    RETURNED = "returned"
+    """It has a commitment again after a preemption."""
+    BATCH_BROKEN = "batch broken"
+    """Its decode batch is discarded after an exception."""
+    REQUEUED = "requeued"
+    """Its past is prefilled again after its batch broke."""
+
+
+class IllegalRowEventError(Exception):
+    """Error of an event that is illegal in the state of a row, which is an error of this program."""
+
+    def __init__(self, state: RowState, event: RowEvent) -> None:
+        super().__init__(f"the event {event} is illegal for a row in the state {state}")
+        self.state = state
+        self.event = event
+
+
+_W, _P, _J, _D = RowState.WAITING, RowState.PREFILL, RowState.JOIN, RowState.DECODE
+_X, _B, _E = RowState.PREEMPTED, RowState.REBUILD, RowState.ENDED
+
+TABLE: dict[RowEvent, dict[RowState, RowState]] = {
+    RowEvent.CHUNK: {_W: _P, _P: _P},
+    RowEvent.PREFILLED: {_P: _J},
+    RowEvent.RESTARTED: {_W: _W, _P: _W, _J: _W},
+    RowEvent.JOINED: {_J: _D},
+    RowEvent.FINISHED: {_W: _E, _D: _E},
+    RowEvent.RELEASED: {_W: _E, _P: _E, _J: _E, _D: _E, _X: _E, _B: _E, _E: _E},
+    RowEvent.PREEMPTED: {_W: _X, _P: _X, _J: _X, _D: _X},
+    RowEvent.RETURNED: {_X: _W},
+    RowEvent.BATCH_BROKEN: {_D: _B},
+    RowEvent.REQUEUED: {_B: _W},
+}
+"""Legal events, each with the states in which it is legal and the state that follows. `FINISHED` in `WAITING` is a
+resumed answer whose last token another node has generated."""
+
+
+def step(state: RowState, event: RowEvent) -> RowState:
+    """Return the state of a row after an event. Raise `IllegalRowEventError` if the event is illegal in its state."""
+    after = TABLE[event].get(state)
+    if after is None:
+        raise IllegalRowEventError(state, event)
+    return after

@@ -1,0 +1,46 @@
+"""Output of the scheduler: deltas of decoding rows, and the ends of requests."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from node.engine.requests.sequence import Sequence
+from wire.frames import Delta, Finished, Frame, Timings, delta_frames
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Output of one iteration: deltas of all batches in one frame, then the ends of requests."""
+
+    deltas: list[Delta] = field(default_factory=list[Delta])
+    ends: list[Frame] = field(default_factory=list[Frame])
+
+    def add_deltas(self, deltas: Iterable[Delta]) -> None:
+        """Add deltas of a row."""
+        self.deltas += deltas
+
+    def add_end(self, end: Frame) -> None:
+        """Add the last frame of a request."""
+        self.ends.append(end)
+
+    def drain(self) -> list[Frame]:
+        """Return the frames in the order in which they must be sent, and forget them."""
+        frames = [*delta_frames(self.deltas), *self.ends]
+        self.deltas, self.ends = [], []
+        return frames
+
+
+def finished(sequence: Sequence, now: float) -> Finished:
+    """Return the `Finished` frame of a request that ends at the monotonic time `now`: reasons, token counts and
+    durations."""
+    timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
+    stops = tuple(row.pipeline.stop for row in sequence.rows)
+    return Finished(
+        sequence.number,
+        tuple(row.reason for row in sequence.rows),
+        sequence.shape.prompt,
+        sum(len(row.ids) for row in sequence.rows),
+        sequence.prompt_cached,
+        timings,
+        stops=stops if any(stops) else (),
+        reasoning_tokens=sum(row.pipeline.reasoning_tokens for row in sequence.rows),
+    )

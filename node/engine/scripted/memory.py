@@ -1,0 +1,45 @@
+"""Memory of the scripted engine: simulated weights, real commitments and the real gate."""
+
+from node.engine.kv.commitments import CommitmentLedger
+from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
+from node.memory.reading import MemoryReading, RecentPeak
+from wire.refusals import Refused
+from wire.report import KvParameters, Memory
+
+
+class ScriptedMemory:
+    """Memory of a simulated model. `weights` and `total`, the RAM, are in bytes. `kv_per_token` are the bytes of a
+    token of a row."""
+
+    def __init__(self, weights: int, total: int, kv_per_token: int) -> None:
+        self.gate = MemoryGate()
+        self.ledger = CommitmentLedger(KvParameters(kv_per_token))
+        self._weights = weights
+        self._total = total
+        self._recent = RecentPeak()
+
+    def read(self, now: float) -> Memory:
+        """Return the memory at the monotonic time `now`, with the limits in force."""
+        active = self._active()
+        use = MlxCounters(active, self._recent.highest(now), self.ledger.reserved_bytes())
+        return self.gate.memory(use, MemoryReading(active, "scripted", now), self._total, now)
+
+    def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
+        """Check the gate for `estimate` bytes in addition to the commitments; return the refusal, if any."""
+        answer = self.gate.check(site, self.read(now), estimate)
+        return answer if isinstance(answer, Refused) else None
+
+    def observe(self, now: float) -> None:
+        """Update the recent peak."""
+        self._recent = self._recent.with_reading(self._active(), now)
+
+    def forget_peak(self, now: float) -> None:
+        """Restart the recent peak at the memory now, because memory was freed."""
+        self._recent = RecentPeak().with_reading(self._active(), now)
+
+    def peak_expires_at(self, now: float) -> float | None:
+        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
+        return self._recent.peak_expires_at(self._active(), now)
+
+    def _active(self) -> int:
+        return self._weights + self.ledger.written_bytes()

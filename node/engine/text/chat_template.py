@@ -1,0 +1,152 @@
+"""Chat template of a model: from the messages of a request to the text of its prompt.
+
+Templates come with the models and run in transformers' sandbox. They see the time of the request instead of the
+present, because a resumed request must get the same prompt. An exception of a template fails only the request. A
+template may run on several threads at the same time.
+"""
+
+import importlib
+import json
+from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from node.engine.text.time_limit import Deadline
+from node.engine.text.tokenizer_errors import TemplateFailed
+from wire.frames import Generate, Message
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+RESERVED: Final = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "chat_template",
+        "strftime_now",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    }
+)
+"""Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
+RENDER_TIMEOUT_SECONDS: Final = 5.0
+"""Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
+_NOW: ContextVar[int] = ContextVar("_NOW")
+"""Time of the request whose template is being rendered, in seconds."""
+
+
+class ChatTemplate:
+    """Renderer of prompts with the template of one model."""
+
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._wrapper = wrapper
+        self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
+
+    def render(self, request: Generate) -> str:
+        """Return the text of a request's prompt. Raise `TemplateFailed` if the model has no template, or if a variable
+        is not allowed. Exceptions of the template propagate."""
+        if not self._wrapper.has_chat_template:
+            raise TemplateFailed("the model has no chat template")
+        variables = _variables(request.template)
+        continued = variables.pop("continue_final_message", False) is True
+        if continued:
+            variables["continue_final_message"] = True
+        tools = parse_tools(request.tools) or None
+        if not self._own_renderer:
+            _set_clock(self._wrapper.get_chat_template(None, tools))
+        moment = _NOW.set(request.created)
+        try:
+            return self._written_out(request, tools, continued, variables)
+        finally:
+            _NOW.reset(moment)
+
+    def _written_out(
+        self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
+    ) -> str:
+        with Deadline(RENDER_TIMEOUT_SECONDS, f"the chat template took more than {RENDER_TIMEOUT_SECONDS:.0f} s"):
+            messages = [_written(message, self._own_renderer) for message in request.messages]
+            return cast(
+                "str",
+                cast("Any", self._wrapper).apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
+                ),
+            )
+
+
+def _now(form: str) -> str:
+    return datetime.fromtimestamp(_NOW.get(), UTC).strftime(form)
+
+
+def _set_clock(source: str) -> None:
+    """Set the request's clock in a template.
+
+    Variables cannot carry it, because transformers turns every value into plain data first. It therefore replaces the
+    template's own clock in the globals of the compiled template, which transformers caches by source.
+    """
+    module = importlib.import_module("transformers.utils.chat_template_utils")
+    compiled = cast("Callable[[str], Template]", module._compile_jinja_template)
+    compiled(source).globals["strftime_now"] = _now
+
+
+def _written(message: Message, own_renderer: bool) -> dict[str, object]:
+    """Return a message in the form of templates. Arguments are objects, because most templates iterate over them;
+    renderers in Python parse the text themselves."""
+    written: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.name:
+        written["name"] = message.name
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    if message.reasoning:
+        written["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": call.arguments if own_renderer else _arguments(call.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return written
+
+
+def _arguments(text: str) -> object:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return cast("object", found) if isinstance(found, dict) else text
+
+
+def parse_tools(text: str) -> list[object]:
+    """Parse the tools of a request, a JSON array. Raise `TemplateFailed` if the text is something else."""
+    found = cast("object", json.loads(text or "[]"))
+    if not isinstance(found, list):
+        raise TemplateFailed("the tools are not a JSON array")
+    return cast("list[object]", found)
+
+
+def _variables(text: str) -> dict[str, object]:
+    found = cast("object", json.loads(text or "{}"))
+    if not isinstance(found, dict):
+        raise TemplateFailed("the template's variables are not a JSON object")
+    variables = cast("dict[str, object]", found)
+    reserved = sorted(RESERVED & variables.keys())
+    if reserved:
+        raise TemplateFailed(f"a template variable cannot be called {', '.join(reserved)}")
+    return variables

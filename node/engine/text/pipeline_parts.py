@@ -1,0 +1,65 @@
+"""Parts of a text pipeline over mlx-lm: the decoder of tokens and the cutters at markers. Each is for one pipeline."""
+
+from collections.abc import Callable
+
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
+
+from node.engine.text.markers import NORMAL, MarkerPlace
+
+
+class TokenDecoder:
+    """mlx-lm's streaming detokenizer for one pipeline: no id raises, and end-of-answer tokens have no text."""
+
+    def __init__(self, detokenizer: StreamingDetokenizer, size: int, silent: frozenset[int]) -> None:
+        self._detokenizer = detokenizer
+        self._size = size
+        self._silent = silent
+
+    def feed(self, token: int) -> str:
+        """Return the text that is complete with this token."""
+        if token in self._silent or not 0 <= token < self._size:
+            return ""
+        return self._segment(lambda: self._detokenizer.add_token(token))
+
+    def flush(self) -> str:
+        """Return the text that was held back."""
+        return self._segment(self._detokenizer.finalize)
+
+    def _segment(self, advance: Callable[[], None]) -> str:
+        try:
+            advance()
+            segment = self._detokenizer.last_segment
+        except Exception:  # an id in a gap of the vocabulary has no text
+            segment = ""
+        return segment
+
+
+class MarkCutter:
+    """Cutter of an answer's text at the model's markers, by mlx-lm's state machine; for one pipeline. `place` is the
+    start."""
+
+    def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
+        self._state = machine.make_state(place)
+
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
+        """Split text at markers, as in `MarkerCutter.feed`."""
+        self._state, segments = TextStateMachine.split(self._state, text)
+        return segments
+
+    def flush(self) -> str:
+        """Return the text held back as a possible start of a marker, as in `MarkerCutter.flush`."""
+        self._state, text, _ = TextStateMachine.flush(self._state)
+        return text
+
+
+class PassThrough:
+    """Cutter for answers without markers."""
+
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
+        """Return the text unsplit, as content."""
+        return [(MarkerPlace(NORMAL), text)]
+
+    def flush(self) -> str:
+        """Return an empty text, because no text is held back."""
+        return ""

@@ -1,0 +1,65 @@
+"""Loader of tokenizers: strictly local, and code that comes with a model is never run."""
+
+import ast
+import importlib.util
+import json
+from pathlib import Path
+from typing import Final
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import MODEL_REMAPPING, load_config
+
+from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tokenizer_errors import TokenizerError, line_of
+
+FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
+"""Names of tokenizer files in model folders."""
+
+
+def load(folder: Path) -> Tokenizer:
+    """Load the tokenizer of a model's folder, from that folder alone. Raise `TokenizerError` if that fails."""
+    if not folder.is_dir():
+        raise TokenizerError(f"{folder.name}: the folder does not exist")
+    try:
+        return Tokenizer(_wrapper(folder))
+    except Exception as error:
+        if _needs_code(folder):
+            reason = "its tokenizer needs code from the model folder, and Macpool never runs such code"
+        else:
+            reason = line_of(error).replace(str(folder), folder.name)
+        raise TokenizerError(f"{folder.name}: {reason}") from error
+
+
+def _wrapper(folder: Path) -> TokenizerWrapper:
+    config = load_config(folder) if (folder / "config.json").exists() else {}
+    strictly = {"trust_remote_code": False, "local_files_only": True}
+    return load_tokenizer(folder, strictly, config.get("eos_token_id"), defaults(config.get("model_type")))
+
+
+def defaults(kind: object) -> dict[str, object] | None:
+    """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
+    None if mlx-lm has none.
+
+    The defaults are in the model's module. The module is parsed and not imported, because an import would create
+    kernels on this thread, and only the inference thread may use MLX.
+    """
+    name = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
+    spec = importlib.util.find_spec(f"mlx_lm.models.{name}") if name.isidentifier() else None
+    if spec is None or spec.origin is None:
+        return None
+    for statement in ast.parse(Path(spec.origin).read_bytes()).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id="TOKENIZER_DEFAULTS")], value=value):
+                return ast.literal_eval(value)
+            case _:
+                pass
+    return None
+
+
+def _needs_code(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "auto_map" in config
