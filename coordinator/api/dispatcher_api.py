@@ -6,7 +6,7 @@ from router.admission.usage import UsageCounter
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.decision_log import DecisionLog
 from router.dispatch.request import ActiveRequest
-from router.placement.place import NoPlacement, Placement, ResourceDemand
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from wire.identity import NodeId
 
 

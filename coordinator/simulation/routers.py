@@ -20,8 +20,9 @@ from coordinator.simulation.cluster import SimulatedPool, SimulatedRouter
 from coordinator.simulation.workload import ConversationTurn
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
+from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, Candidate, Policy, ResourceDemand
+from router.placement.policies import POLICIES, Policy
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import occupied
 from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationParams, Message, Refusal

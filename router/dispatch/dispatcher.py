@@ -31,14 +31,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from wire.node_state import SERVING, NodeState
-
-if TYPE_CHECKING:
-    from router.placement.vectorized import VectorIndex
 from router.admission.cache_scope import CacheScopes
 from router.admission.key_scope import visible
 from router.admission.load_share import LoadShare
@@ -50,7 +45,7 @@ from router.dispatch.accounting import Accounting, bounded_usage, most_prompt
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
-from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPlanner, fits_beside, swap_input
+from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPlanner, fits_beside
 from router.dispatch.node_commands import NodeCommands
 from router.dispatch.request import (
     CANCELLED,
@@ -64,49 +59,37 @@ from router.dispatch.request import (
     RequestSpec,
     StreamingRequest,
 )
-from router.placement.cluster_view import ClusterView, NodeView, with_state
-from router.placement.model_load import LoadPlacement, choose
-from router.placement.place import (
+from router.dispatch.swap_input import swap_input
+from router.placement.candidate import (
     FIRST,
-    POLICIES,
     AttemptHistory,
     Candidate,
     HeadroomCorrection,
     NoPlacement,
     Placement,
-    Policy,
     ResourceDemand,
-    consider,
-    place,
-    unavailable_reason,
 )
+from router.placement.cluster_view import ClusterView, NodeView, with_state
+from router.placement.feasibility import unavailable_reason
+from router.placement.model_load import LoadPlacement, choose
+from router.placement.place import consider, place
+from router.placement.policies import POLICIES, Policy
 from router.placement.prefix_affinity import PrefixAffinity, PrefixHashChain, chain_of
 from router.placement.recovery import LossKind, is_fault, loss_kind, may_recover, resume_after_seconds
 from router.placement.reservations import ReservationLedger, SwapTurn
+from router.placement.weights import QUEUE_BACKLOG_SECONDS, SPARE_MEMORY_SHARE
 from router.settings import RouterSettings
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
+from wire.node_state import SERVING, NodeState
 from wire.refusals import FINAL, FailureCode, RefusalCode, Refused
 from wire.report import Model
 
 MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
-LARGE_CLUSTER_NODES = 32
-"""Number of nodes above which array ranking is faster."""
 MAX_NODES_IN_A_ROW = 4
 """Maximum nodes asked at once for one request before it is queued."""
-QUEUE_BACKLOG_SECONDS = 5.0
-"""Seconds of queued prompts on the best node from which a request of a greedy key is queued.
-
-A greedy key requests far more than its share. Nodes are fair between keys, but their memory is reserved in
-order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
-"""
-SPARE_MEMORY_SHARE = 0.5
-"""Share of a node's memory for prompts and answers that is kept free of the requests of greedy keys.
-
-At its deadline a request of a greedy key is sent if that share stays free, else refused.
-"""
 FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
 SWEEP_INTERVAL_SECONDS = 0.25
@@ -154,7 +137,6 @@ class Dispatcher:
         self.affinity = PrefixAffinity()
         self.quotas = quotas or RateLimits()
         self.usage = UsageCounter()
-        self._columns: VectorIndex | None = None
         self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(settings.queue_limit)
         self.history = DecisionLog()
         self._endings = Accounting(self.counters, self.usage, self.history)
@@ -188,7 +170,6 @@ class Dispatcher:
         """Apply a new view: settle acknowledged reservations, then retry queued requests on the changed nodes."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
-        self._follow(view)
         self._swaps.update_loaded((node for node in view.nodes if old.get(node.id) is not node), self._clock())
         for node in view.nodes:
             if old.get(node.id) is node:
@@ -212,15 +193,6 @@ class Dispatcher:
         if node.state == NodeState.READY and before is not None and before.state not in SERVING:
             for request in self._open.values():
                 request.lost.discard(node.id)
-
-    def _follow(self, view: ClusterView) -> None:
-        """Update the arrays of a large cluster. They are imported here: a household does not need numpy."""
-        if self._columns is None and len(view.nodes) > LARGE_CLUSTER_NODES:
-            from router.placement.vectorized import VectorIndex
-
-            self._columns = VectorIndex(self.ledger)
-        if self._columns is not None:
-            self._columns.apply_view(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Release the reserved weights of a load, now that the node's report counts them."""
@@ -640,29 +612,17 @@ class Dispatcher:
     def _judged(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         now, trials = self._clock(), self._one_model(request.trials(), demand.model)
         seen = self._seen(view, now)
-        if self._columns is not None:
-            result = self._columns.place(
-                seen,
-                demand,
-                now=now,
-                draw=self._draw,
-                policy=self._policy,
-                corrections=self._corrections,
-                trials=trials,
-                warm=request.warm,
-            )
-        else:
-            result = place(
-                seen,
-                demand,
-                self.ledger,
-                now=now,
-                draw=self._draw,
-                policy=self._policy,
-                corrections=self._corrections,
-                trials=trials,
-                warm=request.warm,
-            )
+        result = place(
+            seen,
+            demand,
+            self.ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            trials=trials,
+            warm=request.warm,
+        )
         self.counters.placement.observe(self._clock() - now)
         return result
 

@@ -19,7 +19,7 @@ from router.dispatch.request import (
     RequestSpec,
     StreamingRequest,
 )
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.frames import Delta, Finished
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import msgspec
 
 from router.admission.queue import QueuedRequest
 from router.admission.rate_limits import RateState
-from router.placement.place import FIRST, AttemptHistory, ResourceDemand
+from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
 from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
 from router.placement.recovery import MAX_KNOWN_TOKENS
 from wire.capacity.fairness import WeightedKey

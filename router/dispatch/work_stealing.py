@@ -13,9 +13,10 @@ waits of a household and of a lab, where no machine joins, stay the same.
 from collections.abc import Iterable
 
 from router.dispatch.request import ActiveRequest
+from router.placement.candidate import Candidate
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import PREFILL_SLOWDOWN_WHILE_DECODING, Candidate
 from router.placement.reservations import ReservationLedger
+from router.placement.weights import PREFILL_SLOWDOWN_WHILE_DECODING
 from wire.node_state import NodeState
 
 MIN_GAIN_SECONDS = 5.0

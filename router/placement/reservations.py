@@ -120,14 +120,8 @@ class ReservationLedger:
         self._promises: dict[int, _Reservation] = {}
         self._accounts: dict[NodeId, NodeReservations] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
-        self._touched: set[NodeId] = set()
         self.turns: dict[NodeId, SwapTurn] = {}
         """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
-
-    def take_touched(self) -> set[NodeId]:
-        """Return the nodes whose reservations or holds have changed since the last call."""
-        touched, self._touched = self._touched, set()
-        return touched
 
     def reserve(
         self,
@@ -154,7 +148,6 @@ class ReservationLedger:
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = NodeReservations()
-        self._touched.add(node)
         account.need += need
         account.tokens += tokens
         account.rows += rows
@@ -192,7 +185,6 @@ class ReservationLedger:
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
-        self._touched.add(promise.node)
         self._accounts[promise.node].need -= promise.weights
         promise.need -= promise.weights
         promise.weights = 0
@@ -203,7 +195,6 @@ class ReservationLedger:
         if promise is None:
             return False
         account = self._accounts[promise.node]
-        self._touched.add(promise.node)
         if not promise.settled:
             self._settle(account, request, promise)
         account.requests.discard(request)
@@ -218,12 +209,10 @@ class ReservationLedger:
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
             del self._holds[waiting]
-        self._touched.discard(node)
         self.turns.pop(node, None)
 
     def _settle(self, account: NodeReservations, request: int, promise: _Reservation) -> None:
         promise.settled = True
-        self._touched.add(promise.node)
         account.need -= promise.need
         account.tokens -= promise.tokens
         account.promised.discard(request)
@@ -234,14 +223,11 @@ class ReservationLedger:
         `waiting` is the number of the queued request.
         """
         self.drop_hold(waiting)
-        self._touched.add(node)
         self._holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
         """Release the hold of a queued request, if it has one."""
-        kept = self._holds.pop(waiting, None)
-        if kept is not None:
-            self._touched.add(kept[0])
+        self._holds.pop(waiting, None)
 
     def holder(self, node: NodeId) -> int | None:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
@@ -266,17 +252,9 @@ class ReservationLedger:
         """Return the account of a node, read-only; an empty one for a node without requests."""
         return self._accounts.get(node, _EMPTY)
 
-    def unacknowledged_tokens(self, node: NodeId) -> int:
-        """Return the prompt tokens sent to a node that its report does not contain yet."""
-        return self._accounts.get(node, _EMPTY).tokens
-
     def in_flight(self, node: NodeId) -> int:
         """Return the number of this router's requests on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
-
-    def rows(self, node: NodeId) -> int:
-        """Return the number of decode rows of a node's requests, running or expected."""
-        return self._accounts.get(node, _EMPTY).rows
 
     def promised(self) -> set[int]:
         """Return the numbers of the requests that have a reservation."""

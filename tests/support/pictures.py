@@ -10,7 +10,8 @@ from coordinator.metrics.node import NodeSnapshot, by_priority
 from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures

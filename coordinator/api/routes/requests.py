@@ -18,7 +18,7 @@ from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
 from router.dispatch.request import ActiveRequest
 from router.errors import Problem
 from router.errors import from_refused as problem_of
-from router.placement.place import Placement, ResourceDemand, explain
+from router.placement.candidate import Placement, ResourceDemand, explain
 
 LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05

@@ -22,7 +22,8 @@ from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import App, RouterApp, not_found_app
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, headroom, judge, request_need
 from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report

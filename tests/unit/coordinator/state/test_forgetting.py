@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
+from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView
-from router.placement.place import ResourceDemand
 from tests.support.cluster.application import application
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster
 from wire.frames import Admitted, Failed, GenerationParams, Message

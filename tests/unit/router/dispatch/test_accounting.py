@@ -11,7 +11,7 @@ from router.admission.rate_limits import KeyLimits, RateLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
 from router.dispatch.request import SLOW, ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from router.placement.reservations import PendingPrefill
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn

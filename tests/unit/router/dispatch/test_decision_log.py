@@ -14,8 +14,10 @@ from router.dispatch.decision_log import (
     replay,
 )
 from router.dispatch.request import MAX_STEPS, ActiveRequest, RequestFailure, StreamingRequest
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, NoPlacement, Placement, ResourceDemand, place
+from router.placement.place import place
+from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS
 from router.dispatch.model_swaps import MIN_SLICE_SECONDS
 from router.dispatch.request import ActiveRequest, RequestSpec, StreamingRequest
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.frames import Delta, Deltas, Finished, GenerationParams, Message, Refusal

@@ -16,8 +16,9 @@ from router.dispatch.request import (
     RequestSpec,
     StreamingRequest,
 )
-from router.placement.cluster_view import ClusterView, NodeView, view_of
-from router.placement.place import NoPlacement, Placement, ResourceDemand
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.fairness import WeightedKey
@@ -491,9 +492,9 @@ async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(
 
 async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
     ticket = one.submit(choices=3)
-    assert one.dispatcher.ledger.rows(A) == 3
+    assert one.dispatcher.ledger.account(A).rows == 3
     one.dispatcher.close(ticket)
-    assert one.dispatcher.ledger.rows(A) == 0
+    assert one.dispatcher.ledger.account(A).rows == 0
 
 
 async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from router.dispatch import model_swaps
 from router.dispatch.model_swaps import (
-    MAX_REQUESTS_EXAMINED,
     MAX_SLICE_KEYS,
     MIN_SLICE_SECONDS,
     SLICE_LOAD_FACTOR,
@@ -23,8 +22,10 @@ from router.dispatch.model_swaps import (
     SwapPlanner,
 )
 from router.dispatch.request import ActiveRequest, RequestSpec
+from router.dispatch.swap_input import MAX_REQUESTS_EXAMINED, swap_input
+from router.placement.candidate import FIRST, Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import FIRST, Candidate, ResourceDemand, consider
+from router.placement.place import consider
 from router.placement.reservations import ReservationLedger, SwapTurn
 from wire.capacity.fairness import WeightedKey
 from wire.frames import GenerationParams
@@ -418,7 +419,7 @@ def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveR
 def judged(
     view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
 ) -> SwapInput:
-    return model_swaps.swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+    return swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
 def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
@@ -431,7 +432,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     queued += [ticket(9, "a"), ticket(10, "gone")]
     queued[0].refused = {N2: START, N1: START - 1.0}
     world.ledger.reserve(N1, 1, 1, GIB)
-    monkeypatch.setattr(model_swaps, "MAX_NODES_EXAMINED", 2)
+    monkeypatch.setattr("router.dispatch.swap_input.MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
     assert [one.request for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]

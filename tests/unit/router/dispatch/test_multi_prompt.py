@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.admission.rate_limits import RateState
 from router.dispatch import multi_prompt
 from router.dispatch.request import BufferedRequest, RequestFailure, RequestSpec, StreamingRequest
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, Finished, GenerationParams, Logprob
 

@@ -1,7 +1,7 @@
 """Content and counts that a request without a stream collects."""
 
 from router.dispatch.request import DELTA_BYTES, BufferedRequest, CompleteAnswer, RequestSpec
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, GenerationParams, Logprob, Message
 

@@ -7,8 +7,8 @@ import pytest
 
 from router.dispatch import work_stealing
 from router.dispatch.request import ActiveRequest, RequestSpec
+from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, ResourceDemand
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster

@@ -9,7 +9,7 @@ from router.dialects.openai.chat_response import ChatChunks
 from router.dispatch.request import SLOW, RequestFailure, RequestSpec, StreamingRequest
 from router.http.coroutine_driver import CoroutineDriver
 from router.http.sse import EventStream, Message, StreamPump
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, Finished, GenerationParams
 

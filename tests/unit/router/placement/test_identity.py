@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from router.dialects.openai import models as openai
 from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec
+from router.placement.candidate import Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement
-from router.placement.place import Placement, ResourceDemand
 from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say

@@ -10,7 +10,7 @@ from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.chat_response import DONE, ChatChunks, completion, system_fingerprint
 from router.dialects.shared.tool_calls import MAX_CALLS_SENT, MAX_TOKEN_BYTES
 from router.dispatch.request import BufferedRequest, CompleteAnswer, RequestSpec
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from tests.support import answers
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob
