@@ -233,6 +233,23 @@ class ReservationLedger:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
         return next((number for number, (where, _) in self._holds.items() if where == node), None)
 
+    def begin_turn(self, turn: SwapTurn, hold: int) -> None:
+        """Begin a model swap, or give it to another request, and hold `hold` bytes for that request on the node."""
+        self.turns[turn.node] = turn
+        holder = self.holder(turn.node)
+        if holder is not None:
+            self.drop_hold(holder)
+        self.hold(turn.request, turn.node, hold)
+
+    def mark_turn_sent(self, turn: SwapTurn) -> None:
+        """Record that the request of a model swap was sent to the node."""
+        self.turns[turn.node] = turn
+
+    def end_turn(self, turn: SwapTurn) -> None:
+        """End a model swap, and release the hold of its request."""
+        del self.turns[turn.node]
+        self.drop_hold(turn.request)
+
     def node_of_hold(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
         kept = self._holds.get(waiting)

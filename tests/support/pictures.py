@@ -179,8 +179,8 @@ def busy_counters(models: int, nodes: int) -> Counters:
         for at in (1.0, 1.02):
             counters.stepped(NodeId("n0"), name, 1, 2, at)
     for number in range(nodes):
-        counters.placed(NodeId(f"n{number}"))
-        counters.node(NodeId(f"n{number}")).generated_tokens += 10
+        counters.count_attempt(NodeId(f"n{number}"), first=True, resumed=False)
+        counters.count_generated(NodeId(f"n{number}"), 10)
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.answered(status)
     counters.count_queue_exit(0.5)

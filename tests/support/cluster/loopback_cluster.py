@@ -20,6 +20,7 @@ from coordinator.http.chat_fast_path import FastPath, protocol
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
+from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import App, RouterApp, not_found_app
 from router.placement.cluster_view import ClusterView, NodeView
@@ -141,7 +142,10 @@ class LoopbackCluster:
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}
-        self.dispatcher = Dispatcher(self.send, self.settings, numbers=self._numbers)
+        self.limits: Callable[[str], KeyLimits | None] = lambda _: None
+        self.dispatcher = Dispatcher(
+            self.send, self.settings, numbers=self._numbers, quotas=RateLimits(lambda key: self.limits(key))
+        )
         self.keys = KeyRing(PEPPER)
         self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")

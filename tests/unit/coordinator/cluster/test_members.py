@@ -30,7 +30,7 @@ async def ready(port: Port, who: NodeIdentity) -> None:
 
 
 def placed(port: Port) -> Placement | NoPlacement:
-    return port.application.dispatcher.preview(ResourceDemand("tiny", 100))
+    return port.application.dispatcher.placer.preview(ResourceDemand("tiny", 100))
 
 
 # Persistence

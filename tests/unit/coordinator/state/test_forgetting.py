@@ -107,8 +107,8 @@ def happen(pool: Cluster, step: str) -> None:
     elif step == "gone":
         pool.dispatcher.node_gone(sent[-1][0], "cut")
         pool.report()
-    elif step == "drop" and pool.dispatcher.unclosed_requests:
-        pool.dispatcher.close(pool.dispatcher.unclosed_requests[0])
+    elif step == "drop" and pool.dispatcher.open_requests():
+        pool.dispatcher.close(pool.dispatcher.open_requests()[0])
 
 
 def test_the_search_finds_what_is_kept():

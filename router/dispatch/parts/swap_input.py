@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.model_swaps import (
     ModelUse,
     SwapCandidate,
     SwapInput,
 )
-from router.dispatch.request import ActiveRequest
 from router.placement.candidate import Candidate
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.reservations import ReservationLedger
@@ -46,7 +46,9 @@ def swap_input(
                 serving = [node for node in view.nodes if model in node.models]
                 served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
             candidates = tuple(judge(request, node) for node in served[model])
-            refused = frozenset(node.id for node in served[model] if request.refused.get(node.id) == node.reported_at)
+            refused = frozenset(
+                node.id for node in served[model] if request.tried.refused.get(node.id) == node.reported_at
+            )
             waiting.append(SwapCandidate(request.number, owner, model, request.arrived, candidates, refused))
     running: dict[NodeId, dict[str, list[ModelUse]]] = {}
     for request in live:
@@ -69,6 +71,8 @@ def _seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLed
     if model is None or model.decode_speed <= 0:
         return 0.0
     expected = request.demand.output_on(model, request.demand.tokens_on(model))
-    answer = max(expected - request.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
-    unread = account.unread.get(request.request)
+    answer = (
+        max(expected - request.tokens.longest, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
+    )
+    unread = account.unread.get(request.attempt)
     return answer + (0.0 if unread is None else unread.seconds)
