@@ -215,6 +215,14 @@ RULES = (
         "restart the coordinator, and report a bug with its log",
     ),
     AlertRule(
+        "IllegalEvent",
+        _WARNING,
+        Comparison(_rise("illegal_events", 600), ">", 0),
+        0,
+        "the {machine} state machine got an event that it does not allow: one request ended with an error",
+        '`cluster logs` has the event and the state under "illegal event": report a bug with it',
+    ),
+    AlertRule(
         "QueueStuck",
         _CRITICAL,
         And(Comparison(_metric("router_queue_depth"), ">", 0), Comparison(_rise("router_attempts", 60), "==", 0)),

@@ -21,6 +21,7 @@ from wire.frames import Delta, GenerationParams
 from wire.identity import NodeId
 from wire.refusals import Refused
 
+_STREAMING = RequestState.STREAMING
 MAX_STEPS = 64
 """Maximum recorded steps of a request."""
 
@@ -169,9 +170,10 @@ class ActiveRequest:
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
         """Apply an event at `now` (monotonic seconds), and return the actions. Raise `IllegalEvent` as the table."""
-        self.life, actions = step(self.life, event, now)
-        self.node = self.life.node
-        self.streaming = self.life.state is RequestState.STREAMING
+        life, actions = step(self.life, event, now)
+        self.life = life
+        self.node = life.node
+        self.streaming = life.state is _STREAMING
         return actions
 
     def check(self) -> None:

@@ -38,7 +38,6 @@ from router.dispatch.request_events import (
     Enqueue,
     Event,
     FirstTokens,
-    Placed,
     PrefillDone,
     RecordPrompt,
     Release,
@@ -137,8 +136,8 @@ class Dispatcher:
 
     # state machine
 
-    def apply(self, request: ActiveRequest, event: Event) -> bool:
-        """Apply an event to a request and perform the actions. Return False if an attempt could not be delivered.
+    def apply(self, request: ActiveRequest, event: Event) -> None:
+        """Apply an event to a request and perform the actions.
 
         An illegal event ends only this request, and is counted.
         """
@@ -149,10 +148,10 @@ class Dispatcher:
             log.exception("illegal event", request_id=request.job.request_id, state=request.state.value)
             text = f"the request ended because of an internal error of the router: retry, and report its log ({error})"
             self.apply(request, Stopped(RequestFailure(FailureCode.ROUTER_ERROR, text)))
-            return False
+            return
+        perform = self._perform
         for action in actions:
-            self._perform[type(action)](request, action)
-        return not isinstance(event, Placed) or request.life.attempt == event.attempt
+            perform[type(action)](request, action)
 
     def _deliver(self, request: ActiveRequest, action: Send) -> None:
         """Send the request of an attempt, and apply whether there was a link."""

@@ -1,8 +1,8 @@
 """State machine of a request, as data: events in, actions out. The dispatcher performs the actions.
 
 Covers: states and legal transitions, attempts and their order, losses and crashes, releases at an end.
-Does not cover: the choice of a node (`router.placement`), the order of the queue (`router.admission.queue`), the text of
-an answer (`answer`). Tokens after the first ones change no state.
+Does not cover: the choice of a node (`router.placement`), the order of the queue (`router.admission.queue`), the text
+of an answer (`answer`). Tokens after the first ones change no state.
 
                        no room          ┌─────────┐ deadline
           NEW ◄───────────────────────► │ QUEUED  │
@@ -181,10 +181,13 @@ def step(life: RequestLife, event: Event, now: float) -> Step:
     allowed = TABLE[kind].get(life.state)
     if allowed is None:
         raise IllegalEvent(f"the request is {life.state}: {kind.__name__} cannot happen")
+    early: tuple[Action, ...] = ()
+    if life.origin is not None and kind is not Undelivered and kind is not Delivered:
+        life, early = _delivered(life, event, now)  # any other event comes after the frame left
     after, actions = _HANDLERS[kind](life, event, now)
     if after.state not in allowed:
         raise BrokenInvariant(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
-    return after, actions
+    return after, early + actions if early else actions
 
 
 def _placed(life: RequestLife, event: Placed, now: float) -> Step:
@@ -198,8 +201,6 @@ def _moved(life: RequestLife, event: Moved, now: float) -> Step:
 def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: int) -> Step:
     if event.attempt <= life.newest:
         raise IllegalEvent(f"attempt {event.attempt} is not newer than {life.newest}")
-    if life.origin is not None:
-        raise IllegalEvent(f"attempt {life.attempt} is in delivery")
     after = replace(
         life,
         state=_SENT,
@@ -217,7 +218,7 @@ def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: i
     return after, (Reserve(event, first), Send(event, first))
 
 
-def _delivered(life: RequestLife, _: Delivered, __: float) -> Step:
+def _delivered(life: RequestLife, _: Event, __: float) -> Step:
     origin = life.origin
     after = replace(life, origin=None)
     if origin is None:

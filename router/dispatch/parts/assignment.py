@@ -27,7 +27,7 @@ MAX_NODES_IN_A_ROW = 4
 class Assignment:
     """Assignment of requests to nodes.
 
-    `apply` applies an event to a request and returns whether an attempt was delivered. `numbers` returns the next
+    `apply` applies an event to a request. `numbers` returns the next
     attempt number and sequence number.
     """
 
@@ -55,7 +55,8 @@ class Assignment:
     def start(self, request: ActiveRequest, chosen: Candidate, need: int) -> bool:
         """Reserve `need` bytes and send the request to a node. Return whether there was a link."""
         attempt, seq = self._numbers()
-        return self._apply(request, Placed(attempt, seq, chosen, need))
+        self._apply(request, Placed(attempt, seq, chosen, need))
+        return request.life.attempt == attempt
 
     def assign(self, request: ActiveRequest) -> None:
         """Ask nodes in turn until one link takes the request; else queue or end it."""

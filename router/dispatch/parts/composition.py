@@ -69,7 +69,7 @@ class Parts:
     """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests."""
 
     def __init__(
-        self, around: Surroundings, apply: Callable[[ActiveRequest, Event], bool], wake: Callable[[], None]
+        self, around: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]
     ) -> None:
         clock, counters, settings = around.clock, around.counters, around.settings
         self.ledger = ledger = ReservationLedger()

@@ -141,7 +141,8 @@ class Migration:
         if not isinstance(result, Placement) or not is_worth(result.chosen):
             return False
         attempt, seq = self._numbers()
-        if not self._apply(request, Moved(attempt, seq, result.chosen, result.chosen.need, is_loss)):
+        self._apply(request, Moved(attempt, seq, result.chosen, result.chosen.need, is_loss))
+        if request.life.attempt != attempt:
             return False
         request.prepare_resume()
         self._placer.record(request, result)

@@ -90,9 +90,11 @@ class Placer:
 
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute the placement of a request with this demand on the nodes of `view`."""
-        now, trials = self._clock(), self._one_model(request.trials(), demand.model)
+        now = self._clock()
+        seen = self.seen(view, now)
+        trials = self._one_model(request.trials(), demand.model, seen if view is self.view else None)
         result = place(
-            self.seen(view, now),
+            seen,
             demand,
             self._ledger,
             now=now,
@@ -124,14 +126,14 @@ class Placer:
         """Compute the arithmetic of a request on one node like that of a new request."""
         return consider(node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.warm)
 
-    def _one_model(self, trials: AttemptHistory, name: str) -> AttemptHistory:
-        """Restrict a request to one fingerprint of a name with several.
+    def _one_model(self, trials: AttemptHistory, name: str, seen: ClusterView | None = None) -> AttemptHistory:
+        """Restrict a request to one fingerprint of a name with several. `seen` is the view of all nodes, if known.
 
         It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
         """
         if trials.fingerprint:
             return trials
-        view = self.seen(self.view, self._clock())
+        view = seen or self.seen(self.view, self._clock())
         if trials.lost:
             view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
         identity = view.identity(name)

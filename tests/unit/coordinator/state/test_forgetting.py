@@ -65,6 +65,8 @@ async def test_after_any_history_nothing_is_kept_of_a_node_that_was_removed(step
     pool = Cluster(A, B, C)
     for step in steps:
         happen(pool, step)
+        for request in pool.dispatcher.open_requests():
+            request.check()
     gone = A
     pool.dispatcher.node_gone(gone, "it was removed")
     pool.dispatcher.forget(gone)

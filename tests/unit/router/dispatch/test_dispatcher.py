@@ -1,7 +1,10 @@
 """The dispatcher alone: frames in, frames out, on a loop but without sockets."""
 
 import asyncio
+import itertools
+import random
 from collections.abc import AsyncIterator, Callable
+from random import Random
 
 import pytest
 
@@ -133,6 +136,8 @@ class Cluster:
     def settled(self) -> None:
         """Check that no request, reservation or queue entry is left."""
         self.dispatcher.ledger.check()
+        for request in self.dispatcher.open_requests():
+            request.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
 
@@ -859,6 +864,77 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     with pytest.raises(OSError, match="broken"):
         cluster.submit()
     cluster.settled()
+
+
+# illegal events
+
+
+async def test_an_illegal_event_ends_one_request_and_is_counted(two: Cluster):
+    wrong, right = two.submit(), two.submit()
+    node, number = two.generates()[0]
+    two.dispatcher.receive(node, Admitted(number.request, 25))
+    assert two.dispatcher.counters.illegal_events == {"request": 0}
+    two.dispatcher.receive(node, Admitted(number.request, 25))
+    assert isinstance(wrong.outcome, RequestFailure)
+    assert wrong.outcome.code == "router_error"
+    assert "the request is admitted: NodeAdmitted cannot happen" in wrong.outcome.message
+    assert two.sent[-1] == (node, Cancel(number.request)), "its node is told"
+    assert two.dispatcher.counters.illegal_events == {"request": 1}
+    assert two.dispatcher.counters.requests == {"router_error": 1}
+    assert right.outcome is None
+    two.finish()
+    assert isinstance(right.outcome, Finished)
+
+
+async def test_a_refusal_of_a_stream_is_illegal(two: Cluster):
+    ticket = two.submit()
+    two.speak()
+    two.refuse()
+    assert isinstance(ticket.outcome, RequestFailure)
+    assert ticket.outcome.code == "router_error"
+    assert len(two.generates()) == 1, "a node that breaks the order gets no second chance with this request"
+
+
+# chance
+
+
+def frames(seed: int) -> list[tuple[NodeId, Frame]]:
+    """Return all frames of a few requests whose choices and seeds come from this seed alone."""
+    draw, numbers = Random(seed).random, itertools.count(1)
+    sent: list[tuple[NodeId, Frame]] = []
+    dispatcher = Dispatcher(
+        lambda node, frame: sent.append((node, frame)) is None,
+        RouterSettings(),
+        numbers=lambda: (number := next(numbers), number),
+        clock=lambda: 100.0,
+        draw=draw,
+    )
+    views = [
+        view_of(
+            Report(0, a_memory(), EngineState("x", "ready"), (a_model(),)),
+            node=node,
+            name=node,
+            state="ready",
+            reported_at=100.0,
+        )
+        for node in (A, B, C)
+    ]
+    dispatcher.set_view(ClusterView(tuple(views)))
+    for number in range(12):
+        demand = ResourceDemand("tiny", 100)
+        dispatcher.submit(RequestSpec(demand, "k", f"r{number}", (Message("user", "hi"),), GenerationParams(), 0, True))
+    dispatcher.shutdown()
+    return sent
+
+
+async def test_all_chance_comes_from_the_injected_source():
+    random.seed(1)
+    first = frames(7)
+    random.seed(2)
+    assert frames(7) == first
+    seeds = [frame.params.seed for _, frame in first if isinstance(frame, Generate)]
+    assert len(set(seeds)) == 12
+    assert frames(8) != first
 
 
 # cached prompts

@@ -611,6 +611,9 @@ class Story:
             self.node_says(action, ticket, ticket.node)
         await turn()
         dispatcher.ledger.check()
+        for request in self.tickets:
+            request.check()
+        assert dispatcher.counters.illegal_events == {"request": 0}
         self.check()
 
     def node_says(self, action: str, ticket: ActiveRequest, node: NodeId) -> None:
