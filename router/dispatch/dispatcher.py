@@ -17,7 +17,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import structlog
 
@@ -30,25 +29,13 @@ from router.dispatch.parts.composition import Parts, Surroundings, default_polic
 from router.dispatch.parts.node_frames import AboutOne
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
-    Action,
-    CancelAttempt,
-    CorrectHeadroom,
     Delivered,
-    Dequeue,
-    Enqueue,
     Event,
     FirstTokens,
-    PrefillDone,
-    RecordPrompt,
-    Release,
     RequestDenied,
-    Reserve,
-    Respond,
     Send,
-    SettleQuota,
     Stopped,
     Undelivered,
-    Withdraw,
 )
 from router.dispatch.request_state import BrokenInvariant, IllegalEvent
 from router.placement.cluster_view import ClusterView
@@ -119,20 +106,7 @@ class Dispatcher:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._perform: Mapping[type[Action], Callable[[ActiveRequest, Any], object]] = {
-            Reserve: parts.attempts.reserve,
-            Send: self._deliver,
-            Release: parts.attempts.release,
-            CancelAttempt: parts.attempts.cancel,
-            CorrectHeadroom: parts.placer.correct,
-            Enqueue: parts.waiting.enqueue,
-            Dequeue: parts.waiting.dequeue,
-            Withdraw: parts.waiting.withdraw,
-            RecordPrompt: parts.attempts.record_prompt,
-            PrefillDone: parts.attempts.prefill_done,
-            SettleQuota: parts.endings.settle,
-            Respond: parts.endings.respond,
-        }
+        self._perform = parts.performers(self._deliver)
 
     # state machine
 

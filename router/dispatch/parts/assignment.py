@@ -33,7 +33,7 @@ class Assignment:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         numbers: Callable[[], tuple[int, int]],
         *,
         placer: Placer,

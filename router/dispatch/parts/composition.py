@@ -1,7 +1,8 @@
 """Composition of the dispatcher: every part gets all of its collaborators in its constructor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from router.admission.cache_scope import CacheScopes
 from router.admission.queue import AdmissionQueue
@@ -25,7 +26,22 @@ from router.dispatch.parts.stream_watchdog import StreamWatchdog
 from router.dispatch.parts.swap_turns import SwapTurns
 from router.dispatch.parts.waiting import WaitingRequests
 from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
-from router.dispatch.request_events import Event
+from router.dispatch.request_events import (
+    Action,
+    CancelAttempt,
+    CorrectHeadroom,
+    Dequeue,
+    Enqueue,
+    Event,
+    PrefillDone,
+    RecordPrompt,
+    Release,
+    Reserve,
+    Respond,
+    Send,
+    SettleQuota,
+    Withdraw,
+)
 from router.placement.policies import POLICIES, Policy
 from router.placement.prefix_affinity import PrefixAffinity
 from router.placement.reservations import ReservationLedger
@@ -183,6 +199,25 @@ class Parts:
             slow_seconds=settings.slow_client_seconds,
             keepalive_seconds=settings.keepalive_seconds,
         )
+
+    def performers(
+        self, deliver: Callable[[ActiveRequest, Send], None]
+    ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
+        """Return the function that performs each action of a request; `deliver` performs `Send`."""
+        return {
+            Send: deliver,
+            Reserve: self.attempts.reserve,
+            Release: self.attempts.release,
+            CancelAttempt: self.attempts.cancel,
+            CorrectHeadroom: self.placer.correct,
+            Enqueue: self.waiting.enqueue,
+            Dequeue: self.waiting.dequeue,
+            Withdraw: self.waiting.withdraw,
+            RecordPrompt: self.attempts.record_prompt,
+            PrefillDone: self.attempts.prefill_done,
+            SettleQuota: self.endings.settle,
+            Respond: self.endings.respond,
+        }
 
 
 def default_policy(settings: RouterSettings) -> Policy:

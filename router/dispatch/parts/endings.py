@@ -18,7 +18,7 @@ class Endings:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         clock: Callable[[], float],
         *,
         placer: Placer,

@@ -31,7 +31,7 @@ class Losses:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         clock: Callable[[], float],
         on_failure: Callable[[ActiveRequest, str], None],
         *,

@@ -31,7 +31,7 @@ class Migration:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         numbers: Callable[[], tuple[int, int]],
         clock: Callable[[], float],
         *,

@@ -27,7 +27,7 @@ class NodeFrames:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         clock: Callable[[], float],
         *,
         placer: Placer,

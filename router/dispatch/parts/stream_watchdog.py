@@ -37,7 +37,7 @@ class StreamWatchdog:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         counters: Counters,
         *,
         interval: float,

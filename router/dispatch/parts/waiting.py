@@ -28,7 +28,7 @@ class WaitingRequests:
 
     def __init__(
         self,
-        apply: Callable[[ActiveRequest, Event], bool],
+        apply: Callable[[ActiveRequest, Event], None],
         clock: Callable[[], float],
         timeout_seconds: float,
         *,
