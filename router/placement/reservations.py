@@ -45,6 +45,20 @@ class _Reservation(msgspec.Struct, gc=False):
     admitted: bool = False
     settled: bool = False
 
+    def admit(self) -> None:
+        """Record that the node has committed memory for the request."""
+        self.admitted = True
+
+    def settle(self) -> None:
+        """Record that the node's report counts the reservation."""
+        self.settled = True
+
+    def drop_weights(self) -> int:
+        """Remove the weights of a load, and return their bytes."""
+        weights, self.weights = self.weights, 0
+        self.need -= weights
+        return weights
+
 
 class PendingPrefill(msgspec.Struct, frozen=True, gc=False):
     """Prompt that a node has not prefilled yet, as far as the router knows."""
@@ -73,6 +87,32 @@ class NodeReservations:
     """Prompts without a first token, by request number."""
     unread_tokens: int = 0
     """Sum of the tokens in `unread`."""
+
+    def add(self, request: int, promise: _Reservation, seconds: float) -> None:
+        """Add the reservation of a request whose prompt takes `seconds` to prefill."""
+        self.need += promise.need
+        self.tokens += promise.tokens
+        self.rows += promise.rows
+        self.requests.add(request)
+        self.promised.add(request)
+        self.unread[request] = PendingPrefill(promise.tokens, seconds)
+        self.unread_tokens += promise.tokens
+
+    def settle(self, request: int, promise: _Reservation) -> None:
+        """Take off the bytes and tokens of a reservation, which the report counts or which is released."""
+        self.need -= promise.need
+        self.tokens -= promise.tokens
+        self.promised.discard(request)
+
+    def drop_need(self, need: int) -> None:
+        """Take off bytes of a reservation that the report counts."""
+        self.need -= need
+
+    def remove(self, request: int, promise: _Reservation) -> None:
+        """Remove a request with its rows and its prompt."""
+        self.requests.discard(request)
+        self.rows -= promise.rows
+        self.has_read(request)
 
     def has_read(self, request: int) -> None:
         """Remove the prompt of a request from `unread`, if present."""
@@ -144,23 +184,17 @@ class ReservationLedger:
         """
         if request in self._promises:
             raise LedgerError(f"request {request} has two reservations")
-        self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
+        promise = self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = NodeReservations()
-        account.need += need
-        account.tokens += tokens
-        account.rows += rows
-        account.requests.add(request)
-        account.unread[request] = PendingPrefill(tokens, seconds)
-        account.unread_tokens += tokens
-        account.promised.add(request)
+        account.add(request, promise, seconds)
 
     def admitted(self, request: int) -> None:
         """Record that the node has committed memory for the request. Unknown requests are ignored."""
         promise = self._promises.get(request)
         if promise is not None:
-            promise.admitted = True
+            promise.admit()
 
     def read(self, request: int) -> None:
         """Record that the node has prefilled the prompt of a request, or that no first token is expected. Unknown
@@ -185,9 +219,7 @@ class ReservationLedger:
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
-        self._accounts[promise.node].need -= promise.weights
-        promise.need -= promise.weights
-        promise.weights = 0
+        self._accounts[promise.node].drop_need(promise.drop_weights())
 
     def release(self, request: int) -> bool:
         """Release a reservation in any state. Return False if the request has none."""
@@ -197,9 +229,7 @@ class ReservationLedger:
         account = self._accounts[promise.node]
         if not promise.settled:
             self._settle(account, request, promise)
-        account.requests.discard(request)
-        account.rows -= promise.rows
-        account.has_read(request)
+        account.remove(request, promise)
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -212,10 +242,8 @@ class ReservationLedger:
         self.turns.pop(node, None)
 
     def _settle(self, account: NodeReservations, request: int, promise: _Reservation) -> None:
-        promise.settled = True
-        account.need -= promise.need
-        account.tokens -= promise.tokens
-        account.promised.discard(request)
+        promise.settle()
+        account.settle(request, promise)
 
     def hold(self, waiting: int, node: NodeId, need: int) -> None:
         """Hold `need` bytes on a node for a queued request, in place of its earlier hold.
