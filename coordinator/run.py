@@ -66,8 +66,8 @@ from host.settings_loader import SettingsError
 from router.admission.api_keys import KeyRing, new_key
 from router.admission.cache_scope import open_scopes
 from router.admission.rate_limits import RateLimits
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import ActiveRequest
 from router.http.app import RouterApp, openapi_paths
 from router.worker_thread import run_in_worker
 from wire.bonjour_record import BonjourRecord, cluster_hint
@@ -252,16 +252,15 @@ def _create_dispatcher(options: RunOptions, epoch: int, registry: Registry, ring
         number = epoch << 40 | next(counter)
         return number, number
 
-    dispatcher = Dispatcher(
+    return Dispatcher(
         registry.links.send,
         options.settings.router,
         clock=time.monotonic,
         numbers=next_numbers,
         quotas=RateLimits(ring.limits, options.settings.router),
         scopes=open_scopes(options.settings.cache),
+        on_failure=_log_failure,
     )
-    dispatcher.on_failure = _log_failure
-    return dispatcher
 
 
 def _create_video_controller(
@@ -525,7 +524,7 @@ def _log_failure(request: ActiveRequest, code: str) -> None:
     log.warning(
         "request broken",
         request_id=request.job.request_id,
-        request=request.request,
+        request=request.attempt,
         node=request.node_name,
         code=code[:40],
     )

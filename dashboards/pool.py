@@ -218,6 +218,13 @@ SELF = (
         bad=1,
     ),
     create_stat_panel(
+        "Illegal events",
+        "Events that a state machine did not allow, by machine. Any value but 0 is a bug.",
+        COUNT,
+        "sum by (machine) (macpool_illegal_events_total)",
+        bad=1,
+    ),
+    create_stat_panel(
         "Cut off",
         "1 while half of the members are silent at once: check the network of this machine.",
         COUNT,

@@ -21,8 +21,10 @@ from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
 from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS
 from node.memory.reading import RECENT_POLLS
 from node.settings import COORDINATOR_SECTIONS, SECTIONS, MlxSettings, NodeSettings
+from router.placement.candidate import Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView
-from router.placement.place import Placement, Policy, ResourceDemand, place
+from router.placement.place import place
+from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.processes import environment

@@ -222,6 +222,14 @@ RULES = (
         "restart the coordinator, and report a bug with its log",
     ),
     AlertRule(
+        "IllegalEvent",
+        _WARNING,
+        Comparison(_build_increase("illegal_events", 600), ">", 0),
+        0,
+        "the {machine} state machine got an event that it does not allow: one request ended with an error",
+        '`cluster logs` has the event and the state under "illegal event": report a bug with it',
+    ),
+    AlertRule(
         "QueueStuck",
         _CRITICAL,
         Intersection(

@@ -3,10 +3,10 @@
 from typing import Protocol
 
 from router.admission.usage import UsageCounter
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.decision_log import DecisionLog
-from router.dispatch.request import ActiveRequest
-from router.placement.place import NoPlacement, Placement, ResourceDemand
+from router.dispatch.parts.placer import Placer
 from wire.identity import NodeId
 
 
@@ -16,6 +16,7 @@ class DispatcherApi(Protocol):
     usage: UsageCounter
     history: DecisionLog
     breakers: CircuitBreakers[NodeId]
+    placer: Placer
 
     def in_flight(self, node: NodeId) -> int:
         """Return the number of requests on a node."""
@@ -35,8 +36,4 @@ class DispatcherApi(Protocol):
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
-        ...
-
-    def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Return the placement of a request with this demand, without reservation. The request is not sent."""
         ...

@@ -11,8 +11,8 @@ from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.requests import WallClock, get_phase, summarize_request
 from router.admission.api_keys import KeyRing
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import RequestRecord
-from router.dispatch.request import ActiveRequest
 
 MAX_REQUESTS_SHOWN = 50
 """Maximum open requests, and maximum ended requests, on the page."""
@@ -91,7 +91,7 @@ def _build_open_row(request: ActiveRequest, clock: WallClock, names: Mapping[str
         "phase": get_phase(request),
         "prompt_tokens": request.read[0],
         "cached_tokens": request.read[1],
-        "completion_tokens": request.wrote,
+        "completion_tokens": request.tokens.total,
         "attempts": request.attempts,
         "stream": request.job.stream,
         "at": clock.to_unix(request.arrived),

@@ -25,7 +25,8 @@ from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServe
 from coordinator.observe.node_rows import NodeFacts, build_node_row, can_answer, list_dangers, list_warnings
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
 from wire.frames import (

@@ -27,8 +27,10 @@ from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import SESSION_HEADER, KeyRing, credential, session_of
 from router.dialects.openai import chat, chat_response
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, RequestSpec, StreamingRequest
+from router.dispatch.request import Outcome, RequestSpec
 from router.errors import Header, Problem
 from router.http.exchange import MAX_INLINE_BYTES
 from router.http.respond import optional_headers
@@ -207,23 +209,25 @@ class FastPathProtocol(DeadlineProtocol):
                 self.slot.record_valid_key()
         self.server_state.total_requests += 1
         request = self._request = self.fast_path.dispatcher.submit(job)
-        request.sink = self._on_request_event
-        if request.outcome is not None or (isinstance(request, StreamingRequest) and request.ready):
+        answer = request.answer
+        answer.attach(self._on_request_event)
+        if answer.outcome is not None or (isinstance(answer, StreamedAnswer) and answer.ready):
             self._on_request_event()
 
     def _on_request_event(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
         request = cast("ActiveRequest", self._request)
-        outcome = request.outcome
-        if isinstance(request, StreamingRequest) and (outcome is None or isinstance(outcome, Finished)):
-            self._open_stream(request)
+        answer, outcome = request.answer, request.answer.outcome
+        if isinstance(answer, StreamedAnswer) and (outcome is None or isinstance(outcome, Finished)):
+            self._open_stream(request, answer)
         elif outcome is not None:
             self._send_answer(request, outcome)
 
     def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
-            body = chat_response.completion(request.job, cast("BufferedRequest", request).answer(), outcome)
+            answer = cast("CollectedAnswer", request.answer).complete(request.fingerprint)
+            body = chat_response.completion(request.job, answer, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
             return
@@ -246,13 +250,13 @@ class FastPathProtocol(DeadlineProtocol):
         )
         self._close_request(problem.status)
 
-    def _open_stream(self, request: StreamingRequest) -> None:
+    def _open_stream(self, request: ActiveRequest, answer: StreamedAnswer) -> None:
         """Send the head with the first events, and start the pump for the rest."""
         chunks = chat_response.ChatChunks(request.job, fingerprint=request.fingerprint)
         stream = self._stream = ChunkedStream(self.transport, _STREAM % _build_headers(request), self._end_stream)
         stream.busy = self.flow.write_paused
-        request.opened = True
-        StreamPump(request, chunks, stream)
+        answer.open()
+        StreamPump(answer, chunks, stream)
 
     def _end_stream(self, complete: bool) -> None:
         """Record the end of the stream. An incomplete stream aborts the connection."""
@@ -264,7 +268,7 @@ class FastPathProtocol(DeadlineProtocol):
         request, self._request, self._stream = self._request, None, None
         if request is None:
             return
-        request.sink = None
+        request.answer.detach()
         self.fast_path.dispatcher.close(request)
         self.fast_path.dispatcher.counters.answered(status)
         if self.transport.is_closing():

@@ -13,7 +13,7 @@ from coordinator.metrics.families import (
     to_histogram_value,
 )
 from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoSnapshot
-from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
+from router.dispatch.counters import MACHINES, OTHER, OUTCOMES, Counters, ModelCounts
 from router.placement.cluster_view import ClusterView
 from wire.histogram import Histogram
 from wire.identity import NodeId
@@ -218,6 +218,13 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
     ),
     _create_gauge(
         "router_reservation_leaks", "Reservations without a request; a value above 0 is a bug.", lambda p: p.leaks
+    ),
+    MetricFamily(
+        "illegal_events",
+        _C,
+        "Events that a state machine did not allow; each ended one request. A value above 0 is a bug.",
+        lambda p: [((machine,), count) for machine, count in p.counters.illegal_events.items()],
+        (("machine", ", ".join(f"`{machine}`" for machine in MACHINES)),),
     ),
     MetricFamily(
         "router_breaker_open",

@@ -29,7 +29,8 @@ from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
 from coordinator.simulation.simulated_node import SimulatedNode
 from coordinator.simulation.workload import ConversationTurn, SimulatedConversation
 from router.dispatch.request import Outcome, RequestFailure
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import Refused

@@ -18,10 +18,13 @@ from types import MappingProxyType
 
 from coordinator.simulation.cluster import SimulatedPool, SimulatedRouter
 from coordinator.simulation.workload import ConversationTurn
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import StreamedAnswer
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
+from router.dispatch.request import RequestFailure, RequestSpec
+from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, Candidate, Policy, ResourceDemand
+from router.placement.policies import POLICIES, Policy
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import occupied
 from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationParams, Message, Refusal
@@ -101,19 +104,19 @@ class ProductionRouter:
             turn.key,
             turn.id,
             messages_of(turn),
-            GenerationParams(max_tokens=turn.max_tokens),
+            GenerationParams(max_tokens=turn.max_tokens, seed=0),  # the simulated answers do not depend on it
             0,
             stream=True,
         )
         request = self.dispatcher.submit(job)
-        request.sink = lambda: self._read(request)
+        request.answer.attach(lambda: self._read(request))
         self._read(request)
 
     def _read(self, request: ActiveRequest) -> None:
-        assert isinstance(request, StreamingRequest)  # noqa: S101  the job asks for a stream
-        request.take()
+        assert isinstance(request.answer, StreamedAnswer)  # noqa: S101  the job asks for a stream
+        request.answer.take()
         if request.outcome is not None:
-            request.sink = None
+            request.answer.detach()
             self.dispatcher.close(request)
             self._pool.ended(request.job.request_id, request.outcome)
 

@@ -58,6 +58,15 @@ class QueuedRequest(Generic[T]):
     overtaken: int = 0
     """Number of later requests that were placed before this one."""
 
+    def extend(self, deadline: float) -> float:
+        """Move the deadline to `deadline`, unless it is later already, and return it."""
+        self.deadline = max(self.deadline, deadline)
+        return self.deadline
+
+    def overtake(self) -> None:
+        """Count a later request that was placed before this one."""
+        self.overtaken += 1
+
 
 @dataclass(slots=True)
 class _KeyQueue(Generic[T]):
@@ -224,7 +233,7 @@ class AdmissionQueue(Generic[T]):
     def count_overtake(self) -> None:
         """Count an overtake for every queued entry, because a request was placed without queueing."""
         for entry in self.entries():
-            entry.overtaken += 1
+            entry.overtake()
 
     def _turn(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
         """Return the next entry, and the number of rounds that every key must earn first.
@@ -257,5 +266,5 @@ class AdmissionQueue(Generic[T]):
     def _leave(self, entry: QueuedRequest[T], passed: list[QueuedRequest[T]]) -> None:
         for other in passed:
             if other.number < entry.number:
-                other.overtaken += 1
+                other.overtake()
         self.remove(entry)

@@ -19,7 +19,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from router.settings import RouterSettings
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size

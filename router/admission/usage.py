@@ -24,6 +24,14 @@ class UsageTotals(msgspec.Struct, gc=False):
         self.cached_tokens += other.cached_tokens
         self.completion_tokens += other.completion_tokens
 
+    def count(self, prompt: int, cached: int, completion: int, *, failed: bool) -> None:
+        """Add one request."""
+        self.requests += 1
+        self.failed += failed
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.completion_tokens += completion
+
 
 class UsageCounter:
     """Usage since the last `drain`, by API key and model."""

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from router.admission.rate_limits import DEFAULT_ANSWER_TOKENS, RateLimits
 from router.admission.usage import UsageCounter
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog, RequestRecord
-from router.dispatch.request import ActiveRequest, Outcome, RequestFailure
+from router.dispatch.request import Outcome, RequestFailure
 from wire.frames import Finished
 from wire.refusals import RefusalCode, Refused
 
@@ -53,14 +54,10 @@ class Accounting:
         """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
         prompt, cached, written = _took(request, outcome)
         used = self._usage.of(request.job.key, model)
-        used.requests += 1
-        used.failed += not isinstance(outcome, Finished)
-        used.prompt_tokens += prompt
-        used.cached_tokens += cached
-        used.completion_tokens += written
+        used.count(prompt, cached, written, failed=not isinstance(outcome, Finished))
         self._counters.model(model).used(prompt, cached, written)
         self._counters.used_by(request.job.key, model, prompt + written)
-        return max(prompt + written, request.wrote)
+        return max(prompt + written, request.tokens.total)
 
 
 def most_prompt(request: ActiveRequest) -> int:
@@ -79,14 +76,14 @@ def bounded_usage(request: ActiveRequest, frame: Finished) -> Finished:
     A false report can therefore exhaust neither a key's limits nor its usage.
     """
     params = request.job.params
-    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, request.wrote + UNSENT_TOKENS * params.n)
+    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, request.tokens.total + UNSENT_TOKENS * params.n)
     prompt = min(frame.prompt_tokens, most_prompt(request))
     completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
     cached, reasoning_tokens = min(frame.cached_tokens, prompt), min(frame.reasoning_tokens, completion)
     reported = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.reasoning_tokens
     if reported == (prompt, completion, cached, reasoning_tokens):
         return frame
-    log.warning("usage implausible", node=request.node_name, request=request.request, reported=reported)
+    log.warning("usage implausible", node=request.node_name, request=request.attempt, reported=reported)
     return replace(
         frame,
         prompt_tokens=prompt,
@@ -100,42 +97,27 @@ def _took(request: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
     """Return the prompt tokens, the cached tokens among them, and the generated tokens."""
     if isinstance(outcome, Finished):
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
-    return (*request.read, request.wrote)
+    return (*request.read, request.tokens.total)
 
 
 def _record(request: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
     job = request.job
-    steps = tuple(request.steps)
-    if isinstance(outcome, Finished):
-        return RequestRecord(
-            job.request_id,
-            job.key,
-            job.demand.model,
-            job.stream,
-            request.arrived,
-            seconds,
-            "ok",
-            "",
-            steps,
-            outcome.prompt_tokens,
-            outcome.cached_tokens,
-            outcome.completion_tokens,
-            outcome.timings,
-            job.ignored,
-        )
+    finished = outcome if isinstance(outcome, Finished) else None
+    prompt, cached, completion = _took(request, outcome)
     return RequestRecord(
-        job.request_id,
-        job.key,
-        job.demand.model,
-        job.stream,
-        request.arrived,
-        seconds,
-        _label(outcome),
-        _worth_keeping(outcome),
-        steps,
-        request.demand.prompt_tokens,
-        request.read[1],
-        request.wrote,
+        request_id=job.request_id,
+        key=job.key,
+        model=job.demand.model,
+        stream=job.stream,
+        arrived=request.arrived,
+        seconds=seconds,
+        outcome=_label(outcome),
+        message="" if isinstance(outcome, Finished) else _worth_keeping(outcome),
+        steps=tuple(request.steps),
+        prompt_tokens=request.demand.prompt_tokens if finished is None else prompt,
+        cached_tokens=cached,
+        completion_tokens=completion,
+        timings=None if finished is None else finished.timings,
         ignored=job.ignored,
     )
 

@@ -62,6 +62,34 @@ class _Breaker:
     probe: int | None = None
     probed: float = 0.0
 
+    def close(self) -> None:
+        """Close the breaker after a successful probe."""
+        self.until = self.probe = None
+        self.faults = self.opened = 0
+
+    def open(self, lasts: float, now: float) -> None:
+        """Open the breaker for `lasts` seconds."""
+        self.until, self.lasts, self.probe = now + lasts, lasts, None
+        self.opened += 1
+
+    def begin_probe(self, request: int, now: float) -> None:
+        """Record the request that is the probe."""
+        self.probe, self.probed = request, now
+
+    def end_probe(self) -> None:
+        """Record that the probe has no result: the next request is the probe."""
+        self.probe = None
+
+    def explain(self, why: str) -> None:
+        """Record the message of a fault, unless it is empty."""
+        self.why = why or self.why
+
+    def count_fault(self, now: float) -> int:
+        """Count a fault, and return the number of faults in a row."""
+        self.faults = self.faults + 1 if now <= self.last + FAULT_WINDOW_SECONDS else 1
+        self.last = now
+        return self.faults
+
 
 class CircuitBreakers(Generic[N]):
     """Circuit breakers by node; a node without faults has none. A request is identified by the number of its
@@ -83,8 +111,7 @@ class CircuitBreakers(Generic[N]):
         if now < breaker.until:
             return True
         if breaker.probe is not None and now >= breaker.probed + PROBE_SUCCESS_SECONDS:
-            breaker.until = breaker.probe = None
-            breaker.faults = breaker.opened = 0
+            breaker.close()
         return breaker.probe is not None
 
     def record_attempt(self, node: N, request: int, now: float) -> None:
@@ -94,7 +121,7 @@ class CircuitBreakers(Generic[N]):
         """
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe is None:
-            breaker.probe, breaker.probed = request, now
+            breaker.begin_probe(request, now)
 
     def state_of(self, node: N, now: float) -> BreakerState | None:
         """Return the state of a node's breaker; None if the breaker is closed."""
@@ -109,21 +136,18 @@ class CircuitBreakers(Generic[N]):
         """Record that a node broke a request, with the node's message. The breaker opens at `MAX_FAULTS`, or at a
         failed probe."""
         breaker = self._nodes.setdefault(node, _Breaker())
-        breaker.why = why or breaker.why
+        breaker.explain(why)
         if breaker.until is not None:
             if breaker.probe == request:
                 self._open(breaker, min(MAX_OPEN_SECONDS, 2 * breaker.lasts), now)
             return
         if breaker.faults and now < breaker.last + SAME_FAULT_SECONDS:
             return
-        breaker.faults = breaker.faults + 1 if now <= breaker.last + FAULT_WINDOW_SECONDS else 1
-        breaker.last = now
-        if breaker.faults >= MAX_FAULTS:
+        if breaker.count_fault(now) >= MAX_FAULTS:
             self._open(breaker, MIN_OPEN_SECONDS, now)
 
     def _open(self, breaker: _Breaker, lasts: float, now: float) -> None:
-        breaker.until, breaker.lasts, breaker.probe = now + lasts, lasts, None
-        breaker.opened += 1
+        breaker.open(lasts, now)
         self.opened += 1
 
     def record_success(self, node: N, request: int) -> None:
@@ -137,7 +161,7 @@ class CircuitBreakers(Generic[N]):
         """Record that a request left a node without a result. If it was the probe, the next request is the probe."""
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe == request:
-            breaker.probe = None
+            breaker.end_probe()
 
     def forget(self, node: N) -> None:
         """Remove the breaker of a node that is no longer a member."""

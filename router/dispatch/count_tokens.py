@@ -28,7 +28,7 @@ async def count(dispatcher: Dispatcher, request: CountTokens, key: str) -> int |
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
-    request = replace(request, model=dispatcher.canonical_name(request.model, limits))
+    request = replace(request, model=dispatcher.intake.canonical_name(request.model, limits))
     demand = replace(demand_of(request.model, request.messages, GenerationParams(), request.tools), choices=0)
     charged = quotas.admit(key, demand, dispatcher.now())
     if isinstance(charged, Refused):
@@ -43,7 +43,7 @@ async def _counted(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimi
     """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
     for node in _able(dispatcher, request.model, limits):
-        away = dispatcher.unavailable_reason(node)
+        away = dispatcher.placer.unavailable_reason(node)
         if away is not None:
             why = why or away
             continue

@@ -26,6 +26,8 @@ MAX_PACES = 4096
 each."""
 MAX_KEY_MODELS = 1024
 """Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
+MACHINES = ("request",)
+"""Names of the state machines whose illegal events are counted."""
 OTHER = "other"
 FAILED = "failed"
 OUTCOMES = frozenset(
@@ -40,6 +42,7 @@ OUTCOMES = frozenset(
         FailureCode.LINK_LOST,
         FailureCode.SHUTTING_DOWN,
         FailureCode.ANSWER_TOO_LONG,
+        FailureCode.ROUTER_ERROR,
         FailureCode.MEMORY_PRESSURE,
         FAILED,
         *(code.value for code in RefusalCode),
@@ -77,6 +80,16 @@ class NodeCounts:
         self.prompt_tokens = self.generated_tokens = self.first_tokens = 0
         self.first_token_seconds = 0.0
 
+    def count_generated(self, tokens: int) -> None:
+        """Add generated tokens."""
+        self.generated_tokens += tokens
+
+    def count_first(self, prompt: int, seconds: float) -> None:
+        """Count a first token, `seconds` after the request arrived, and the tokens of its prompt."""
+        self.prompt_tokens += prompt
+        self.first_tokens += 1
+        self.first_token_seconds += seconds
+
 
 @dataclass(slots=True)
 class Counters:
@@ -100,6 +113,8 @@ class Counters:
     """Requests moved off a node that drains or fell silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
     """Model swaps, `done` and `dropped`."""
+    illegal_events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MACHINES, 0))
+    """Events that a state machine did not allow, by machine. Any number but 0 is a bug."""
     slow_clients: int = 0
     queue_entries: int = 0
     """Number of times that a request was queued."""
@@ -162,6 +177,43 @@ class Counters:
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         counts.e2e.observe(seconds)
 
+    def count_attempt(self, node: NodeId, *, first: bool, resumed: bool) -> None:
+        """Count an attempt: a request that is sent to a node, `first` for the first time, or with its tokens."""
+        self.attempts += 1
+        self.retries += not first
+        self.resumes += resumed
+        self.placements[node] = self.placements.get(node, 0) + 1
+
+    def count_finished(self, prompt: int, cached: int, completion: int) -> None:
+        """Add the tokens of a complete answer."""
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.completion_tokens += completion
+
+    def count_generated(self, node: NodeId, tokens: int) -> None:
+        """Add the tokens of one frame of a node."""
+        self.node(node).count_generated(tokens)
+
+    def count_node_loss(self) -> None:
+        """Count a request that was on a node when it was lost."""
+        self.nodes_lost += 1
+
+    def count_move(self) -> None:
+        """Count a request that was moved to another node."""
+        self.moves += 1
+
+    def count_slow_client(self) -> None:
+        """Count a stream that was ended because its client did not read it."""
+        self.slow_clients += 1
+
+    def count_queue_entry(self) -> None:
+        """Count a request that enters the queue."""
+        self.queue_entries += 1
+
+    def count_illegal_event(self, machine: str) -> None:
+        """Count an event that a state machine did not allow. `machine` names the state machine, as in `MACHINES`."""
+        self.illegal_events[machine] += 1
+
     def swapped(self, *, done: bool) -> None:
         """Count a model swap that has ended: `done`, or dropped."""
         self.swaps["done" if done else "dropped"] += 1
@@ -178,20 +230,13 @@ class Counters:
         """Count a node's first token of a request, `seconds` after the request arrived."""
         self.first_tokens += 1
         self.first_token_seconds += seconds
-        counts = self.node(node)
-        counts.prompt_tokens += prompt_tokens
-        counts.first_tokens += 1
-        counts.first_token_seconds += seconds
+        self.node(node).count_first(prompt_tokens, seconds)
         self.model(model).ttft.observe(seconds)
 
     def count_queue_exit(self, seconds: float) -> None:
         """Record the queue time of a request that leaves the queue."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
-
-    def placed(self, node: NodeId) -> None:
-        """Count an attempt: a request that is sent to a node."""
-        self.placements[node] = self.placements.get(node, 0) + 1
 
     def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
         """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.

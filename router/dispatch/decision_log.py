@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from router.errors import Problem
-from router.placement.place import Candidate, NoPlacement, Placement, Policy, ResourceDemand, explain
+from router.placement.candidate import Candidate, NoPlacement, Placement, ResourceDemand, explain
+from router.placement.policies import Policy
 from wire.frames import Timings
 from wire.identity import NodeId
 from wire.refusals import Refused

@@ -31,20 +31,18 @@ A turn is dropped after the longest wait, and the models to unload begin another
 Pure: `step` computes actions from its input, and the dispatcher executes them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from router.dispatch.request import ActiveRequest
-from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, unavailable_reason
-from router.placement.reservations import ReservationLedger, SwapTurn
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS
+from router.placement.candidate import Candidate
+from router.placement.cluster_view import NodeView
+from router.placement.feasibility import unavailable_reason
+from router.placement.reservations import SwapTurn
 from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
 from wire.refusals import RefusalCode
-from wire.report import ROW_COST, Model
+from wire.report import Model
 
 SWAP_AFTER_SECONDS = 5.0
 """Seconds that a request waits before a model in use is unloaded for it."""
@@ -56,8 +54,6 @@ MAX_SLICE_KEYS = 4
 """Maximum factor of a slice for a model that more keys use."""
 WAIT_SLICES = 4
 """Divisor of the longest wait that bounds a slice."""
-MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
-"""Oldest requests examined for each model, and nodes examined for each request."""
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
@@ -87,7 +83,7 @@ class SwapInput(msgspec.Struct, frozen=True, gc=False):
 
     nodes: Mapping[NodeId, NodeView]
     waiting: Sequence[SwapCandidate]
-    """Oldest queued requests of each model, at most `MAX_REQUESTS_EXAMINED` of each, oldest first."""
+    """Oldest queued requests of each model, a few of each (`swap_input`), oldest first."""
     keys: Mapping[str, Mapping[str, int]]
     """Weight of every key that waits for a model, by model and key."""
     running: Mapping[NodeId, Mapping[str, Sequence[ModelUse]]]
@@ -378,57 +374,3 @@ def _ready(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
     )
     headroom = candidate.headroom
     return candidate if headroom is not None and headroom + idle >= candidate.need else None
-
-
-def swap_input(
-    view: ClusterView,
-    queued: Sequence[ActiveRequest],
-    live: Iterable[ActiveRequest],
-    ledger: ReservationLedger,
-    judge: Callable[[ActiveRequest, NodeView], Candidate],
-) -> SwapInput:
-    """Build the input of `SwapPlanner.step`.
-
-    `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
-    for a request.
-    """
-    nodes = {node.id: node for node in view.nodes}
-    served: dict[str, list[NodeView]] = {}
-    keys: dict[str, dict[str, int]] = {}
-    looks: dict[str, int] = {}
-    waiting: list[SwapCandidate] = []
-    for request in queued:
-        model, owner = request.demand.model, request.owner
-        keys.setdefault(model, {})[owner.name] = owner.weight
-        looks[model] = looks.get(model, 0) + 1
-        if looks[model] <= MAX_REQUESTS_EXAMINED:
-            if model not in served:
-                serving = [node for node in view.nodes if model in node.models]
-                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
-            candidates = tuple(judge(request, node) for node in served[model])
-            refused = frozenset(node.id for node in served[model] if request.refused.get(node.id) == node.reported_at)
-            waiting.append(SwapCandidate(request.number, owner, model, request.arrived, candidates, refused))
-    running: dict[NodeId, dict[str, list[ModelUse]]] = {}
-    for request in live:
-        node = None if request.node is None else nodes.get(request.node)
-        if node is not None:
-            use = ModelUse(request.number, request.owner, _seconds_left(request, node, ledger))
-            running.setdefault(node.id, {}).setdefault(request.demand.model, []).append(use)
-    return SwapInput(nodes, waiting, keys, running, ledger.turns)
-
-
-def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, bool, int]:
-    """Rank a node for examination: nodes with a turn first, then nodes with the model, then the least busy."""
-    here = node.models[model]
-    return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
-
-
-def _seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
-    """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
-    model, account = node.models.get(request.demand.model), ledger.account(node.id)
-    if model is None or model.decode_speed <= 0:
-        return 0.0
-    expected = request.demand.output_on(model, request.demand.tokens_on(model))
-    answer = max(expected - request.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
-    unread = account.unread.get(request.request)
-    return answer + (0.0 if unread is None else unread.seconds)

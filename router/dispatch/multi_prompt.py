@@ -11,34 +11,32 @@ from typing import Generic, TypeVar
 from msgspec.structs import replace
 
 from router.admission.rate_limits import RateState
-from router.dispatch.request import (
-    ActiveRequest,
-    BufferedRequest,
-    CompleteAnswer,
-    Outcome,
-    RequestSpec,
-    StreamingRequest,
-)
-from router.placement.place import ResourceDemand
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.request import CompleteAnswer, Outcome, RequestSpec
+from router.placement.candidate import ResourceDemand
 from wire.frames import Delta, Finished
 
 T = TypeVar("T")
-K = TypeVar("K", bound=ActiveRequest)
+A = TypeVar("A", StreamedAnswer, CollectedAnswer)
 
 
-class MergedAnswer(Generic[K]):
-    """Base of the streamed and the whole answer of several requests, one for each prompt."""
+class MergedRequest:
+    """Several requests, one for each prompt, as one request with a combined answer."""
 
-    def __init__(self, requests: Sequence[K]) -> None:
+    def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         first = requests[0]
         self._requests = requests
-        self._waiter: asyncio.Future[None] | None = None
-        self._choices = first.job.params.n
-        self.sink: Callable[[], None] | None = None
-        params = replace(first.job.params, n=len(requests) * self._choices)
+        choices = first.job.params.n
+        params = replace(first.job.params, n=len(requests) * choices)
         self.job: RequestSpec = replace(first.job, params=params)
-        for request in requests:
-            request.sink = self._flow
+        answers = [request.answer for request in requests]
+        streamed = [answer for answer in answers if isinstance(answer, StreamedAnswer)]
+        self.answer: MergedStream | MergedResponse = (
+            MergedStream(streamed, choices)
+            if streamed
+            else MergedResponse([answer for answer in answers if isinstance(answer, CollectedAnswer)], choices)
+        )
 
     @property
     def demand(self) -> ResourceDemand:
@@ -61,24 +59,44 @@ class MergedAnswer(Generic[K]):
         return ",".join(dict.fromkeys(request.node_name for request in self._requests if request.node_name))
 
     @property
-    def waits_for(self) -> str:
-        """Reason of a wait, for the client; empty when there is none."""
-        return next((request.waits_for for request in self._requests if request.waits_for), "")
-
-    @property
     def attempts(self) -> int:
         """Number of attempts of all requests."""
         return sum(request.attempts for request in self._requests)
 
+
+class MergedAnswer(Generic[A]):
+    """Base of the streamed and the whole answer of several requests, each with `choices` choices."""
+
+    def __init__(self, answers: Sequence[A], choices: int) -> None:
+        self._answers = answers
+        self._choices = choices
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Callable[[], None] | None = None
+        for answer in answers:
+            answer.attach(self._flow)
+
+    @property
+    def waits_for(self) -> str:
+        """Reason of a wait, for the client; empty when there is none."""
+        return next((answer.waits_for for answer in self._answers if answer.waits_for), "")
+
     @property
     def outcome(self) -> Outcome | None:
         """Combined outcome of all requests, or the outcome of the first failed request; None while neither exists."""
-        ends = [request.outcome for request in self._requests]
+        ends = [answer.outcome for answer in self._answers]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
             return failed
         finished = [end for end in ends if isinstance(end, Finished)]
         return _sum(finished, self._choices) if len(finished) == len(ends) else None
+
+    def attach(self, sink: Callable[[], None]) -> None:
+        """Call `sink` whenever any request has something new."""
+        self._sink = sink
+
+    def detach(self) -> None:
+        """End the calls of the sink."""
+        self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
         """Return a Future that is done when any request has something new."""
@@ -86,68 +104,56 @@ class MergedAnswer(Generic[K]):
         return self._waiter
 
     def _flow(self) -> None:
-        if self.sink is not None:
-            self.sink()
+        if self._sink is not None:
+            self._sink()
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class MergedStream(MergedAnswer[StreamingRequest]):
-    """Streamed answer of several requests; see `StreamingRequest`."""
+class MergedStream(MergedAnswer[StreamedAnswer]):
+    """Streamed answer of several requests; see `StreamedAnswer`."""
 
-    @property
-    def opened(self) -> bool:
-        """Whether the stream to the client has begun. A refusal can then no longer be a plain answer."""
-        return self._requests[0].opened
+    def open(self) -> None:
+        """Record that the client has the status of the answer."""
+        for answer in self._answers:
+            answer.open()
 
-    @opened.setter
-    def opened(self, opened: bool) -> None:
-        for request in self._requests:
-            request.opened = opened
-
-    @property
-    def blocked(self) -> bool:
-        """Whether the transport to the client is full."""
-        return self._requests[0].blocked
-
-    @blocked.setter
-    def blocked(self, blocked: bool) -> None:
-        for request in self._requests:
-            request.blocked = blocked
+    def block(self, blocked: bool) -> None:
+        """Record whether the transport to the client is full."""
+        for answer in self._answers:
+            answer.block(blocked)
 
     @property
     def keepalive_due(self) -> bool:
         """Whether a keep-alive is due."""
-        return any(request.keepalive_due for request in self._requests)
+        return any(answer.keepalive_due for answer in self._answers)
 
     @property
     def pending(self) -> bool:
         """Whether any request holds deltas."""
-        return any(request.pending for request in self._requests)
+        return any(answer.pending for answer in self._answers)
 
     @property
     def ready(self) -> bool:
         """Whether a request has deltas, its end or a keep-alive to send."""
-        return any(request.ready and (request.pending or request.keepalive_due) for request in self._requests) or (
-            self.outcome is not None
-        )
+        return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
     def take(self) -> list[Delta]:
         """Return pending deltas of all requests with consecutive choice numbers. Deltas of an unknown choice are left
         out."""
         taken: list[Delta] = []
-        for at, request in enumerate(self._requests):
+        for at, answer in enumerate(self._answers):
             base = at * self._choices
             taken += (
                 replace(delta, choice=base + delta.choice)
-                for delta in request.take()
+                for delta in answer.take()
                 if 0 <= delta.choice < self._choices
             )
         return taken
 
 
-class MergedResponse(MergedAnswer[BufferedRequest]):
-    """Whole answer of several requests, read once at the end; see `BufferedRequest`."""
+class MergedResponse(MergedAnswer[CollectedAnswer]):
+    """Whole answer of several requests, read once at the end; see `CollectedAnswer`."""
 
     async def outcome_of(self) -> Outcome:
         """Wait for the outcome and return it."""
@@ -155,16 +161,16 @@ class MergedResponse(MergedAnswer[BufferedRequest]):
             await self.wait()
         return outcome
 
-    def answer(self) -> CompleteAnswer:
-        """Return the whole answer with consecutive choice numbers."""
-        answers = [request.answer() for request in self._requests]
+    def complete(self, fingerprint: str = "") -> CompleteAnswer:
+        """Return the whole answer with consecutive choice numbers, by a model with this fingerprint."""
+        answers = [answer.complete() for answer in self._answers]
         texts = {
             (at * self._choices + choice, channel): text
             for at, answer in enumerate(answers)
             for (choice, channel), text in answer.texts.items()
         }
         calls, logprobs = ([answer.calls for answer in answers], [answer.logprobs for answer in answers])
-        return CompleteAnswer(texts, self._counted(calls), self._counted(logprobs))
+        return CompleteAnswer(texts, self._counted(calls), self._counted(logprobs), fingerprint)
 
     def _counted(self, found: Sequence[Mapping[int, T]]) -> dict[int, T]:
         return {at * self._choices + choice: one for at, each in enumerate(found) for choice, one in each.items()}
@@ -177,12 +183,12 @@ def _sum(ends: Sequence[Finished], choices: int) -> Finished:
         return (tuple(of) + (default,) * choices)[:choices]
 
     return Finished(
-        ends[0].request,
-        tuple(reason for end in ends for reason in each(end.reasons, "stop")),
-        sum(end.prompt_tokens for end in ends),
-        sum(end.completion_tokens for end in ends),
-        sum(end.cached_tokens for end in ends),
-        ends[0].timings,
+        request=ends[0].request,
+        reasons=tuple(reason for end in ends for reason in each(end.reasons, "stop")),
+        prompt_tokens=sum(end.prompt_tokens for end in ends),
+        completion_tokens=sum(end.completion_tokens for end in ends),
+        cached_tokens=sum(end.cached_tokens for end in ends),
+        timings=ends[0].timings,
         stops=tuple(stop for end in ends for stop in each(end.stops, "")),
         reasoning_tokens=sum(end.reasoning_tokens for end in ends),
     )

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from router.admission.request_limits import TEMPLATE_BYTES
-from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, ResourceDemand
+from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, ResourceDemand
 from wire.frames import GenerationParams, Message
 
 _PLAIN: frozenset[str] = frozenset()

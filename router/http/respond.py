@@ -6,22 +6,23 @@ by its client.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 from router.dialects.shared.interface import ParsedRequest
-from router.dispatch import multi_prompt
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, RequestSpec, StreamingRequest
+from router.dispatch.multi_prompt import MergedRequest, MergedResponse, MergedStream
+from router.dispatch.request import Outcome, RequestSpec
 from router.errors import Header
 from router.http.exchange import DisconnectWatch, Exchange
-from router.http.sse import EventSource, EventStream, StreamPump, problem_of
+from router.http.sse import EventStream, StreamPump, problem_of
 from router.worker_thread import run_in_worker
 from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
 """Header that names ignored fields and tools."""
-Streamed = StreamingRequest | multi_prompt.MergedStream
-Collected = BufferedRequest | multi_prompt.MergedResponse
+Answered = ActiveRequest | MergedRequest
+"""Request of a client: one for the dispatcher, or one for each prompt."""
 
 
 async def generate(
@@ -40,63 +41,60 @@ async def generate(
     watch = DisconnectWatch(exchange.receive, let_go)
     try:
         requests += (dispatcher.submit(job) for job in jobs)
-        if jobs[0].stream:
-            await _send_stream(exchange, parsed, _streamed(cast("list[StreamingRequest]", requests)))
+        request = requests[0] if len(requests) == 1 else MergedRequest(requests)
+        if isinstance(request.answer, StreamedAnswer | MergedStream):
+            await _send_stream(exchange, parsed, request, request.answer)
         else:
-            await _send_complete(exchange, parsed, _collected(cast("list[BufferedRequest]", requests)))
+            await _send_complete(exchange, parsed, request, request.answer)
     finally:
         watch.close()
         let_go()
 
 
-def _streamed(requests: list[StreamingRequest]) -> Streamed:
-    return requests[0] if len(requests) == 1 else multi_prompt.MergedStream(requests)
-
-
-def _collected(requests: list[BufferedRequest]) -> Collected:
-    return requests[0] if len(requests) == 1 else multi_prompt.MergedResponse(requests)
-
-
-async def _send_complete(exchange: Exchange, parsed: ParsedRequest, request: Collected) -> None:
-    outcome = await request.outcome_of()
+async def _send_complete(
+    exchange: Exchange, parsed: ParsedRequest, request: Answered, answer: CollectedAnswer | MergedResponse
+) -> None:
+    outcome = await answer.outcome_of()
     if isinstance(outcome, Finished):
-        write = partial(parsed.render_complete, request.job, request.answer(), outcome)
+        write = partial(parsed.render_complete, request.job, answer.complete(request.fingerprint), outcome)
         body = await run_in_worker(write) if request.job.params.logprobs else write()
         await exchange.answer(body, 200, _about(request))
     else:
         await _decline(exchange, request, outcome)
 
 
-async def _send_stream(exchange: Exchange, parsed: ParsedRequest, request: Streamed) -> None:
+async def _send_stream(
+    exchange: Exchange, parsed: ParsedRequest, request: Answered, answer: StreamedAnswer | MergedStream
+) -> None:
     """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
-    while not request.ready:
-        await request.wait()
-    outcome = request.outcome
+    while not answer.ready:
+        await answer.wait()
+    outcome = answer.outcome
     if outcome is not None and not isinstance(outcome, Finished):
         await _decline(exchange, request, outcome)
         return
     stream = EventStream(exchange.send)
-    exchange.status = 200
-    request.opened = True
+    exchange.begin()
+    answer.open()
     await stream.open([*exchange.named(), *_about(request)], exchange.style.stream)
-    StreamPump(cast("EventSource", request), parsed.chunks(request), stream)
+    StreamPump(answer, parsed.chunks(request), stream)
     await stream.done
 
 
-async def _decline(exchange: Exchange, request: Streamed | Collected, outcome: Outcome) -> None:
+async def _decline(exchange: Exchange, request: Answered, outcome: Outcome) -> None:
     problem = problem_of(outcome)
     if problem is not None:
         await exchange.refuse(problem, _about(request))
 
 
-def _about(request: Streamed | Collected) -> list[Header]:
+def _about(request: Answered) -> list[Header]:
     about = [(b"x-macpool-attempts", str(request.attempts).encode()), *optional_headers(request)]
     if request.node_name:
         about.insert(0, (b"x-macpool-node", request.node_name.encode("ascii", "replace")))
     return about
 
 
-def optional_headers(request: ActiveRequest | Streamed | Collected) -> list[Header]:
+def optional_headers(request: Answered) -> list[Header]:
     """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
     rates."""
     if not request.rates:

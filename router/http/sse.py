@@ -1,6 +1,6 @@
 """Server-sent events: output of a stream, and the pump that fills it from a request.
 
-A token passes through `Dispatcher.receive` → `StreamingRequest.flush` → `StreamPump.pump` → `EventStream.push` → the
+A token passes through `Dispatcher.receive` → `StreamedAnswer.flush` → `StreamPump.pump` → `EventStream.push` → the
 transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
 in the request, whose bound ends a stream that is not read.
 """
@@ -46,10 +46,19 @@ class EventSink(Protocol):
 
 
 class EventSource(Protocol):
-    """Input of a `StreamPump`: a `StreamingRequest`, or several combined into one."""
+    """Input of a `StreamPump`: a `StreamedAnswer`, or several combined into one."""
 
-    sink: Callable[[], None] | None
-    blocked: bool
+    def attach(self, sink: Callable[[], None]) -> None:
+        """Call `sink` whenever there is something new."""
+        ...
+
+    def detach(self) -> None:
+        """End the calls of the sink."""
+        ...
+
+    def block(self, blocked: bool) -> None:
+        """Record whether the transport to the client is full."""
+        ...
 
     @property
     def waits_for(self) -> str:
@@ -157,8 +166,8 @@ class StreamPump:
         self._opening_sent = False
         self._opening = b""
         stream.when_ready(self.pump)
-        source.sink = self.pump
-        source.blocked = False
+        source.attach(self.pump)
+        source.block(False)
         self.pump()
 
     def pump(self) -> None:
@@ -180,7 +189,7 @@ class StreamPump:
         events = self._chunks.deltas(taken)
         if source.outcome is not None and not source.pending:
             stream.push(self._opening + events + self._ending(source.outcome), last=True)
-            source.sink = None
+            source.detach()
             return
         if events and self._opening:
             events = self._opening + events
@@ -188,7 +197,7 @@ class StreamPump:
         if not events and keepalive_due:
             events = self._chunks.keepalive(source.waits_for)
         if events:
-            source.blocked = not stream.push(events)
+            source.block(not stream.push(events))
 
     def _ending(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):

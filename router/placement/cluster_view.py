@@ -1,75 +1,30 @@
 """Immutable view of the cluster for one placement decision, rebuilt at every report.
 
-A report is a node's own claim and may be wrong. `view_of` turns a report into numbers that the placement arithmetic can
-use: no NaN, no infinity, no negative number. A false report never makes a node look roomier than an honest report
-could. An impossible footprint counts as unreadable, and nothing is placed on that node. A model with an impossible size
-is left out. The node's own gate still decides which requests run. Texts are bounded and printable, because people read
-them in terminals.
+`sanitize_report.view_of` builds the view of a node from its report.
 """
 
 import dataclasses
-import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import msgspec
-from msgspec.structs import replace
-
 from wire.capacity.arithmetic import headroom, occupied
-from wire.frames import Report
-from wire.identity import NodeId, valid_model, valid_name
+from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.report import (
-    BatchGroup,
-    CacheState,
     Enforcement,
-    EngineCounters,
     EngineState,
     Memory,
-    MemoryLevel,
     Model,
     Sharing,
     SystemMemory,
 )
-from wire.video import LeaseState, VideoPackage, VideoState
+from wire.video import VideoState
 
 MAX_REPORT_AGE_SECONDS = 3.0
 """Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
-UNMEASURED_PREFILL = 200.0
-"""Prefill speed of a node without a measurement, in tokens per second: slow, because measured nodes go first."""
-UNMEASURED_DECODE = 20.0
-"""Decode speed of a node without a measurement, in tokens per second."""
-UNMEASURED_RATIO = 4.0
-"""Bytes of request text per prompt token until the node has measured the ratio: English prose."""
-MAX_CONTEXT = 100_000_000
-"""Maximum context of a model, in tokens."""
-MAX_LOAD_SECONDS = 600.0
-"""Maximum load time of a model and maximum age of a reading, in seconds."""
-MAX_UNIX_SECONDS = 2.0**33
-"""Latest end of a pause, in Unix seconds: the year 2242."""
-MAX_EXPECTED_OUTPUT = 32_768
-"""Maximum expected output of a model, in tokens."""
-MAX_MODELS = 512
-"""Maximum number of models read from one report."""
-MAX_TEXT_CHARS = 300
-"""Maximum characters of a text in a report."""
-MAX_BYTES = 2**60
-"""Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
-MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
-"""Maximum evictions of a node's prefix cache read from one report, and maximum bytes of each hash."""
-MAX_WARNINGS = 8
-"""Maximum warnings read from one report."""
 MAX_NAME_PREFIXES = 3
 """Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
-MAX_KV_STEP = 65_536
-"""Maximum `kv_step` of a model."""
-MAX_PACKAGES, MAX_LEASES = 64, 16
-"""Maximum video packages and leases read from one report."""
-MAX_SIDE, MAX_FRAMES, MAX_FPS = 1024, 64, 1000
-_LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
-_RATIOS = (0.25, 64.0)
 
 
 @dataclass(frozen=True)
@@ -226,231 +181,3 @@ def _serves(node: NodeView) -> bool:
 def with_state(node: NodeView, state: str) -> NodeView:
     """Return a copy of a node's view with another state, which only placement sees."""
     return dataclasses.replace(node, state=state)
-
-
-def view_of(
-    report: Report,
-    *,
-    node: NodeId,
-    name: str,
-    state: str,
-    reported_at: float,
-    cordoned: bool = False,
-    epoch: int = 0,
-    labels: frozenset[str] = frozenset(),
-    video_allowed: bool = False,
-) -> NodeView:
-    """Build a node's view from its report and its membership record. `reported_at` is in monotonic seconds.
-
-    Impossible values of the report are corrected or left out.
-    """
-    return NodeView(
-        id=node,
-        name=name if valid_name(name) else str(node),
-        state=state,
-        cordoned=cordoned,
-        reported_at=reported_at,
-        epoch=epoch,
-        memory=sanitize_memory(report.memory),
-        engine=_honest_engine(report.engine),
-        models=_honest_models(report.models),
-        acked_seq=max(0, report.acked_seq),
-        draining=report.draining,
-        system=_honest_system(report.system),
-        enforcement=_honest_enforcement(report.enforcement),
-        labels=labels,
-        video_allowed=video_allowed,
-        video=sanitize_video(report.video),
-        sharing=_honest_sharing(report.sharing),
-    )
-
-
-def sanitize_video(video: VideoState) -> VideoState:
-    """Return a node's video state without impossible values. Impossible packages and leases are left out."""
-    packages = tuple(_honest_package(one) for one in video.packages[:MAX_PACKAGES] if _possible_package(one))
-    leases = tuple(_honest_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
-    ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
-    return VideoState(
-        video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause), video.allowed
-    )
-
-
-def _possible_package(package: VideoPackage) -> bool:
-    return (
-        valid_model(package.name)
-        and 8 <= package.token_side <= MAX_SIDE
-        and 1 <= package.token_frames <= MAX_FRAMES
-        and 1 <= package.fps <= MAX_FPS
-        and all(0 <= size <= MAX_BYTES for size in (package.weights, package.expert))
-    )
-
-
-def _honest_package(package: VideoPackage) -> VideoPackage:
-    return replace(
-        package,
-        engine=_printable(package.engine)[:40],
-        pipeline=_printable(package.pipeline),
-        fingerprint=_printable(package.fingerprint),
-        cause=_printable(package.cause),
-        bits=max(0, package.bits),
-    )
-
-
-def _honest_lease(lease: LeaseState) -> LeaseState:
-    return replace(
-        lease,
-        job=_printable(lease.job),
-        phase=_printable(lease.phase)[:40],
-        size=max(0, lease.size),
-        progress=min(100, max(0, lease.progress)),
-        step=max(0, lease.step),
-        steps=max(0, lease.steps),
-        footprint=max(0, lease.footprint),
-        peak=max(0, min(lease.peak, MAX_BYTES)),
-    )
-
-
-def sanitize_memory(memory: Memory) -> Memory:
-    """Return a memory reading without impossible numbers; a negative footprint becomes unreadable (None)."""
-    phys = memory.phys
-    return replace(
-        memory,
-        cap=max(0, memory.cap),
-        ceiling=max(0, memory.ceiling),
-        margin=max(0, memory.margin),
-        phys=None if phys is None or phys < 0 else phys,
-        active=max(0, memory.active),
-        recent=max(0, memory.recent),
-        reserved=max(0, memory.reserved),
-        leases=max(0, memory.leases),
-        age=_bounded(memory.age, 0.0, MAX_LOAD_SECONDS, 0.0),
-        total=max(0, memory.total),
-        base=max(0, memory.base),
-        reusable=max(0, min(memory.reusable, memory.active)),
-        cache=max(0, memory.cache),
-        peak=max(0, memory.peak),
-        current=_size(memory.current),
-        reserve=max(0, memory.reserve),
-        bound_by=_printable(memory.bound_by),
-        source=_printable(memory.source),
-    )
-
-
-def _honest_engine(engine: EngineState) -> EngineState:
-    return replace(
-        engine,
-        kind=_printable(engine.kind),
-        state=_printable(engine.state),
-        cause=_printable(engine.cause),
-        restarts=max(0, engine.restarts),
-        recycles=max(0, engine.recycles),
-        leaked=max(0, engine.leaked),
-        running=max(0, engine.running),
-        waiting=max(0, engine.waiting),
-        queued_tokens=max(0, engine.queued_tokens),
-        rows=max(0, engine.rows),
-        wired=max(0, engine.wired),
-        counts=EngineCounters(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
-        cache=_honest_cache(engine.cache),
-    )
-
-
-def _honest_cache(cache: CacheState) -> CacheState:
-    evicted = tuple(one[:MAX_HASH_BYTES] for one in cache.evicted[-MAX_EVICTIONS:])
-    return CacheState(
-        nbytes=max(0, cache.nbytes),
-        entries=max(0, cache.entries),
-        hits=max(0, cache.hits),
-        hit_tokens=max(0, cache.hit_tokens),
-        stores=max(0, cache.stores),
-        evictions=max(0, cache.evictions),
-        evicted=evicted,
-    )
-
-
-def _honest_system(system: SystemMemory) -> SystemMemory:
-    return SystemMemory(
-        _size(system.available),
-        _printable(system.pressure),
-        _printable(system.source),
-        _bounded(system.age, 0.0, MAX_LOAD_SECONDS, 0.0),
-        max(0, system.worker),
-    )
-
-
-def _honest_enforcement(one: Enforcement) -> Enforcement:
-    return Enforcement(
-        one.level if one.level in tuple(MemoryLevel) else MemoryLevel.UNKNOWN,
-        _size(one.phys),
-        _size(one.highest),
-        _size(one.interval),
-        _printable(one.cap_bound_by),
-        _printable(one.remedy),
-        _printable(one.tier),
-        tuple(_printable(text) for text in one.warnings[:MAX_WARNINGS]),
-        max(0, one.polls),
-        max(0, one.over_caps),
-        max(0, one.kills),
-    )
-
-
-def _honest_sharing(one: Sharing) -> Sharing:
-    until = None if one.until is None else _bounded(one.until, 0.0, MAX_UNIX_SECONDS, 0.0)
-    return Sharing(_printable(one.when)[:20], one.paused, _printable(one.why), until or None, one.by_hand)
-
-
-def _size(size: int | None) -> int | None:
-    return None if size is None or size < 0 else size
-
-
-def _printable(text: str) -> str:
-    """Return a node's text without control characters and escape sequences, cut to MAX_TEXT_CHARS characters."""
-    text = text[:MAX_TEXT_CHARS]
-    return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
-
-
-def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
-    return {model.name: _honest_model(model) for model in reversed(models[:MAX_MODELS]) if _possible_model(model)}
-
-
-def _possible_model(model: Model) -> bool:
-    sizes = (
-        model.weights,
-        model.kv_per_token,
-        model.transient,
-        model.kv_fixed,
-        model.kv_window,
-        model.kv_waste,
-        model.kv_window_per_token,
-        *msgspec.structs.astuple(model.forward),
-    )
-    possible = all(0 <= size <= MAX_BYTES for size in sizes)
-    return valid_model(model.name) and possible and 1 <= model.kv_step <= MAX_KV_STEP
-
-
-def _honest_model(model: Model) -> Model:
-    return replace(
-        model,
-        context=min(max(0, model.context), MAX_CONTEXT),
-        load_seconds=_bounded(model.load_seconds, 0.0, MAX_LOAD_SECONDS, 0.0),
-        prefill_speed=_speed(model.prefill_speed, UNMEASURED_PREFILL),
-        decode_speed=_speed(model.decode_speed, UNMEASURED_DECODE),
-        bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
-        groups=tuple(group for group in model.groups if _possible(group)),
-        expected_output=min(model.expected_output, MAX_EXPECTED_OUTPUT) if model.expected_output > 0 else 256,
-        loading=model.loading and not model.loaded,
-        progress=_bounded(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
-        cause="" if model.loaded else _printable(model.cause),
-    )
-
-
-def _possible(group: BatchGroup) -> bool:
-    return group.rows > 0 and group.longest >= 0
-
-
-def _speed(speed: float, unmeasured: float) -> float:
-    return speed if math.isfinite(speed) and speed > 0 else unmeasured
-
-
-def _bounded(value: float, least: float, most: float, otherwise: float) -> float:
-    return value if least <= value <= most else otherwise

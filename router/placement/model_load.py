@@ -13,17 +13,17 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import (
+from router.placement.candidate import (
     AttemptHistory,
     Candidate,
     HeadroomCorrection,
     NoPlacement,
     Placement,
-    Policy,
     ResourceDemand,
-    place,
 )
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.place import place
+from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import most_weights
 from wire.identity import NodeId

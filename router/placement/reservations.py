@@ -45,6 +45,20 @@ class _Reservation(msgspec.Struct, gc=False):
     admitted: bool = False
     settled: bool = False
 
+    def admit(self) -> None:
+        """Record that the node has committed memory for the request."""
+        self.admitted = True
+
+    def settle(self) -> None:
+        """Record that the node's report counts the reservation."""
+        self.settled = True
+
+    def drop_weights(self) -> int:
+        """Remove the weights of a load, and return their bytes."""
+        weights, self.weights = self.weights, 0
+        self.need -= weights
+        return weights
+
 
 class PendingPrefill(msgspec.Struct, frozen=True, gc=False):
     """Prompt that a node has not prefilled yet, as far as the router knows."""
@@ -73,6 +87,32 @@ class NodeReservations:
     """Prompts without a first token, by request number."""
     unread_tokens: int = 0
     """Sum of the tokens in `unread`."""
+
+    def add(self, request: int, promise: _Reservation, seconds: float) -> None:
+        """Add the reservation of a request whose prompt takes `seconds` to prefill."""
+        self.need += promise.need
+        self.tokens += promise.tokens
+        self.rows += promise.rows
+        self.requests.add(request)
+        self.promised.add(request)
+        self.unread[request] = PendingPrefill(promise.tokens, seconds)
+        self.unread_tokens += promise.tokens
+
+    def settle(self, request: int, promise: _Reservation) -> None:
+        """Take off the bytes and tokens of a reservation, which the report counts or which is released."""
+        self.need -= promise.need
+        self.tokens -= promise.tokens
+        self.promised.discard(request)
+
+    def drop_need(self, need: int) -> None:
+        """Take off bytes of a reservation that the report counts."""
+        self.need -= need
+
+    def remove(self, request: int, promise: _Reservation) -> None:
+        """Remove a request with its rows and its prompt."""
+        self.requests.discard(request)
+        self.rows -= promise.rows
+        self.has_read(request)
 
     def has_read(self, request: int) -> None:
         """Remove the prompt of a request from `unread`, if present."""
@@ -120,14 +160,8 @@ class ReservationLedger:
         self._promises: dict[int, _Reservation] = {}
         self._accounts: dict[NodeId, NodeReservations] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
-        self._touched: set[NodeId] = set()
         self.turns: dict[NodeId, SwapTurn] = {}
         """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
-
-    def take_touched(self) -> set[NodeId]:
-        """Return the nodes whose reservations or holds have changed since the last call."""
-        touched, self._touched = self._touched, set()
-        return touched
 
     def reserve(
         self,
@@ -150,24 +184,17 @@ class ReservationLedger:
         """
         if request in self._promises:
             raise LedgerError(f"request {request} has two reservations")
-        self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
+        promise = self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = NodeReservations()
-        self._touched.add(node)
-        account.need += need
-        account.tokens += tokens
-        account.rows += rows
-        account.requests.add(request)
-        account.unread[request] = PendingPrefill(tokens, seconds)
-        account.unread_tokens += tokens
-        account.promised.add(request)
+        account.add(request, promise, seconds)
 
     def admitted(self, request: int) -> None:
         """Record that the node has committed memory for the request. Unknown requests are ignored."""
         promise = self._promises.get(request)
         if promise is not None:
-            promise.admitted = True
+            promise.admit()
 
     def read(self, request: int) -> None:
         """Record that the node has prefilled the prompt of a request, or that no first token is expected. Unknown
@@ -192,10 +219,7 @@ class ReservationLedger:
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
-        self._touched.add(promise.node)
-        self._accounts[promise.node].need -= promise.weights
-        promise.need -= promise.weights
-        promise.weights = 0
+        self._accounts[promise.node].drop_need(promise.drop_weights())
 
     def release(self, request: int) -> bool:
         """Release a reservation in any state. Return False if the request has none."""
@@ -203,12 +227,9 @@ class ReservationLedger:
         if promise is None:
             return False
         account = self._accounts[promise.node]
-        self._touched.add(promise.node)
         if not promise.settled:
             self._settle(account, request, promise)
-        account.requests.discard(request)
-        account.rows -= promise.rows
-        account.has_read(request)
+        account.remove(request, promise)
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -218,15 +239,11 @@ class ReservationLedger:
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
             del self._holds[waiting]
-        self._touched.discard(node)
         self.turns.pop(node, None)
 
     def _settle(self, account: NodeReservations, request: int, promise: _Reservation) -> None:
-        promise.settled = True
-        self._touched.add(promise.node)
-        account.need -= promise.need
-        account.tokens -= promise.tokens
-        account.promised.discard(request)
+        promise.settle()
+        account.settle(request, promise)
 
     def hold(self, waiting: int, node: NodeId, need: int) -> None:
         """Hold `need` bytes on a node for a queued request, in place of its earlier hold.
@@ -234,18 +251,32 @@ class ReservationLedger:
         `waiting` is the number of the queued request.
         """
         self.drop_hold(waiting)
-        self._touched.add(node)
         self._holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
         """Release the hold of a queued request, if it has one."""
-        kept = self._holds.pop(waiting, None)
-        if kept is not None:
-            self._touched.add(kept[0])
+        self._holds.pop(waiting, None)
 
     def holder(self, node: NodeId) -> int | None:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
         return next((number for number, (where, _) in self._holds.items() if where == node), None)
+
+    def begin_turn(self, turn: SwapTurn, hold: int) -> None:
+        """Begin a model swap, or give it to another request, and hold `hold` bytes for that request on the node."""
+        self.turns[turn.node] = turn
+        holder = self.holder(turn.node)
+        if holder is not None:
+            self.drop_hold(holder)
+        self.hold(turn.request, turn.node, hold)
+
+    def mark_turn_sent(self, turn: SwapTurn) -> None:
+        """Record that the request of a model swap was sent to the node."""
+        self.turns[turn.node] = turn
+
+    def end_turn(self, turn: SwapTurn) -> None:
+        """End a model swap, and release the hold of its request."""
+        del self.turns[turn.node]
+        self.drop_hold(turn.request)
 
     def node_of_hold(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
@@ -266,17 +297,9 @@ class ReservationLedger:
         """Return the account of a node, read-only; an empty one for a node without requests."""
         return self._accounts.get(node, _EMPTY)
 
-    def unacknowledged_tokens(self, node: NodeId) -> int:
-        """Return the prompt tokens sent to a node that its report does not contain yet."""
-        return self._accounts.get(node, _EMPTY).tokens
-
     def in_flight(self, node: NodeId) -> int:
         """Return the number of this router's requests on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
-
-    def rows(self, node: NodeId) -> int:
-        """Return the number of decode rows of a node's requests, running or expected."""
-        return self._accounts.get(node, _EMPTY).rows
 
     def promised(self) -> set[int]:
         """Return the numbers of the requests that have a reservation."""

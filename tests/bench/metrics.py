@@ -57,7 +57,7 @@ def _per_request() -> Row:
 
     def request() -> None:
         counters.placement.observe(0.00002)
-        counters.placed(node)
+        counters.count_attempt(node, first=True, resumed=False)
         counters.first(NodeId("a"), "model", 1, 0.2)
         counters.ended("ok", "model", 1.5)
 

@@ -6,7 +6,7 @@ name:
     [[guard]]
     name = "suspects-are-not-placed"          # unique
     property = "A request goes to a ready node only."
-    at = "router.placement.place.unavailable_reason"              # module, class or function that is changed
+    at = "router.placement.feasibility.unavailable_reason"        # module, class or function that is changed
     node = 'node.state != "ready"'            # a snippet that stands there once: see tests/neuter/syntax.py
     becomes = "False"                         # what replaces it; "" removes statements
     tests = ["tests/unit/router/placement/test_place.py::test_a_node_that_may_not_be_picked_says_why"]

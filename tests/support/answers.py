@@ -9,7 +9,7 @@ import msgspec
 from router.dialects.shared.interface import Dialect, ParsedRequest
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.frames import Channel, Delta, Finished, Timings
 from wire.refusals import MemoryNumbers
 

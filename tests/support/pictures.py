@@ -10,7 +10,8 @@ from coordinator.metrics.node import NodeSnapshot, sort_by_priority
 from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
@@ -178,8 +179,8 @@ def busy_counters(models: int, nodes: int) -> Counters:
         for at in (1.0, 1.02):
             counters.stepped(NodeId("n0"), name, 1, 2, at)
     for number in range(nodes):
-        counters.placed(NodeId(f"n{number}"))
-        counters.node(NodeId(f"n{number}")).generated_tokens += 10
+        counters.count_attempt(NodeId(f"n{number}"), first=True, resumed=False)
+        counters.count_generated(NodeId(f"n{number}"), 10)
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.answered(status)
     counters.count_queue_exit(0.5)

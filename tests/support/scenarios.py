@@ -194,6 +194,12 @@ STORIES: dict[str, Story] = {
     "ReservationLeak": Story(
         _pool(router_reservation_leaks=steady(1)), 30, {}, (_pool(router_reservation_leaks=steady(0)),)
     ),
+    "IllegalEvent": Story(
+        _labelled('machine="request"', illegal_events_total=lambda now: float(now > 30)),
+        60,
+        {"machine": "request"},
+        (_labelled('machine="request"', illegal_events_total=steady(3)),),
+    ),
     "QueueStuck": Story(
         _pool(router_queue_depth=steady(3), router_attempts_total=steady(50)),
         60,

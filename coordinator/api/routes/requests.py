@@ -14,11 +14,11 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Content, Route
 from router.admission.api_keys import KeyRing
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
-from router.dispatch.request import ActiveRequest
 from router.errors import Problem
 from router.errors import from_refused as problem_of
-from router.placement.place import Placement, ResourceDemand, explain
+from router.placement.candidate import Placement, ResourceDemand, explain
 
 JSON_LINES_TYPE = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
@@ -55,7 +55,7 @@ class RequestRoutes:
     async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
-        result = self._traffic.preview(demand)
+        result = self._traffic.placer.preview(demand)
         answer: dict[str, Any] = {
             "schema": 1,
             "node": None,
@@ -166,7 +166,7 @@ def get_phase(request: ActiveRequest) -> str:
     """Return the phase of an open request: queue, model swap, prefill or decode."""
     if request.node is None:
         return request.swap or "queued"
-    return "prefill" if request.first_at is None else "decode"
+    return "prefill" if request.life.first_at is None else "decode"
 
 
 def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:

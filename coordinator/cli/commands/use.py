@@ -157,7 +157,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 
     from router.dispatch.decision_log import PlacementDecision, read_line
     from router.dispatch.decision_log import replay as again
-    from router.placement.place import POLICIES
+    from router.placement.policies import POLICIES
 
     decisions: list[PlacementDecision] = []
     for number, line in enumerate(file, 1):

@@ -29,7 +29,7 @@ from router.admission.request_limits import (
 )
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
 from router.dispatch.resource_demand import demand_of
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.frames import GenerationParams, Message, ToolCall
 
 MAX_BODY_BYTES = 64 * 1024

@@ -9,8 +9,8 @@ from itertools import chain
 import msgspec
 
 from router.errors import Problem
+from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
 from router.placement.cluster_view import ClusterView
-from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
 from wire.report import Model
 
 OWNER = "macpool"

@@ -3,7 +3,7 @@
 import msgspec
 
 from router.dispatch.request import RequestSpec
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.frames import GenerationParams, Message
 
 

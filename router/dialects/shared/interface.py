@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from wire.frames import Delta, Finished
 
 EVENTS = b"text/event-stream; charset=utf-8"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.admission.rate_limits import KeyLimits, RateLimits
+from router.admission.rate_limits import KeyLimits
 from router.errors import not_found
 from tests.contract.dialects.test_chat import plain, served
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
@@ -76,7 +76,7 @@ async def test_an_exact_name_goes_before_one_without_case():
 
 async def test_a_key_finds_no_model_that_it_may_not_use():
     async with served(a_cluster()) as cluster, plain(cluster) as client:
-        cluster.dispatcher.quotas = RateLimits(lambda _: KeyLimits(models=("Qwen*",)))
+        cluster.limits = lambda _: KeyLimits(models=("Qwen*",))
         hidden, missing = await ask(client, "TINY"), await ask(client, "NONE")
         assert (await ask(client, "qwen/qwen3-8b")).status_code == 200
     assert hidden.json()["error"]["message"].replace("TINY", "NONE") == missing.json()["error"]["message"]
@@ -91,7 +91,7 @@ async def test_a_key_with_rates_learns_where_it_stands(path: str, stream: bool):
     async with served(a_cluster()) as cluster, plain(cluster) as client:
         usual = await client.post(path, json=body)
         limits = KeyLimits(requests_per_minute=3, tokens_per_minute=600)
-        cluster.dispatcher.quotas = RateLimits(lambda _: limits)
+        cluster.limits = lambda _: limits
         answers = [await client.post(path, json=body) for _ in range(4)]
     assert not [name for name in usual.headers if name.startswith("x-ratelimit")]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]

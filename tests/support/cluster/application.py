@@ -93,7 +93,7 @@ async def application(
         )
         if over is not None:
             dispatcher = over.dispatcher
-            dispatcher.quotas = RateLimits(ring.limits)
+            over.limits = ring.limits
         conductor = VideoController(folder, video or VideoSettings(), registry.links)
         registry.listener = ListenerFanout(dispatcher, conductor)
         facts = ServerInfo(

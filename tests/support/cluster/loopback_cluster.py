@@ -20,9 +20,11 @@ from coordinator.http.chat_fast_path import FastPath, create_protocol_class
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
+from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import App, RouterApp, not_found_app
-from router.placement.cluster_view import ClusterView, NodeView, view_of
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, headroom, judge, request_need
 from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
@@ -140,7 +142,10 @@ class LoopbackCluster:
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}
-        self.dispatcher = Dispatcher(self.send, self.settings, numbers=self._numbers)
+        self.limits: Callable[[str], KeyLimits | None] = lambda _: None
+        self.dispatcher = Dispatcher(
+            self.send, self.settings, numbers=self._numbers, quotas=RateLimits(lambda key: self.limits(key))
+        )
         self.keys = KeyRing(PEPPER)
         self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")

@@ -1,7 +1,7 @@
 import pytest
 
 from host.settings_loader import SettingsError, describe, resolve
-from router.placement.place import POLICIES
+from router.placement.policies import POLICIES
 from router.settings import RouterSettings
 
 

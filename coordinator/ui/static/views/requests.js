@@ -3,7 +3,7 @@ import { html, useState } from "/ui/vendor/preact.js";
 import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
 
 const CANCELLED = ["cancelled", "slow_client"];
-const FAILED = ["answer_too_long", "engine_crashed", "engine_lost", "failed", "link_lost", "memory_pressure", "node_lost", "node_stopping", "shutting_down"];
+const FAILED = ["answer_too_long", "engine_crashed", "engine_lost", "failed", "link_lost", "memory_pressure", "node_lost", "node_stopping", "router_error", "shutting_down"];
 const MAX_UNBROKEN = 28;
 const KINDS = { "": "all", ok: "ok", refused: "refused", failed: "failed", cancelled: "cancelled" };
 

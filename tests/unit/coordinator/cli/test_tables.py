@@ -16,7 +16,7 @@ from coordinator.cli.node_table import NARROW
 from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.database import MemberRow
-from router.placement.cluster_view import view_of
+from router.placement.sanitize_report import view_of
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from coordinator.cluster.registry import ALIVE_REPORT_AGE_SECONDS
 from node.agent.identity import NodeIdentity, install, new_csr
-from router.placement.place import NoPlacement, Placement, ResourceDemand
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster.cluster_port import Port, a_report, hello, opened, the_no
 from tests.support.cluster.enrolment import HARDWARE
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
@@ -30,7 +30,7 @@ async def ready(port: Port, who: NodeIdentity) -> None:
 
 
 def placed(port: Port) -> Placement | NoPlacement:
-    return port.application.dispatcher.preview(ResourceDemand("tiny", 100))
+    return port.application.dispatcher.placer.preview(ResourceDemand("tiny", 100))
 
 
 # Persistence

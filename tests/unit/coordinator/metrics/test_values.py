@@ -219,6 +219,7 @@ def counters() -> Counters:
     made.model("big").used(119, 120, 121)
     made.node(A).prompt_tokens, made.node(A).generated_tokens = 122, 123
     made.keys = {("k1", "tiny"): 124, ("k2", "tiny"): 125, ("k2", "big"): 126, ("gone", "big"): 999}
+    made.illegal_events = {"request": 127}
     made.queue_wait.observe(0.75)
     made.placement.observe(0.00003)
     return made
@@ -291,6 +292,7 @@ POOL_NUMBERS: Numbers = {
     'router_reserved_bytes{node="a"}': 303,
     'router_reserved_bytes{node="b"}': 304,
     "router_reservation_leaks": 305,
+    'illegal_events_total{machine="request"}': 127,
     'router_breaker_open{node="a"}': 0,
     'router_breaker_open{node="b"}': 1,
     'router_breaker_open{node="c"}': 0,

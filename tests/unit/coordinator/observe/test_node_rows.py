@@ -16,7 +16,8 @@ from coordinator.observe.node_rows import (
     list_warnings,
 )
 from coordinator.state.database import MemberRow
-from router.placement.cluster_view import NodeView, view_of
+from router.placement.cluster_view import NodeView
+from router.placement.sanitize_report import view_of
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT

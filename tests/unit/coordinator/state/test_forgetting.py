@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
+from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView
-from router.placement.place import ResourceDemand
 from tests.support.cluster.application import application
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster
 from wire.frames import Admitted, Failed, GenerationParams, Message
@@ -65,6 +65,8 @@ async def test_after_any_history_nothing_is_kept_of_a_node_that_was_removed(step
     pool = Cluster(A, B, C)
     for step in steps:
         happen(pool, step)
+        for request in pool.dispatcher.open_requests():
+            request.check()
     gone = A
     pool.dispatcher.node_gone(gone, "it was removed")
     pool.dispatcher.forget(gone)
@@ -107,8 +109,8 @@ def happen(pool: Cluster, step: str) -> None:
     elif step == "gone":
         pool.dispatcher.node_gone(sent[-1][0], "cut")
         pool.report()
-    elif step == "drop" and pool.dispatcher.unclosed_requests:
-        pool.dispatcher.close(pool.dispatcher.unclosed_requests[0])
+    elif step == "drop" and pool.dispatcher.open_requests():
+        pool.dispatcher.close(pool.dispatcher.open_requests()[0])
 
 
 def test_the_search_finds_what_is_kept():

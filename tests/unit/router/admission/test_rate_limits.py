@@ -16,7 +16,7 @@ from router.admission.rate_limits import (
     estimate,
     probable_tokens,
 )
-from router.placement.place import ResourceDemand
+from router.placement.candidate import ResourceDemand
 from router.settings import RouterSettings
 from wire.refusals import RefusalCode, Refused
 

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from msgspec.structs import replace
 
-from router.admission.rate_limits import KeyLimits, RateLimits
+from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
-from router.dispatch.request import SLOW, ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
-from router.placement.place import ResourceDemand
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import StreamedAnswer
+from router.dispatch.request import SLOW, RequestFailure, RequestSpec
+from router.placement.candidate import ResourceDemand
 from router.placement.reservations import PendingPrefill
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
@@ -52,11 +54,11 @@ def finish(cluster: Cluster, **changes: object) -> None:
 
 async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     ticket = ask(one)
-    assert isinstance(ticket, StreamingRequest)
+    assert isinstance(ticket.answer, StreamedAnswer)
     one.now += 2.0
     one.say(lambda number: Admitted(number, 25, 10))
     one.speak()
-    ticket.take()
+    ticket.answer.take()
     one.now += 3.0
     one.speak()
     finish(one)
@@ -236,7 +238,7 @@ async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Clus
 
 
 async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster):
-    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ask(one, max_tokens=900)
     finish(one)
     (rate,) = one.dispatcher.quotas.rates("k", one.now)
@@ -244,11 +246,11 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
 
 
 async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):
-    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ticket = ask(one, max_tokens=900)
     one.speak()
     one.speak()
-    assert ticket.wrote == 2
+    assert ticket.tokens.total == 2
     finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, reasoning_tokens=0)
     (rate,) = one.dispatcher.quotas.rates("k", one.now)
     assert rate.remaining == 1000 - 2
@@ -307,24 +309,22 @@ async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Clust
     first, _ = two.last()
     two.refuse(room=0)
     finish(two)
-    assert two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates
-    seen = {one.node: one.headroom for one in two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates}
+    assert two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates
+    seen = {one.node: one.headroom for one in two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates}
     assert (seen[first], seen[A if first == B else B]) == (0, a_memory().headroom)
     two.report()
-    seen = {one.node: one.headroom for one in two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates}
+    seen = {one.node: one.headroom for one in two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates}
     assert set(seen.values()) == {a_memory().headroom}
 
 
 async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are_told(one: Cluster):
-    troubles: list[tuple[str, str]] = []
-    one.dispatcher.on_failure = lambda ticket, code: troubles.append((ticket.job.request_id, code))
     ticket = ask(one)
     one.say(lambda number: Failed(number, "node_stopping", "its Mac is shut down"))
     assert isinstance(ticket.outcome, RequestFailure)
     assert (ticket.outcome.code, len(one.generates())) == ("node_lost", 1)
     ask(one)
     one.dispatcher.node_gone(A, "cable")
-    assert troubles == [("r1", "node_stopping"), ("r1", "node_lost")]
+    assert one.failures == [("r1", "node_stopping"), ("r1", "node_lost")]
 
 
 async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_token(one: Cluster):

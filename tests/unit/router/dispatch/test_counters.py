@@ -52,7 +52,7 @@ def test_nodes_and_models_have_paces_of_their_own():
 
 def test_a_node_that_is_forgotten_leaves_nothing():
     counters = Counters()
-    counters.placed(A)
+    counters.count_attempt(A, first=True, resumed=False)
     counters.stepped(A, "m", 1, 1, 1.0)
     counters.forget(A)
     counters.stepped(A, "m", 1, 1, 9.0)
@@ -138,7 +138,7 @@ def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
     for seconds in (0.25, 0.5):
         counters.first(A, "m", 30, seconds)
         counters.count_queue_exit(seconds)
-        counters.placed(A)
+        counters.count_attempt(A, first=True, resumed=False)
         counters.refused("no_headroom")
         counters.answered(200)
         counters.swapped(done=True)
@@ -157,7 +157,7 @@ def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
 def test_a_node_that_is_forgotten_leaves_the_counts_of_others():
     counters = Counters()
     for node in (A, B):
-        counters.placed(node)
+        counters.count_attempt(node, first=True, resumed=False)
         counters.first(node, "m", 3, 0.1)
         for at in (1.0, 1.5):
             counters.stepped(node, "m", 1, 1, at)

@@ -4,6 +4,8 @@ from random import Random
 
 import pytest
 
+from router.dispatch.active_request import MAX_STEPS, ActiveRequest
+from router.dispatch.answer import StreamedAnswer
 from router.dispatch.decision_log import (
     MAX_CANDIDATES_KEPT,
     MAX_DECISIONS_KEPT,
@@ -13,9 +15,11 @@ from router.dispatch.decision_log import (
     read_line,
     replay,
 )
-from router.dispatch.request import MAX_STEPS, ActiveRequest, RequestFailure, StreamingRequest
+from router.dispatch.request import RequestFailure
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, NoPlacement, Placement, ResourceDemand, place
+from router.placement.place import place
+from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
@@ -146,7 +150,7 @@ async def test_a_refused_and_a_waiting_request_have_a_record_too():
 async def test_what_goes_on_elsewhere_says_so():
     two = Cluster(A, B)
     ticket = two.submit()
-    assert isinstance(ticket, StreamingRequest)
+    assert isinstance(ticket.answer, StreamedAnswer)
     lost, _ = two.last()
     two.speak()
     two.dispatcher.node_gone(lost, "its power went")

@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import StreamedAnswer
 from router.dispatch.model_swaps import MIN_SLICE_SECONDS
-from router.dispatch.request import ActiveRequest, RequestSpec, StreamingRequest
-from router.placement.place import ResourceDemand
+from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
+from router.dispatch.request import RequestSpec
+from router.placement.candidate import ResourceDemand
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.frames import Delta, Deltas, Finished, GenerationParams, Message, Refusal
@@ -64,7 +66,7 @@ async def mac() -> AsyncIterator[Cluster]:
 
 def finish(cluster: Cluster, ticket: ActiveRequest) -> None:
     assert ticket.node is not None
-    cluster.dispatcher.receive(ticket.node, Finished(ticket.request, ("stop",), 25, 3))
+    cluster.dispatcher.receive(ticket.node, Finished(ticket.attempt, ("stop",), 25, 3))
 
 
 def running(cluster: Cluster) -> ActiveRequest:
@@ -80,7 +82,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     assert len(mac.generates()) == 1, "nothing new is sent, nothing that runs is cut"
     finish(mac, running(mac))
     await asyncio.sleep(0)
-    assert mac.last() == (A, other.request)
+    assert mac.last() == (A, other.attempt)
     assert not other.swap
     has(mac, loading="two")
     await asyncio.sleep(0)
@@ -92,7 +94,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     assert later.swap == "waiting for a model swap on node-a (two -> one)"
     finish(mac, other)
     await asyncio.sleep(0)
-    assert mac.last() == (A, later.request)
+    assert mac.last() == (A, later.attempt)
     assert [what for _, what, _ in other.steps] == [
         "queued",
         "waiting for a model swap: no node can unload a model for it yet",
@@ -152,11 +154,11 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
 
 async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster):
     other = ask(mac, "two", "bob")
-    assert isinstance(other, StreamingRequest)
+    assert isinstance(other.answer, StreamedAnswer)
     passes(mac, mac.settings.keepalive_seconds - 1)
-    assert not other.ready
+    assert not other.answer.ready
     passes(mac, 2)
-    assert other.ready, "a keep-alive is due, although the request is queued"
+    assert other.answer.ready, "a keep-alive is due, although the request is queued"
 
 
 async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
@@ -174,7 +176,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     first, second = ask(cluster, "one"), ask(cluster, "one")
     assert (first.node, second.node) == (A, B)
     for ticket in (first, first, second):  # the first is closer to its end
-        cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
+        cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.attempt)
     ask(cluster, "two", "bob")
     passes(cluster, MIN_SLICE_SECONDS + 1)
     assert list(cluster.dispatcher.ledger.turns) == [A]
@@ -191,12 +193,12 @@ async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Clus
     passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))
     await asyncio.sleep(0)
-    mac.dispatcher.receive(A, Refusal(other.request, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
+    mac.dispatcher.receive(A, Refusal(other.attempt, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
     await asyncio.sleep(0)
     assert other.node is None
     assert ask(mac, "one").node is None, "the model swap continues"
     passes(mac, 1)
-    assert mac.last() == (A, other.request)
+    assert mac.last() == (A, other.attempt)
 
 
 async def test_no_third_model_takes_the_room_that_is_made(mac: Cluster):

@@ -1,23 +1,22 @@
 """The dispatcher alone: frames in, frames out, on a loop but without sockets."""
 
 import asyncio
+import itertools
+import random
 from collections.abc import AsyncIterator, Callable
+from random import Random
 
 import pytest
 
 from router.admission.rate_limits import KeyLimits, RateLimits
-from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS, Dispatcher
-from router.dispatch.request import (
-    CANCELLED,
-    SLOW,
-    ActiveRequest,
-    BufferedRequest,
-    RequestFailure,
-    RequestSpec,
-    StreamingRequest,
-)
-from router.placement.cluster_view import ClusterView, NodeView, view_of
-from router.placement.place import NoPlacement, Placement, ResourceDemand
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
+from router.dispatch.request import CANCELLED, SLOW, RequestFailure, RequestSpec
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.sanitize_report import view_of
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.fairness import WeightedKey
@@ -63,9 +62,17 @@ class Cluster:
         self.models: tuple[Model, ...] = (a_model(),)
         self.engine = EngineState("x", "ready")
         self.labels: dict[NodeId, frozenset[str]] = {}
+        self.limits: dict[str, KeyLimits] = {}
+        self.failures: list[tuple[str, str]] = []
         self.settings = RouterSettings(**settings)  # pyright: ignore
         self.dispatcher = Dispatcher(
-            self._send, self.settings, numbers=self._numbers, clock=lambda: self.now, draw=lambda: 0.5
+            self._send,
+            self.settings,
+            numbers=self._numbers,
+            clock=lambda: self.now,
+            draw=lambda: 0.5,
+            quotas=RateLimits(self.limits.get),
+            on_failure=lambda request, code: self.failures.append((request.job.request_id, code)),
         )
         self.nodes = nodes
         self.report()
@@ -129,6 +136,8 @@ class Cluster:
     def settled(self) -> None:
         """Check that no request, reservation or queue entry is left."""
         self.dispatcher.ledger.check()
+        for request in self.dispatcher.open_requests():
+            request.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
 
@@ -167,8 +176,8 @@ async def turn() -> None:
 
 
 def taken(ticket: ActiveRequest) -> list[str]:
-    assert isinstance(ticket, StreamingRequest)
-    return [text for delta in ticket.take() for _, text in delta.pieces]
+    assert isinstance(ticket.answer, StreamedAnswer)
+    return [text for delta in ticket.answer.take() for _, text in delta.pieces]
 
 
 async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
@@ -193,8 +202,8 @@ async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
 
 async def test_a_whole_answer_is_collected(one: Cluster):
     ticket = one.submit(stream=False)
-    assert isinstance(ticket, BufferedRequest)
-    waiting = asyncio.create_task(ticket.outcome_of())
+    assert isinstance(ticket.answer, CollectedAnswer)
+    waiting = asyncio.create_task(ticket.answer.outcome_of())
     one.speak("he")
     one.speak("llo")
     one.speak("nobody asked for a second choice", choice=1)
@@ -202,7 +211,7 @@ async def test_a_whole_answer_is_collected(one: Cluster):
     assert not waiting.done()
     one.finish()
     assert isinstance(await waiting, Finished)
-    assert ticket.answer().texts == {(0, 0): "hello"}
+    assert ticket.answer.complete().texts == {(0, 0): "hello"}
 
 
 async def test_tools_and_template_go_to_the_engine(one: Cluster):
@@ -234,22 +243,21 @@ async def test_tools_and_template_go_to_the_engine(one: Cluster):
     ],
 )
 async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int, str], logprobs: tuple[Logprob, ...]):
-    job = RequestSpec(ResourceDemand("tiny"), "k", "r", (), GenerationParams(logprobs=True), 0, stream=False)
     delta = Delta(1, 0, (1,), (piece,), logprobs)
-    whole, stream = BufferedRequest(job, WeightedKey(), 1, 0.0), StreamingRequest(job, WeightedKey(), 1, 0.0)
+    whole, stream = CollectedAnswer(1, logprobs=True), StreamedAnswer()
     whole.add(delta)
     stream.add(delta)
     assert 1000 < whole.buffered <= 2000
     assert 1000 < stream.buffered <= 2000
     whole.discard()
-    assert (whole.buffered, whole.answer().calls, whole.answer().logprobs) == (0, {}, {})
+    assert (whole.buffered, whole.complete().calls, whole.complete().logprobs) == (0, {}, {})
 
 
 async def test_an_unrequested_answer_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
-    assert isinstance(ticket, BufferedRequest)
+    assert isinstance(ticket.answer, CollectedAnswer)
     ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
-    assert (ticket.answer().texts, ticket.answer().logprobs, ticket.buffered) == ({}, {}, 0)
+    assert (ticket.answer.complete().texts, ticket.answer.complete().logprobs, ticket.answer.buffered) == ({}, {}, 0)
     one.finish()
 
 
@@ -281,7 +289,7 @@ async def test_a_refusal_corrects_the_headroom_for_others_until_the_next_report(
     two.submit()
     assert two.last()[0] != first
     two.report()
-    preview = two.dispatcher.preview(ResourceDemand("tiny", 100))
+    preview = two.dispatcher.placer.preview(ResourceDemand("tiny", 100))
     assert all(candidate.feasible for candidate in preview.candidates)
 
 
@@ -340,12 +348,12 @@ async def test_the_deadline_answers_with_fresh_numbers():
     cluster = Cluster(A, queue_timeout_seconds=0.05)
     full(cluster, A)
     ticket = cluster.submit(stream=False)
-    assert isinstance(ticket, BufferedRequest)
+    assert isinstance(ticket.answer, CollectedAnswer)
     assert len(cluster.dispatcher.queue) == 1
     cluster.now += 1
     cluster.memory[A] = a_memory(2 * MIB)
     cluster.report()
-    outcome = await ticket.outcome_of()
+    outcome = await ticket.answer.outcome_of()
     assert isinstance(outcome, Refused)
     assert outcome.code is RefusalCode.NO_ROOM
     assert outcome.numbers is not None
@@ -394,7 +402,7 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     one.report()
     await turn()
     assert [one.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting] == [A, None, None]
-    need = one.dispatcher.preview(waiting[0].demand).candidates[0].need
+    need = one.dispatcher.placer.preview(waiting[0].demand).candidates[0].need
     one.memory[A] = a_memory(need + need // 2)
     one.report()
     await turn()
@@ -491,9 +499,9 @@ async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(
 
 async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
     ticket = one.submit(choices=3)
-    assert one.dispatcher.ledger.rows(A) == 3
+    assert one.dispatcher.ledger.account(A).rows == 3
     one.dispatcher.close(ticket)
-    assert one.dispatcher.ledger.rows(A) == 0
+    assert one.dispatcher.ledger.account(A).rows == 0
 
 
 async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
@@ -526,8 +534,8 @@ async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     assert second != first
     two.speak("hello")
     two.finish()
-    assert isinstance(ticket, BufferedRequest)
-    assert ticket.answer().texts == {(0, 0): "hello"}
+    assert isinstance(ticket.answer, CollectedAnswer)
+    assert ticket.answer.complete().texts == {(0, 0): "hello"}
     assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
 
 
@@ -571,8 +579,8 @@ async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster,
     two.speak("hello")
     two.finish()
     assert isinstance(ticket.outcome, Finished)
-    if isinstance(ticket, BufferedRequest):
-        assert ticket.answer().texts == {(0, 0): "hello"}
+    if isinstance(ticket.answer, CollectedAnswer):
+        assert ticket.answer.complete().texts == {(0, 0): "hello"}
 
 
 async def test_no_request_survives_a_second_crash(two: Cluster):
@@ -742,8 +750,8 @@ async def test_text_for_a_reader_that_is_stuck_is_bounded():
     assert slow.outcome is SLOW
     assert quick.outcome is None
     assert (A, Cancel(first)) in cluster.sent
-    assert isinstance(slow, StreamingRequest)
-    assert slow.pending == []
+    assert isinstance(slow.answer, StreamedAnswer)
+    assert slow.answer.pending == []
     assert cluster.dispatcher.counters.slow_clients == 1
     cluster.dispatcher.shutdown()
     cluster.settled()
@@ -752,11 +760,12 @@ async def test_text_for_a_reader_that_is_stuck_is_bounded():
 async def test_a_reader_without_progress_is_let_go():
     cluster = Cluster(A, slow_client_seconds=0.05)
     ticket = cluster.submit()
-    ticket.opened = True
+    assert isinstance(ticket.answer, StreamedAnswer)
+    ticket.answer.open()
     cluster.speak()
     async with asyncio.timeout(30):
         while ticket.outcome is None:
-            await ticket.wait()
+            await ticket.answer.wait()
     assert ticket.outcome is SLOW
     cluster.settled()
 
@@ -764,18 +773,18 @@ async def test_a_reader_without_progress_is_let_go():
 async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     cluster = Cluster(A, keepalive_seconds=0.05, queue_timeout_seconds=0.3)
     ticket = cluster.submit()
-    assert isinstance(ticket, StreamingRequest)
+    assert isinstance(ticket.answer, StreamedAnswer)
     async with asyncio.timeout(30):
-        await ticket.wait()
-    assert ticket.keepalive_due
-    assert ticket.ready
-    ticket.take()
-    assert not ticket.keepalive_due
+        await ticket.answer.wait()
+    assert ticket.answer.keepalive_due
+    assert ticket.answer.ready
+    ticket.answer.take()
+    assert not ticket.answer.keepalive_due
     full(cluster, A)
     waiting = cluster.submit()
     cluster.now += 1
     async with asyncio.timeout(30):
-        await waiting.wait()
+        await waiting.answer.wait()
     assert isinstance(waiting.outcome, Refused)
     cluster.dispatcher.shutdown()
     cluster.settled()
@@ -784,8 +793,9 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
 async def test_one_frame_wakes_a_reader_once(one: Cluster):
     ticket = one.submit()
     woken: list[int] = []
-    assert isinstance(ticket, StreamingRequest)
-    ticket.sink = lambda: woken.append(len(ticket.pending))
+    answer = ticket.answer
+    assert isinstance(answer, StreamedAnswer)
+    answer.attach(lambda: woken.append(len(answer.pending)))
     _, request = one.last()
     one.dispatcher.receive(A, Deltas(tuple(Delta(request, choice, (1,), ((0, "x"),)) for choice in range(3))))
     assert woken == [3]
@@ -822,8 +832,8 @@ async def test_servable_says_why_not(one: Cluster):
 
 
 async def test_preview_decides_without_acting(one: Cluster):
-    assert isinstance(one.dispatcher.preview(ResourceDemand("tiny", 100)), Placement)
-    assert isinstance(one.dispatcher.preview(ResourceDemand("tiny", 0, 10**6)), NoPlacement)
+    assert isinstance(one.dispatcher.placer.preview(ResourceDemand("tiny", 100)), Placement)
+    assert isinstance(one.dispatcher.placer.preview(ResourceDemand("tiny", 0, 10**6)), NoPlacement)
     assert one.sent == []
     one.settled()
 
@@ -854,6 +864,77 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     with pytest.raises(OSError, match="broken"):
         cluster.submit()
     cluster.settled()
+
+
+# illegal events
+
+
+async def test_an_illegal_event_ends_one_request_and_is_counted(two: Cluster):
+    wrong, right = two.submit(), two.submit()
+    node, number = two.generates()[0]
+    two.dispatcher.receive(node, Admitted(number.request, 25))
+    assert two.dispatcher.counters.illegal_events == {"request": 0}
+    two.dispatcher.receive(node, Admitted(number.request, 25))
+    assert isinstance(wrong.outcome, RequestFailure)
+    assert wrong.outcome.code == "router_error"
+    assert "the request is admitted: NodeAdmitted cannot happen" in wrong.outcome.message
+    assert two.sent[-1] == (node, Cancel(number.request)), "its node is told"
+    assert two.dispatcher.counters.illegal_events == {"request": 1}
+    assert two.dispatcher.counters.requests == {"router_error": 1}
+    assert right.outcome is None
+    two.finish()
+    assert isinstance(right.outcome, Finished)
+
+
+async def test_a_refusal_of_a_stream_is_illegal(two: Cluster):
+    ticket = two.submit()
+    two.speak()
+    two.refuse()
+    assert isinstance(ticket.outcome, RequestFailure)
+    assert ticket.outcome.code == "router_error"
+    assert len(two.generates()) == 1, "a node that breaks the order gets no second chance with this request"
+
+
+# chance
+
+
+def frames(seed: int) -> list[tuple[NodeId, Frame]]:
+    """Return all frames of a few requests whose choices and seeds come from this seed alone."""
+    draw, numbers = Random(seed).random, itertools.count(1)
+    sent: list[tuple[NodeId, Frame]] = []
+    dispatcher = Dispatcher(
+        lambda node, frame: sent.append((node, frame)) is None,
+        RouterSettings(),
+        numbers=lambda: (number := next(numbers), number),
+        clock=lambda: 100.0,
+        draw=draw,
+    )
+    views = [
+        view_of(
+            Report(0, a_memory(), EngineState("x", "ready"), (a_model(),)),
+            node=node,
+            name=node,
+            state="ready",
+            reported_at=100.0,
+        )
+        for node in (A, B, C)
+    ]
+    dispatcher.set_view(ClusterView(tuple(views)))
+    for number in range(12):
+        demand = ResourceDemand("tiny", 100)
+        dispatcher.submit(RequestSpec(demand, "k", f"r{number}", (Message("user", "hi"),), GenerationParams(), 0, True))
+    dispatcher.shutdown()
+    return sent
+
+
+async def test_all_chance_comes_from_the_injected_source():
+    random.seed(1)
+    first = frames(7)
+    random.seed(2)
+    assert frames(7) == first
+    seeds = [frame.params.seed for _, frame in first if isinstance(frame, Generate)]
+    assert len(set(seeds)) == 12
+    assert frames(8) != first
 
 
 # cached prompts
@@ -902,8 +983,7 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
 
 
 async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
-    limits = {"k": KeyLimits(concurrency=1, waiting=0)}
-    two.dispatcher.quotas = RateLimits(limits.get)
+    two.limits["k"] = KeyLimits(concurrency=1, waiting=0)
     first = two.submit()
     second = two.submit()
     assert isinstance(second.outcome, Refused)
@@ -928,15 +1008,16 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("end", ["left", "slow", "lost", "engine", "stopped"])
 async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, end: str, stream: bool):
-    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ticket = one.submit(stream=stream, max_tokens=500)
     one.say(lambda number: Admitted(number, 200, 50))
     for _ in range(30):
         one.speak()
     if end == "left":
         one.dispatcher.close(ticket)
-    elif end == "slow" and isinstance(ticket, StreamingRequest):
-        ticket.opened = ticket.blocked = True
+    elif end == "slow" and isinstance(ticket.answer, StreamedAnswer):
+        ticket.answer.open()
+        ticket.answer.block(True)
         for _ in range(int(one.settings.slow_client_seconds / SWEEP_INTERVAL_SECONDS) + 2):
             one.dispatcher.sweep()
     elif end == "lost":
@@ -970,7 +1051,7 @@ async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
     one.say(lambda number: Admitted(number, 20))
     for _ in range(6):
         one.speak()
-    ticket.discard_excess()
+    ticket.tokens.discard_excess()
     one.speak()
     one.speak(choice=7)
     one.dispatcher.close(ticket)
@@ -978,14 +1059,14 @@ async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
 
 
 async def test_who_leaves_before_anything_was_done_pays_nothing(one: Cluster):
-    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     one.dispatcher.close(one.submit(max_tokens=900))
     assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 0
     assert one.submit(max_tokens=1000).outcome is None
 
 
 async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two: Cluster):
-    two.dispatcher.quotas = RateLimits({"k": KeyLimits(labels=("lab",))}.get)
+    two.limits |= {"k": KeyLimits(labels=("lab",))}
     ticket = two.submit()
     assert isinstance(ticket.outcome, Refused)
     assert ticket.outcome.code is RefusalCode.NOT_ALLOWED
@@ -1079,7 +1160,7 @@ async def test_a_step_of_two_streams_is_two_gaps_however_many_tokens_it_has(one:
     tickets = [one.submit(), one.submit()]
     for _ in range(3):
         one.now += 0.5
-        one.say(lambda _: Deltas(tuple(Delta(ticket.request, 0, (1, 2, 3), ((0, "x"),)) for ticket in tickets)))
+        one.say(lambda _: Deltas(tuple(Delta(ticket.attempt, 0, (1, 2, 3), ((0, "x"),)) for ticket in tickets)))
         assert [taken(ticket) for ticket in tickets] == [["x"], ["x"]]
     itl = one.dispatcher.counters.models["tiny"].itl
     assert (sum(itl.counts), itl.total) == (4, 2.0)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dispatch import model_swaps
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.model_swaps import (
-    MAX_REQUESTS_EXAMINED,
     MAX_SLICE_KEYS,
     MIN_SLICE_SECONDS,
     SLICE_LOAD_FACTOR,
@@ -22,10 +22,13 @@ from router.dispatch.model_swaps import (
     SwapInput,
     SwapPlanner,
 )
-from router.dispatch.request import ActiveRequest, RequestSpec
+from router.dispatch.parts.swap_input import MAX_REQUESTS_EXAMINED, swap_input
+from router.dispatch.request import RequestSpec
+from router.placement.candidate import FIRST, Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import FIRST, Candidate, ResourceDemand, consider
+from router.placement.place import consider
 from router.placement.reservations import ReservationLedger, SwapTurn
+from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
 from wire.frames import GenerationParams
 from wire.identity import NodeId
@@ -418,7 +421,7 @@ def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveR
 def judged(
     view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
 ) -> SwapInput:
-    return model_swaps.swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+    return swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
 def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
@@ -429,9 +432,10 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
     queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_REQUESTS_EXAMINED + 3)]
     queued += [ticket(9, "a"), ticket(10, "gone")]
-    queued[0].refused = {N2: START, N1: START - 1.0}
+    for node, reported_at in ((N2, START), (N1, START - 1.0)):
+        queued[0].tried.refuse(node, reported_at)
     world.ledger.reserve(N1, 1, 1, GIB)
-    monkeypatch.setattr(model_swaps, "MAX_NODES_EXAMINED", 2)
+    monkeypatch.setattr("router.dispatch.parts.swap_input.MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
     assert [one.request for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
@@ -459,9 +463,8 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     world.node(N1, "a", "slow")
     live = [ticket(number, name) for number, name in ((1, "a"), (2, "a"), (3, "slow"), (4, "a"), (5, "a"))]
     for number, one in enumerate(live[:4], 1):
-        one.node, one.request = N1, 10 + number
-        world.ledger.reserve(N1, one.request, number, GIB, 400, seconds=2.0)
-    live[3].node = N2
+        send(one, N2 if number == 4 else N1, 10 + number)
+        world.ledger.reserve(N1, one.attempt, number, GIB, 400, seconds=2.0)
     world.ledger.read(12)
     picture = judged(ClusterView((world.view(N1),)), [], world.ledger, live)
     answer = 200 / 20.0 * (1 + 4 * ROW_COST)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from router.dialects.openai.chat_response import ChatChunks
-from router.dispatch.request import SLOW, RequestFailure, RequestSpec, StreamingRequest
+from router.dispatch.answer import StreamedAnswer
+from router.dispatch.request import SLOW, RequestFailure, RequestSpec
 from router.http.coroutine_driver import CoroutineDriver
 from router.http.sse import EventStream, Message, StreamPump
-from router.placement.place import ResourceDemand
-from wire.capacity.fairness import WeightedKey
+from router.placement.candidate import ResourceDemand
 from wire.frames import Delta, Finished, GenerationParams
 
 FINISHED = Finished(1, ("stop",), 1, 1)
@@ -35,20 +35,17 @@ class Transport:
             self.ended = not message["more_body"]
 
 
-def a_ticket() -> StreamingRequest:
-    return StreamingRequest(
-        RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(), 0, stream=True), WeightedKey(), 1, 0.0
-    )
+JOB = RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(), 0, stream=True)
 
 
-def pumped(transport: Transport) -> tuple[StreamingRequest, EventStream]:
-    ticket, stream = a_ticket(), EventStream(transport.send)
-    ticket.opened = True
-    StreamPump(ticket, ChatChunks(ticket.job), stream)
+def pumped(transport: Transport) -> tuple[StreamedAnswer, EventStream]:
+    ticket, stream = StreamedAnswer(), EventStream(transport.send)
+    ticket.open()
+    StreamPump(ticket, ChatChunks(JOB), stream)
     return ticket, stream
 
 
-def say(ticket: StreamingRequest, text: str) -> None:
+def say(ticket: StreamedAnswer, text: str) -> None:
     ticket.add(Delta(1, 0, (), ((0, text),)))
     ticket.flush()
 
@@ -70,10 +67,10 @@ async def test_events_leave_in_the_call_that_brings_them():
 
 async def test_an_answer_that_is_ready_at_once_is_one_write():
     transport = Transport()
-    ticket, stream = a_ticket(), EventStream(transport.send)
+    ticket, stream = StreamedAnswer(), EventStream(transport.send)
     ticket.add(Delta(1, 0, (), ((0, "all"),)))
     ticket.end(FINISHED)
-    StreamPump(ticket, ChatChunks(ticket.job), stream)
+    StreamPump(ticket, ChatChunks(JOB), stream)
     assert len(transport.bodies) == 1
     assert transport.bodies[0].count(b"data: ") == 4
 
@@ -104,12 +101,11 @@ async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
 async def test_a_nudge_is_a_comment():
     transport = Transport()
     ticket, _ = pumped(transport)
-    ticket.keepalive_due = True
-    ticket.flush()
+    ticket.nudge()
     assert transport.bodies == [b": waiting\n\n"]
-    ticket.keepalive_due, ticket.swap = True, "waiting for a model swap on studio (one -> two)"
-    ticket.flush()
-    assert transport.bodies[1:] == [b": waiting for a model swap\n\n"], "no other model's name, and no node's"
+    ticket.announce_wait("waiting for a model swap")
+    ticket.nudge()
+    assert transport.bodies[1:] == [b": waiting for a model swap\n\n"]
     say(ticket, "one")
     assert b'"role":"assistant"' in transport.bodies[2]
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dialects.openai import models as openai
-from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.request import RequestFailure, RequestSpec
+from router.placement.candidate import Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement
-from router.placement.place import Placement, ResourceDemand
 from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
@@ -91,7 +92,7 @@ async def two():
 async def test_new_requests_go_to_one_model_only(three: Cluster):
     tickets = [three.submit() for _ in range(20)]
     assert {node for node, _ in three.generates()} == {A, C}, "however fast the other one is"
-    placement = three.dispatcher.preview(ResourceDemand("tiny", prompt_bytes=64))
+    placement = three.dispatcher.placer.preview(ResourceDemand("tiny", prompt_bytes=64))
     assert isinstance(placement, Placement)
     (other,) = (one for one in placement.candidates if one.node == B)
     assert other.why == "its tiny is another model: fingerprint another, not fingerprint tiny-1"
@@ -108,7 +109,7 @@ async def test_an_order_to_load_goes_to_the_model_that_is_served():
         c=a_model(loaded=False),
     )
     for _ in range(10):
-        choice = three.dispatcher.choose_load("tiny", {})
+        choice = three.dispatcher.placer.choose_load("tiny", {})
         assert isinstance(choice, LoadPlacement)
         assert choice.node != B
     three.dispatcher.shutdown()

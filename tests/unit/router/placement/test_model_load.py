@@ -7,7 +7,7 @@ import pytest
 
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement, choose
-from router.placement.place import POLICIES
+from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId

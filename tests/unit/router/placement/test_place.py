@@ -9,23 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
-from router.placement.place import (
-    POLICIES,
+from router.placement.candidate import (
     AttemptHistory,
     Candidate,
     HeadroomCorrection,
     NoPlacement,
     Placement,
-    Policy,
     ResourceDemand,
     explain,
-    place,
-    prefill_wait,
-    retry_after,
 )
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
+from router.placement.cost_model import prefill_wait
+from router.placement.place import place
+from router.placement.policies import POLICIES, Policy
+from router.placement.refusals import retry_after
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
-from router.placement.vectorized import VectorIndex
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
 from wire.identity import NodeId
@@ -456,12 +454,6 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     unloaded = msgspec.structs.replace(model, loaded=False, load_seconds=load)
     colds = [node(f"cold-{one}", a_memory(40 * GIB, cap=96 * GIB), unloaded) for one in range(1 + extra)]
     assert chosen(decide(*colds, warm, ask=ask, seed=seed)) == "warm"
-    view = ClusterView((*colds, warm))
-    columns = VectorIndex(ReservationLedger())
-    columns.apply_view(view)
-    result = columns.place(view, ask, now=NOW, draw=random.Random(seed).random)
-    assert chosen(result) == "warm", "the arrays agree"
-    assert len(result.candidates) == 1, "and it leads at the first look"
 
 
 def test_a_busy_node_with_the_model_loses_to_one_that_loads_it_sooner():

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dispatch.request import ActiveRequest, BufferedRequest, RequestFailure, StreamingRequest
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.request import RequestFailure, RequestSpec
+from router.placement.candidate import ResourceDemand
 from router.placement.recovery import (
     MAX_LOSSES,
     MAX_SILENCE_SECONDS,
@@ -21,7 +24,7 @@ from router.placement.recovery import (
 from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
-from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal
+from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, GenerationParams, Refusal
 from wire.identity import NodeId
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model
@@ -123,8 +126,8 @@ async def test_a_whole_answer_goes_on_too(two: Cluster):
     assert generate(two).resume == ((1, 2),)
     say(two, 3)
     two.finish()
-    assert isinstance(ticket, BufferedRequest)
-    assert ticket.answer().texts == {(0, 0): "1 2 3 "}
+    assert isinstance(ticket.answer, CollectedAnswer)
+    assert ticket.answer.complete().texts == {(0, 0): "1 2 3 "}
 
 
 async def test_each_choice_goes_on_from_where_it_was(two: Cluster):
@@ -201,8 +204,8 @@ async def test_an_unread_answer_may_start_again_with_another_model(two: Cluster)
     assert resumes(two) == [(), ()]
     say(two, 7)
     two.finish()
-    assert isinstance(ticket, BufferedRequest)
-    assert ticket.answer().texts == {(0, 0): "7 "}
+    assert isinstance(ticket.answer, CollectedAnswer)
+    assert ticket.answer.complete().texts == {(0, 0): "7 "}
 
 
 async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Cluster):
@@ -226,11 +229,11 @@ async def test_a_node_that_sends_unrequested_frames_is_rejected(two: Cluster):
 
 
 async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
-    ticket = two.submit(max_tokens=4)
-    ticket.params = type(ticket.params)(max_tokens=4)
+    params = GenerationParams(max_tokens=4)
+    ticket = two.dispatcher.submit(RequestSpec(ResourceDemand("tiny", 100), "k", "r", (), params, 0, stream=True))
     say(two, *range(6))
-    ticket.discard_excess()
-    assert ticket.generated_ids == []
+    ticket.tokens.discard_excess()
+    assert ticket.tokens.ids == []
     assert not ticket.resumable
 
 
@@ -350,7 +353,7 @@ async def test_the_deadline_ends_it_honestly():
     cluster.report()
     async with asyncio.timeout(30):
         while ticket.outcome is None:
-            await ticket.wait()
+            await ticket.answer.wait()
     assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert "was lost during the answer" in ticket.outcome.message
@@ -366,8 +369,8 @@ async def test_an_unread_request_is_refused_at_the_deadline_so_that_it_may_be_se
     lose(cluster)
     cluster.now += 1
     cluster.report()
-    assert isinstance(ticket, BufferedRequest)
-    outcome = await ticket.outcome_of()
+    assert isinstance(ticket.answer, CollectedAnswer)
+    outcome = await ticket.answer.outcome_of()
     assert isinstance(outcome, Refused)
     assert outcome.code is RefusalCode.NO_ROOM
     cluster.settled()
@@ -582,7 +585,7 @@ class Story:
         live = [ticket for ticket in self.tickets if ticket.node is not None and ticket.outcome is None]
         ticket = live[which % len(live)] if live else None
         if ticket is not None and ticket.node is not None:
-            self.old.append((ticket.node, ticket.request))
+            self.old.append((ticket.node, ticket.attempt))
         dispatcher = cluster.dispatcher
         if action == "lose":
             cluster.state[node] = "lost"
@@ -599,7 +602,7 @@ class Story:
             dispatcher.move(node)
         elif action == "late" and self.old:
             where, number = self.old[which % len(self.old)]
-            if all(one.node is None or one.request != number for one in dispatcher.unclosed_requests):
+            if all(one.node is None or one.attempt != number for one in dispatcher.open_requests()):
                 dispatcher.receive(where, Deltas((Delta(number, 0, (99,), ((0, "late "),)),)))
                 dispatcher.receive(where, Failed(number, "engine_crashed", "late"))
         elif action == "take":
@@ -608,10 +611,13 @@ class Story:
             self.node_says(action, ticket, ticket.node)
         await turn()
         dispatcher.ledger.check()
+        for request in self.tickets:
+            request.check()
+        assert dispatcher.counters.illegal_events == {"request": 0}
         self.check()
 
     def node_says(self, action: str, ticket: ActiveRequest, node: NodeId) -> None:
-        dispatcher, number = self.cluster.dispatcher, ticket.request
+        dispatcher, number = self.cluster.dispatcher, ticket.attempt
         if action == "say":
             frame = next(frame for _, frame in self.cluster.generates() if frame.request == number)
             said = self.said.setdefault(number, len(frame.resume[0]) if frame.resume else 0)
@@ -627,7 +633,7 @@ class Story:
 
     def take(self) -> None:
         for ticket in self.tickets:
-            if isinstance(ticket, StreamingRequest):
+            if isinstance(ticket.answer, StreamedAnswer):
                 self.read[ticket.number] += taken(ticket)
 
     def check(self) -> None:
@@ -639,13 +645,13 @@ class Story:
                 assert got + self.pending(ticket) == "".join(whole)
 
     def got(self, ticket: ActiveRequest) -> str:
-        if isinstance(ticket, BufferedRequest):
-            return ticket.answer().texts.get((0, 0), "")
+        if isinstance(ticket.answer, CollectedAnswer):
+            return ticket.answer.complete().texts.get((0, 0), "")
         return "".join(self.read[ticket.number])
 
     def pending(self, ticket: ActiveRequest) -> str:
-        if isinstance(ticket, StreamingRequest):
-            return "".join(text for delta in ticket.pending for _, text in delta.pieces)
+        if isinstance(ticket.answer, StreamedAnswer):
+            return "".join(text for delta in ticket.answer.pending for _, text in delta.pieces)
         return ""
 
 
@@ -672,8 +678,8 @@ def test_whatever_happens_each_token_is_read_once_and_in_order(streams: list[boo
         told.check()
         for ticket in told.tickets:
             assert ticket.attempts <= 40
-            assert ticket.losses <= MAX_LOSSES + 1
-            assert ticket.crashes <= 2
+            assert ticket.life.losses <= MAX_LOSSES + 1
+            assert ticket.life.crashes <= 2
             told.cluster.dispatcher.close(ticket)
         told.cluster.dispatcher.shutdown()
         told.cluster.settled()

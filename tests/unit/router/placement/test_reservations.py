@@ -14,14 +14,14 @@ A, B = NodeId("a"), NodeId("b")
 def test_a_promise_counts_until_the_report_contains_it():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, seq=10, need=100, tokens=7)
-    assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (100, 7, 1)
+    assert (ledger.unacknowledged(A), ledger.account(A).tokens, ledger.in_flight(A)) == (100, 7, 1)
     ledger.acknowledge(A, 10)
     assert ledger.unacknowledged(A) == 100, "not admitted yet: a later seq may have been committed first"
     ledger.admitted(1)
     ledger.acknowledge(A, 9)
     assert ledger.unacknowledged(A) == 100
     ledger.acknowledge(A, 10)
-    assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (0, 0, 1)
+    assert (ledger.unacknowledged(A), ledger.account(A).tokens, ledger.in_flight(A)) == (0, 0, 1)
     assert ledger.release(1)
     assert ledger.in_flight(A) == 0
     assert ledger.empty
@@ -44,21 +44,6 @@ def test_two_promises_for_one_request_are_a_bug():
         ledger.reserve(B, 1, 2, 100)
 
 
-def test_every_node_whose_account_changed_is_told_once():
-    ledger = ReservationLedger()
-    ledger.reserve(A, 1, 1, 100)
-    assert ledger.take_touched() == {A}
-    assert ledger.take_touched() == set()
-    ledger.hold(7, A, 300)
-    assert ledger.take_touched() == {A}
-    ledger.hold(7, B, 300)
-    assert ledger.take_touched() == {A, B}, "the first node has no hold"
-    ledger.drop_hold(7)
-    assert ledger.take_touched() == {B}
-    ledger.release(1)
-    assert ledger.take_touched() == {A}
-
-
 def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
@@ -68,7 +53,6 @@ def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     ledger.forget(A)
     assert (ledger.node_of_hold(7), ledger.holder(A), ledger.unacknowledged(A)) == (None, None, 0)
     assert (ledger.node_of_hold(8), ledger.holder(B), ledger.holders()) == (B, 8, {8})
-    assert ledger.take_touched() == {B}
 
 
 def test_a_hold_counts_for_all_but_its_owner():
@@ -138,7 +122,7 @@ class AllOrders(RuleBasedStateMachine):
         self.ledger.check()
         assert self.ledger.empty
         assert self.ledger.unacknowledged(A) == self.ledger.unacknowledged(B) == 0
-        assert self.ledger.rows(A) == self.ledger.rows(B) == 0
+        assert self.ledger.account(A).rows == self.ledger.account(B).rows == 0
 
 
 AllOrders.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
@@ -180,29 +164,6 @@ def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
     ledger.check()
     assert ledger.release(3)
     assert ledger.empty
-
-
-def test_every_change_of_an_account_is_reported_once():
-    ledger = ReservationLedger()
-    assert ledger.take_touched() == set()
-    steps: list[tuple[Callable[[], object], set[NodeId]]] = [
-        (lambda: ledger.reserve(A, 1, 5, 100, weights=40), {A}),
-        (lambda: ledger.admitted(1), set()),
-        (lambda: ledger.read_in(1), {A}),
-        (lambda: ledger.acknowledge(A, 4), set()),
-        (lambda: ledger.acknowledge(A, 5), {A}),
-        (lambda: ledger.read_in(1), set()),
-        (lambda: ledger.release(1), {A}),
-        (lambda: ledger.release(1), set()),
-        (lambda: ledger.hold(7, A, 10), {A}),
-        (lambda: ledger.hold(7, B, 10), {A, B}),
-        (lambda: ledger.drop_hold(7), {B}),
-        (lambda: ledger.drop_hold(7), set()),
-    ]
-    for step, touched in steps:
-        step()
-        assert ledger.take_touched() == touched
-        assert ledger.take_touched() == set()
 
 
 def test_promises_and_holds_are_listed():
@@ -250,7 +211,6 @@ def test_a_forgotten_node_leaves_no_account_hold_or_swap():
     ledger.forget(A)
     assert ledger.account(A) is not kept
     assert (ledger.node_of_hold(7), ledger.node_of_hold(8)) == (None, B)
-    assert ledger.take_touched() == {B}
     assert A not in ledger.turns
 
 

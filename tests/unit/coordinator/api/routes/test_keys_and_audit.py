@@ -17,8 +17,8 @@ from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.decision_log import RequestRecord, read_line
 from router.dispatch.request import RequestSpec
+from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import ResourceDemand
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import GenerationParams, Message, Timings

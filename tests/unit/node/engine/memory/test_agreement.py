@@ -5,9 +5,11 @@ import time
 import pytest
 
 from node.engine.memory.footprint import clear_pool
-from router.placement.cluster_view import ClusterView, view_of
-from router.placement.place import NoPlacement, Placement, ResourceDemand, place
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
+from router.placement.cluster_view import ClusterView
+from router.placement.place import place
 from router.placement.reservations import ReservationLedger
+from router.placement.sanitize_report import view_of
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import reading_bytes

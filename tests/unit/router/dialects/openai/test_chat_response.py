@@ -9,10 +9,10 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.chat_response import DONE, ChatChunks, completion, system_fingerprint
 from router.dialects.shared.tool_calls import MAX_CALLS_SENT, MAX_TOKEN_BYTES
-from router.dispatch.request import BufferedRequest, CompleteAnswer, RequestSpec
-from router.placement.place import ResourceDemand
+from router.dispatch.answer import CollectedAnswer
+from router.dispatch.request import CompleteAnswer, RequestSpec
+from router.placement.candidate import ResourceDemand
 from tests.support import answers
-from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob
 
 FINISHED = Finished(1, ("stop", "length"), 7, 9, 3)
@@ -290,10 +290,10 @@ deltas = st.lists(
 @given(deltas, st.booleans())
 def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bool):
     job = a_job(2, logprobs=logprobs, top_logprobs=1)
-    ticket, maker = BufferedRequest(job, WeightedKey(), 1, 0.0), ChatChunks(job)
+    ticket, maker = CollectedAnswer(2, logprobs), ChatChunks(job)
     for delta in said:
         ticket.add(delta)
-    whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.answer(), FINISHED)), strict=True)
+    whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.complete(), FINISHED)), strict=True)
     streamed = chunks(maker.deltas(said))
     for choice in whole.choices:
         mine = [one for one in streamed if one.choices[0].index == choice.index]

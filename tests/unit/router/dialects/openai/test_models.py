@@ -6,7 +6,8 @@ import json
 from router.dialects.ollama import models as ollama_models
 from router.dialects.openai import models
 from router.errors import Problem
-from router.placement.cluster_view import ClusterView, view_of
+from router.placement.cluster_view import ClusterView
+from router.placement.sanitize_report import view_of
 from tests.support.answers import CREATED
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report

@@ -12,7 +12,7 @@ from router.dialects.openai import chat
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
-from router.placement.place import GRAMMAR
+from router.placement.candidate import GRAMMAR
 from wire.frames import GrammarSpec
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}

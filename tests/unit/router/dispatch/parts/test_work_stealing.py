@@ -5,12 +5,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from router.dispatch import work_stealing
-from router.dispatch.request import ActiveRequest, RequestSpec
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.parts import work_stealing
+from router.dispatch.request import RequestSpec
+from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, ResourceDemand
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_model
+from tests.support.requests import send, speak
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Cancel, GenerationParams, Message
@@ -61,7 +63,7 @@ def on(cluster: Cluster, tickets: list[ActiveRequest], node: NodeId) -> list[int
 
 async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_comes_in(joining: Cluster):
     tickets = batch(joining)
-    before = {ticket.number: ticket.request for ticket in tickets}
+    before = {ticket.number: ticket.attempt for ticket in tickets}
     comes(joining)
     moved = on(joining, tickets, B)
     assert moved == list(range(ROWS, ROWS + len(moved)))
@@ -69,7 +71,7 @@ async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_
     told = [frame.request for node, frame in joining.sent if isinstance(frame, Cancel) and node == A]
     assert told == [before[tickets[number].number] for number in moved], "its node lets go of each"
     assert [frame.resume for node, frame in joining.generates() if node == B] == [()] * len(moved)
-    assert all(tickets[number].losses == 0 for number in moved), "that was no loss"
+    assert all(tickets[number].life.losses == 0 for number in moved), "that was no loss"
     assert joining.dispatcher.counters.moves == len(moved)
 
 
@@ -145,7 +147,7 @@ def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
     job = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
     tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
-        ticket.attempts = 1
+        send(ticket, "a")
     assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.MIN_GAIN_SECONDS)] == [0], (
         "they waited no longer"
     )
@@ -155,9 +157,9 @@ def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
         2,
         3,
     ]
-    tickets[0].first_at = 101.0
-    tickets[1].attempts = 2
-    tickets[2].attempts = 0
+    speak(tickets[0], 101.0)
+    send(tickets[1], "a", 2)
+    tickets[2] = ActiveRequest(job, WeightedKey("k"), 2, 100.0)
     assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.MIN_GAIN_SECONDS)] == [0]
 
 

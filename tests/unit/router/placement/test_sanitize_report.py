@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from router.placement.cluster_view import (
+from router.placement.cluster_view import NodeView
+from router.placement.sanitize_report import (
     MAX_BYTES,
     MAX_CONTEXT,
     MAX_EXPECTED_OUTPUT,
     MAX_KV_STEP,
     MAX_TEXT_CHARS,
     UNMEASURED_PREFILL,
-    NodeView,
     sanitize_memory,
     view_of,
 )

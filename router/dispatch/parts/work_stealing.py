@@ -12,10 +12,11 @@ waits of a household and of a lab, where no machine joins, stay the same.
 
 from collections.abc import Iterable
 
-from router.dispatch.request import ActiveRequest
+from router.dispatch.active_request import ActiveRequest
+from router.placement.candidate import Candidate
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import PREFILL_SLOWDOWN_WHILE_DECODING, Candidate
 from router.placement.reservations import ReservationLedger
+from router.placement.weights import PREFILL_SLOWDOWN_WHILE_DECODING
 from wire.node_state import NodeState
 
 MIN_GAIN_SECONDS = 5.0
@@ -56,7 +57,9 @@ def waiting(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest
     They are older than `MIN_GAIN_SECONDS` at `now` (monotonic seconds). At most `MAX_EXAMINED` are returned.
     """
     found = [
-        one for one in requests if one.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
+        one
+        for one in requests
+        if one.life.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
     ]
     return sorted(found, key=lambda one: one.number)[:MAX_EXAMINED]
 

@@ -1,0 +1,273 @@
+"""Dispatcher's side of a request from its arrival to its end: its life, the nodes it has tried, its token ids.
+
+The reader's side is `answer.Answer`, which the dispatcher fills and the reader empties.
+"""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from router.admission.queue import QueuedRequest
+from router.admission.rate_limits import RateState, probable_tokens
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.generated_tokens import GeneratedTokens
+from router.dispatch.request import SWAP, Outcome, RequestSpec
+from router.dispatch.request_events import Action, Event
+from router.dispatch.request_state import ON_NODE, RequestLife, RequestState, step
+from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
+from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Delta, GenerationParams
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+_STREAMING = RequestState.STREAMING
+MAX_STEPS = 64
+"""Maximum recorded steps of a request."""
+
+
+class TriedNodes:
+    """Nodes that a request has tried, which placement excludes."""
+
+    __slots__ = ("lost", "never", "refused")
+
+    def __init__(self) -> None:
+        self.refused: dict[NodeId, float] = {}
+        """Nodes that refused the request, with the arrival time of the report under which they refused."""
+        self.never: dict[NodeId, Refused] = {}
+        """Nodes that could never hold the request, with their refusals."""
+        self.lost: set[NodeId] = set()
+        """Nodes that were lost with the request."""
+
+    def refuse(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
+        """Exclude a node until its next report, or for good if its refusal is final."""
+        self.refused[node] = reported_at
+        if refused is not None and refused.final:
+            self.never[node] = refused
+
+    def lose(self, node: NodeId) -> None:
+        """Exclude a node that was lost with the request."""
+        self.lost.add(node)
+
+    def readmit(self, node: NodeId) -> None:
+        """Allow a node that is ready again."""
+        self.lost.discard(node)
+
+    def forget(self, node: NodeId) -> None:
+        """Remove all state of a node that is no longer a member."""
+        self.lost.discard(node)
+        self.refused.pop(node, None)
+        self.never.pop(node, None)
+
+
+class ActiveRequest:
+    """Request of a client in the dispatcher. Its parameters are those of its job unless given.
+
+    `number` orders requests by arrival at `now` (monotonic seconds). `charged` is the charge of its key's quota in
+    tokens; None if it was not admitted. `rates` is the state of the key's rates after the charge. `chain` and `warm`
+    are the hashes of its prefix and the nodes that have it cached.
+    """
+
+    __slots__ = (
+        "answer",
+        "arrived",
+        "chain",
+        "charged",
+        "deadline",
+        "demand",
+        "entry",
+        "estimated_tokens",
+        "fingerprint",
+        "job",
+        "life",
+        "node",
+        "number",
+        "owner",
+        "params",
+        "rates",
+        "read",
+        "steps",
+        "streaming",
+        "swap",
+        "tokens",
+        "tried",
+        "warm",
+    )
+
+    def __init__(
+        self,
+        job: RequestSpec,
+        owner: WeightedKey,
+        number: int,
+        now: float,
+        *,
+        demand: ResourceDemand | None = None,
+        params: GenerationParams | None = None,
+        charged: int | None = None,
+        rates: tuple[RateState, ...] = (),
+        chain: PrefixHashChain | None = None,
+        warm: Mapping[NodeId, float] = NOWHERE,
+    ) -> None:
+        self.job = job
+        self.owner = owner
+        self.number = number
+        self.arrived = now
+        self.demand = demand or job.demand
+        self.params = params or job.params
+        self.charged = charged
+        self.rates = rates
+        self.chain = chain
+        self.warm = warm
+        self.estimated_tokens = probable_tokens(job.demand)
+        """Expected tokens of the request, for the share of its key."""
+        self.answer: StreamedAnswer | CollectedAnswer = (
+            StreamedAnswer() if job.stream else CollectedAnswer(job.params.n, job.params.logprobs)
+        )
+        self.tokens = GeneratedTokens(job.params.n, self.params.max_tokens)
+        self.tried = TriedNodes()
+        self.life = RequestLife(now)
+        self.node: NodeId | None = None
+        """Node of the current attempt, as in `life`: read for every token."""
+        self.streaming = False
+        """Whether the current attempt has its first token, as in `life`: read for every token."""
+        self.fingerprint = ""
+        """Fingerprint of the model that generates the answer."""
+        self.read: tuple[int, int] = (0, 0)
+        """Prompt tokens and the cached tokens among them, for usage."""
+        self.entry: QueuedRequest[ActiveRequest] | None = None
+        """Place in the queue; None outside of it."""
+        self.deadline: float | None = None
+        """End of the wait in the queue, in monotonic seconds; None before the first wait."""
+        self.swap = ""
+        """Model swap that the request waits for in the queue, for the control plane."""
+        self.steps: list[tuple[float, str, str]] = []
+        """Steps as (seconds after arrival, event, node)."""
+
+    @property
+    def state(self) -> RequestState:
+        """State of the request."""
+        return self.life.state
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Outcome; None before the end."""
+        return self.life.outcome
+
+    @property
+    def node_name(self) -> str:
+        """Name of the node of the newest attempt; empty before the first."""
+        return self.life.node_name
+
+    @property
+    def attempts(self) -> int:
+        """Number of attempts."""
+        return self.life.attempts
+
+    @property
+    def attempt(self) -> int:
+        """Number of the current attempt; 0 if there is none."""
+        return self.life.attempt
+
+    def step(self, event: Event, now: float) -> tuple[Action, ...]:
+        """Apply an event at `now` (monotonic seconds), and return the actions. Raise `IllegalEvent` as the table."""
+        life, actions = step(self.life, event, now)
+        self.life = life
+        self.node = life.node
+        self.streaming = life.state is _STREAMING
+        return actions
+
+    def check(self) -> None:
+        """Raise `BrokenInvariant` if the life contradicts itself, or has a place in the queue in another state."""
+        self.life.check()
+        assert (self.entry is not None) == (self.state is RequestState.QUEUED), self  # noqa: S101  an invariant
+        assert (self.node is not None) == (self.state in ON_NODE), self  # noqa: S101  an invariant
+
+    def add_step(self, now: float, what: str, node: str = "") -> None:
+        """Record a step at `now` (monotonic seconds). Beyond MAX_STEPS the middle step is removed."""
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[MAX_STEPS // 2]
+        self.steps.append((now - self.arrived, what, node))
+
+    def trials(self) -> AttemptHistory:
+        """Return the earlier attempts, which placement takes into account."""
+        if not self.life.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
+            return FIRST
+        tried = self.tried
+        fingerprint = self.fingerprint if self.tokens.longest else ""
+        return AttemptHistory(tried.refused, tried.never, tried.lost, self.number, fingerprint)
+
+    def forget_node(self, node: NodeId) -> None:
+        """Remove all state of a node that is no longer a member."""
+        self.tried.forget(node)
+        self.warm = {other: share for other, share in self.warm.items() if other != node}
+
+    # tokens
+
+    @property
+    def resumable(self) -> bool:
+        """Whether another node that has the same model could resume the answer."""
+        return bool(self.fingerprint) and self.tokens.longest > 0
+
+    def add(self, delta: Delta) -> bool:
+        """Store one delta from the node. Return True if the answer must be flushed after the last delta of its frame.
+
+        A streamed answer of an unknown choice discards all ids: it can no longer be resumed. A collected one ignores
+        the delta.
+        """
+        try:  # without a call of `tokens`: this runs for every token
+            self.tokens.ids[delta.choice] += delta.ids
+        except IndexError:
+            if self.job.stream or delta.choice < self.job.params.n:
+                self.tokens.forget(delta)
+        return self.answer.add(delta)
+
+    def prepare_resume(self) -> None:
+        """Keep the received tokens for the next attempt."""
+        self.demand = replace(self.demand, written=self.tokens.longest)
+
+    def restart(self) -> None:
+        """Discard the answer, of which the client has received nothing, before it starts from the beginning."""
+        self.tokens.restart()
+        self.answer.discard()
+        self.demand = replace(self.demand, written=0)
+
+    # facts from nodes
+
+    def begin_with(self, fingerprint: str) -> None:
+        """Record the model that begins the answer."""
+        self.fingerprint = fingerprint
+
+    def count_prompt(self, tokens: int) -> None:
+        """Set the exact number of prompt tokens."""
+        self.demand = replace(self.demand, prompt_tokens=tokens)
+
+    def record_prefill(self, prompt: int, cached: int) -> None:
+        """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline."""
+        self.count_prompt(prompt)
+        self.read = prompt, cached
+        self.deadline = None
+
+    # queue
+
+    def enter_queue(self, entry: "QueuedRequest[ActiveRequest]") -> None:
+        """Record the place in the queue."""
+        self.entry = entry
+        self.deadline = entry.deadline
+
+    def leave_queue(self) -> None:
+        """Record that the request has no place in the queue any more."""
+        self.entry = None
+        self.wait_for_swap("")
+
+    def wait_for_swap(self, swap: str) -> bool:
+        """Set the model swap that the request waits for, empty for none. Return whether it is another one."""
+        if swap == self.swap:
+            return False
+        self.swap = swap
+        self.answer.announce_wait(SWAP if swap else "")
+        return True
+
+    def extend_deadline(self, deadline: float) -> None:
+        """Move the deadline in the queue to `deadline` (monotonic seconds), unless it is later already."""
+        if self.entry is not None:
+            self.deadline = self.entry.extend(deadline)

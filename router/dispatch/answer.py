@@ -1,0 +1,223 @@
+"""Reader's side of a request: its answer, into which the dispatcher delivers and which one reader takes.
+
+The deltas of one frame are added, then every answer with new deltas is flushed once. A flush calls a stream's sink or
+wakes a waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and
+no counting. The number `takes` shows the stream watchdog whether the reader keeps up.
+
+The dispatcher's side is `active_request.ActiveRequest`. Either side changes an answer by its methods only.
+"""
+
+import asyncio
+import io
+from collections.abc import Callable, Iterable
+
+from router.dispatch.request import CompleteAnswer, Outcome
+from wire.frames import Channel, Delta, Logprob
+
+DELTA_BYTES = 256
+"""Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
+LOGPROB_BYTES = 96
+"""Bytes charged for one token's log probability, or one alternative, in addition to the token."""
+MAX_DELTAS_TAKEN = 256
+"""Maximum deltas returned at once: a slow reader that still reads then shows progress."""
+MAX_ANSWER_CHARS = 32 * 1024 * 1024
+"""Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
+
+
+class Answer:
+    """Base of a streamed and a collected answer: the outcome, and the reader that is notified."""
+
+    __slots__ = ("_sink", "_waiter", "begun", "buffered", "opened", "outcome", "waits_for")
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+        self.waits_for = ""
+        """Reason of a wait, as shown to the client; empty without one. It names no node and no model, which may be
+        hidden from the key."""
+        self.opened = False
+        """Whether the client has the status of its answer."""
+        self.begun = False
+        """Whether the client has a part of the answer."""
+        self.buffered = 0
+        """Size of the stored part: bytes of a slow reader's stream, or characters of a collected answer."""
+        self._sink: Callable[[], None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    # dispatcher
+
+    def add(self, delta: Delta) -> bool:
+        """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Discard the stored part of the answer."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Notify the reader: call the sink, or wake a waiting reader."""
+        if self._sink is not None:
+            self._sink()
+            return
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def end(self, outcome: Outcome) -> None:
+        """Set the outcome and notify the reader. An outcome that is already set stays."""
+        if self.outcome is None:
+            self.outcome = outcome
+            self.flush()
+
+    def announce_wait(self, reason: str) -> None:
+        """Set the reason of a wait for the next keep-alive; empty without one."""
+        self.waits_for = reason
+
+    # reader
+
+    def attach(self, sink: Callable[[], None]) -> None:
+        """Call `sink` at every flush from now on."""
+        self._sink = sink
+
+    def detach(self) -> None:
+        """End the calls of the sink."""
+        self._sink = None
+
+    def wait(self) -> asyncio.Future[None]:
+        """Return a Future that is done at the next flush. Only the last returned Future is served."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        return self._waiter
+
+
+class StreamedAnswer(Answer):
+    """Answer that is sent while it is generated. `buffered` counts the deltas that arrived while the reader was
+    `blocked`."""
+
+    __slots__ = ("blocked", "keepalive_due", "pending", "takes")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: list[Delta] = []
+        self.blocked = True
+        """Whether the transport to the client is full, or no reader has come yet."""
+        self.keepalive_due = False
+        self.takes = 0
+        """Number of calls of `take`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are deltas, an outcome or a keep-alive to send."""
+        return bool(self.pending) or self.outcome is not None or self.keepalive_due
+
+    def add(self, delta: Delta) -> bool:
+        """Append one delta to the pending deltas of the reader. Return True if no other delta was pending."""
+        pending = self.pending
+        pending.append(delta)
+        if self.blocked:
+            self.buffered += _cost(delta)
+        return len(pending) == 1
+
+    def discard(self) -> None:
+        """Discard the pending deltas. Their tokens still count as generated."""
+        self.pending = []
+        self.buffered = 0
+
+    def nudge(self) -> None:
+        """Ask the reader for a keep-alive."""
+        self.keepalive_due = True
+        self.flush()
+
+    def open(self) -> None:
+        """Record that the client has the status of the answer: a refusal can no longer be a plain answer."""
+        self.opened = True
+
+    def block(self, blocked: bool) -> None:
+        """Record whether the transport to the client is full."""
+        self.blocked = blocked
+
+    def take(self) -> list[Delta]:
+        """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and clear a keep-alive."""
+        self.takes += 1
+        self.keepalive_due = False
+        taken = self.pending
+        if not taken:
+            return taken
+        self.begun = True
+        self.pending = []
+        if len(taken) > MAX_DELTAS_TAKEN:
+            self.pending = taken[MAX_DELTAS_TAKEN:]
+            del taken[MAX_DELTAS_TAKEN:]
+        if self.buffered:
+            self.buffered = sum(_cost(delta) for delta in self.pending)
+        return taken
+
+
+class CollectedAnswer(Answer):
+    """Answer that is read once, at the end. `buffered` is its collected size in characters, with overheads.
+
+    `choices` is the number of choices, `logprobs` whether log probabilities are collected.
+    """
+
+    __slots__ = ("_calls", "_choices", "_logprobs", "_texts", "_with_logprobs")
+
+    def __init__(self, choices: int, logprobs: bool) -> None:
+        super().__init__()
+        self._choices = choices
+        self._with_logprobs = logprobs
+        self.discard()
+
+    def add(self, delta: Delta) -> bool:
+        """Collect the requested parts of a delta, and return False: the reader waits for the outcome only."""
+        choice = delta.choice
+        if not 0 <= choice < self._choices:
+            return False
+        for channel, text in delta.pieces:
+            if channel in _TEXTS:
+                self.buffered += len(text)
+                written = self._texts.get((choice, channel))
+                if written is None:
+                    written = self._texts[choice, channel] = io.StringIO()
+                written.write(text)
+            elif channel == Channel.TOOL_CALL:
+                self.buffered += len(text) + DELTA_BYTES
+                self._calls.setdefault(choice, []).append(text)
+        if delta.logprobs and self._with_logprobs:
+            self.buffered += _logprobs_cost(delta.logprobs)
+            self._logprobs.setdefault(choice, []).extend(delta.logprobs)
+        return False
+
+    def discard(self) -> None:
+        """Discard the collected answer."""
+        self._texts: dict[tuple[int, int], io.StringIO] = {}
+        self._calls: dict[int, list[str]] = {}
+        self._logprobs: dict[int, list[Logprob]] = {}
+        self.buffered = 0
+
+    def complete(self, fingerprint: str = "") -> CompleteAnswer:
+        """Return the answer as collected so far, by a model with this fingerprint.
+
+        It is whole once the outcome is `Finished`.
+        """
+        texts = {where: text.getvalue() for where, text in self._texts.items()}
+        return CompleteAnswer(texts, self._calls, self._logprobs, fingerprint)
+
+    async def outcome_of(self) -> Outcome:
+        """Wait for the outcome and return it."""
+        while self.outcome is None:
+            await self.wait()
+        return self.outcome
+
+
+_TEXTS = frozenset({int(Channel.CONTENT), int(Channel.REASONING)})
+
+
+def _cost(delta: Delta) -> int:
+    cost = DELTA_BYTES + sum(len(text) for _, text in delta.pieces)
+    return cost + _logprobs_cost(delta.logprobs) if delta.logprobs else cost
+
+
+def _logprobs_cost(logprobs: Iterable[Logprob]) -> int:
+    return sum(
+        LOGPROB_BYTES + len(one.token) + sum(LOGPROB_BYTES + len(token) for token, _ in one.top) for one in logprobs
+    )

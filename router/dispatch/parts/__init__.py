@@ -1,0 +1,1 @@
+"""Parts of the dispatcher, each with one responsibility."""

@@ -1,0 +1,111 @@
+"""Assignment of a request to a node: nodes are asked in turn, then the request is queued or ended.
+
+A refused request asks the next node at once, at most `MAX_NODES_IN_A_ROW` in a row, then it is queued. A refusal is
+never a failure.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+
+from router.admission.queue import AdmissionQueue
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.parts.attempts import Attempts
+from router.dispatch.parts.crowding import CrowdRules
+from router.dispatch.parts.endings import Endings
+from router.dispatch.parts.placer import Placer
+from router.dispatch.request_events import Event, NoRoom, Placed
+from router.placement.candidate import Candidate, NoPlacement, Placement
+from router.placement.reservations import ReservationLedger
+from wire.capacity.fairness import WeightedKey
+from wire.identity import NodeId
+from wire.refusals import RefusalCode
+
+MAX_NODES_IN_A_ROW = 4
+"""Maximum nodes asked at once for one request before it is queued."""
+
+
+class Assignment:
+    """Assignment of requests to nodes.
+
+    `apply` applies an event to a request. `numbers` returns the next
+    attempt number and sequence number.
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        numbers: Callable[[], tuple[int, int]],
+        *,
+        placer: Placer,
+        attempts: Attempts,
+        ledger: ReservationLedger,
+        queue: AdmissionQueue[ActiveRequest],
+        crowds: CrowdRules,
+        endings: Endings,
+    ) -> None:
+        self._apply = apply
+        self._numbers = numbers
+        self._placer = placer
+        self._attempts = attempts
+        self._ledger = ledger
+        self._queue = queue
+        self._crowds = crowds
+        self._endings = endings
+
+    def start(self, request: ActiveRequest, chosen: Candidate, need: int) -> bool:
+        """Reserve `need` bytes and send the request to a node. Return whether there was a link."""
+        attempt, seq = self._numbers()
+        self._apply(request, Placed(attempt, seq, chosen, need))
+        return request.life.attempt == attempt
+
+    def assign(self, request: ActiveRequest) -> None:
+        """Ask nodes in turn until one link takes the request; else queue or end it."""
+        result = self._placer.decide(request)
+        while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
+            if self._crowds.must_wait(request, result.chosen):
+                self._apply(request, NoRoom(result))
+                return
+            if self.start(request, result.chosen, result.chosen.need):
+                self._queue.count_overtake()
+                return
+            result = self._placer.decide(request)
+        if isinstance(result, NoPlacement):
+            if result.refused.final:
+                self._endings.deny(request, result.refused)
+                return
+            if self.start_at_decider(request, result) or self._start_for_share(request, result):
+                return
+        self._apply(request, NoRoom(result))
+
+    def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
+        """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
+        candidate = result.candidate
+        return candidate is not None and candidate.node not in self._ledger.turns and self.start(request, candidate, 0)
+
+    def _start_for_share(self, request: ActiveRequest, result: NoPlacement) -> bool:
+        """Send a request to a node that is full of another key's requests; return whether it was sent.
+
+        Its engine preempts one of those requests where that key holds more than its share.
+        """
+        if request.life.in_a_row >= MAX_NODES_IN_A_ROW:
+            return False
+        full = [one for one in result.candidates if self._is_full(request, one)]
+        rows: Counter[tuple[NodeId | None, WeightedKey]] = Counter(
+            (one.node, one.owner) for one in (self._attempts.live.values() if full else ())
+        )
+        for one in sorted(full, key=lambda one: one.expected_ttft):
+            mine = request.owner.load(rows[one.node, request.owner] + 1)
+            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
+            if any(load >= mine for load in others) and self.start(request, one, 0):
+                return True
+        return False
+
+    def _is_full(self, request: ActiveRequest, one: Candidate) -> bool:
+        """Return whether a node lacks only memory, and has not just refused the request."""
+        return (
+            one.code is RefusalCode.NO_ROOM
+            and one.model is not None
+            and one.model.loaded
+            and one.node not in self._ledger.turns
+            and request.tried.refused.get(one.node) != self._placer.reported_at(one.node)
+        )

@@ -1,0 +1,151 @@
+"""Attempts: a request on a node, from its reservation to its release.
+
+Every attempt gets new numbers. Late frames about an earlier attempt are unknown here and ignored; a node is believed
+only about requests that are on it.
+"""
+
+from collections.abc import Callable
+
+from router.admission.cache_scope import CacheScopes
+from router.dispatch.accounting import most_prompt
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.parts.placer import Placer
+from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
+from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, Reserve, Send
+from router.placement.cluster_view import NodeView
+from router.placement.prefix_affinity import PrefixAffinity
+from router.placement.reservations import ReservationLedger
+from wire.frames import Cancel, Frame, Generate
+from wire.identity import NodeId
+
+
+class Attempts:
+    """Attempts of all requests, by number. `send` writes a frame to a node's link and returns whether there is one."""
+
+    def __init__(
+        self,
+        send: Callable[[NodeId, Frame], bool],
+        clock: Callable[[], float],
+        *,
+        placer: Placer,
+        ledger: ReservationLedger,
+        breakers: CircuitBreakers[NodeId],
+        affinity: PrefixAffinity,
+        counters: Counters,
+        scopes: CacheScopes,
+        changes: NodeChanges,
+        drains: DrainWaits,
+    ) -> None:
+        self._send = send
+        self._clock = clock
+        self._placer = placer
+        self._ledger = ledger
+        self._breakers = breakers
+        self._affinity = affinity
+        self._counters = counters
+        self._scopes = scopes
+        self._changes = changes
+        self._drains = drains
+        self.live: dict[int, ActiveRequest] = {}
+        """Requests on nodes, by attempt number."""
+
+    def on(self, node: NodeId) -> list[ActiveRequest]:
+        """Return the requests on a node, the oldest first."""
+        return sorted((one for one in self.live.values() if one.node == node), key=lambda one: one.number)
+
+    def reserve(self, request: ActiveRequest, action: Reserve) -> None:
+        """Reserve memory, prefill and rows on the node of an attempt."""
+        placed, chosen = action.placed, action.placed.chosen
+        known = request.tokens.longest > 0 and not action.first
+        self._counters.count_attempt(chosen.node, first=action.first, resumed=known)
+        if not known and chosen.model is not None:
+            request.begin_with(chosen.model.fingerprint)
+        self._ledger.reserve(
+            chosen.node,
+            placed.attempt,
+            placed.seq,
+            placed.need,
+            chosen.reading,
+            min(placed.need, chosen.weights),
+            chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0,
+            request.job.demand.choices,
+        )
+        if known:
+            self._ledger.read(placed.attempt)
+        self.live[placed.attempt] = request
+        now = self._clock()
+        self._breakers.record_attempt(chosen.node, placed.attempt, now)
+        request.add_step(now, "resumed" if known else "sent", chosen.name)
+
+    def send(self, request: ActiveRequest, action: Send) -> bool:
+        """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
+        job, placed = request.job, action.placed
+        known = () if action.first else request.tokens.known()
+        frame = Generate(
+            request=placed.attempt,
+            seq=placed.seq,
+            request_id=job.request_id,
+            model=job.demand.model,
+            messages=job.messages,
+            params=request.params,
+            created=job.created,
+            expected=placed.chosen.output_tokens,
+            stream=job.stream,
+            tools=job.tools,
+            template=job.template,
+            resume=known,
+            text=job.text,
+            ids=job.ids,
+            owner=request.owner,
+            fingerprint=request.fingerprint if known else "",
+            cache_scope=self._scopes.scope,
+            shared=self._scopes.shares(job.messages),
+        )
+        return self._send(placed.chosen.node, frame)
+
+    def note_undelivered(self, request: ActiveRequest, node: NodeId, name: str) -> None:
+        """Exclude a node without a link until its next report."""
+        request.tried.refuse(node, self._placer.reported_at(node))
+        request.add_step(self._clock(), "no link", name)
+
+    def release(self, _: ActiveRequest, action: Release) -> None:
+        """End an attempt: the only place where a reservation is released."""
+        self.live.pop(action.attempt, None)
+        self._ledger.release(action.attempt)
+        self._breakers.record_departure(action.node, action.attempt)
+        self._drains.notify(action.node)
+        self._changes.mark(action.node)
+
+    def cancel(self, _: ActiveRequest, action: CancelAttempt) -> None:
+        """Send the node a cancel of an attempt."""
+        self._send(action.node, Cancel(action.attempt))
+
+    def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:
+        """Record the prompt tokens that the node counted, at most those that the request can have."""
+        frame = action.frame
+        self._ledger.admitted(frame.request)
+        prompt = min(frame.prompt_tokens, most_prompt(request))
+        cached = min(frame.cached_tokens, prompt)
+        request.record_prefill(prompt, cached)
+        if request.chain is not None:
+            self._affinity.read(request.chain, action.node, frame.prompt_hash, prompt, cached)
+
+    def prefill_done(self, request: ActiveRequest, action: PrefillDone) -> None:
+        """Record that the prompt of an attempt is prefilled, and the time to the first token of the request."""
+        if not action.first:
+            return
+        now = self._clock()
+        request.add_step(now, "first token", request.node_name)
+        self._ledger.admitted(action.attempt)
+        self._ledger.read(action.attempt)
+        self._counters.first(action.node, request.demand.model, request.read[0], now - request.arrived)
+
+    def weights_reported(self, node: NodeView) -> None:
+        """Release the reserved weights of a load, now that the node's report counts them."""
+        loading = {model.name for model in node.models.values() if node.is_loading(model)}
+        if loading:
+            for request in self.live.values():
+                if request.node == node.id and request.demand.model in loading:
+                    self._ledger.read_in(request.attempt)

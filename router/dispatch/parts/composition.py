@@ -1,0 +1,225 @@
+"""Composition of the dispatcher: every part gets all of its collaborators in its constructor."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.admission.cache_scope import CacheScopes
+from router.admission.queue import AdmissionQueue
+from router.admission.rate_limits import RateLimits
+from router.admission.usage import UsageCounter
+from router.dispatch.accounting import Accounting
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.decision_log import DecisionLog
+from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.attempts import Attempts
+from router.dispatch.parts.crowding import CrowdRules
+from router.dispatch.parts.endings import Endings
+from router.dispatch.parts.intake import Intake
+from router.dispatch.parts.losses import Losses
+from router.dispatch.parts.migration import Migration
+from router.dispatch.parts.node_frames import NodeFrames
+from router.dispatch.parts.placer import Placer
+from router.dispatch.parts.stream_watchdog import StreamWatchdog
+from router.dispatch.parts.swap_turns import SwapTurns
+from router.dispatch.parts.waiting import WaitingRequests
+from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
+from router.dispatch.request_events import (
+    Action,
+    CancelAttempt,
+    CorrectHeadroom,
+    Dequeue,
+    Enqueue,
+    Event,
+    PrefillDone,
+    RecordPrompt,
+    Release,
+    Reserve,
+    Respond,
+    Send,
+    SettleQuota,
+    Withdraw,
+)
+from router.placement.policies import POLICIES, Policy
+from router.placement.prefix_affinity import PrefixAffinity
+from router.placement.reservations import ReservationLedger
+from router.settings import RouterSettings
+from wire.frames import Frame
+from wire.identity import NodeId
+
+SWEEP_INTERVAL_SECONDS = 0.25
+"""Maximum interval between two sweeps, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """Inputs of a dispatcher: links, numbers, time, chance, settings, and the totals that it updates."""
+
+    send: Callable[[NodeId, Frame], bool]
+    """Function that writes a frame to a node's link and returns whether there is a link."""
+    numbers: Callable[[], tuple[int, int]]
+    """Function that returns the next request number and sequence number."""
+    clock: Callable[[], float]
+    """Function that returns monotonic seconds."""
+    draw: Callable[[], float]
+    """Only source of chance: a function that returns numbers in [0, 1)."""
+    settings: RouterSettings
+    counters: Counters
+    quotas: RateLimits
+    scopes: CacheScopes
+    policy: Policy
+    on_failure: Callable[[ActiveRequest, str], None]
+    """Function that is called for a request that failed on its node, with the failure code."""
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two sweeps."""
+        settings = self.settings
+        limits = settings.queue_timeout_seconds, settings.keepalive_seconds, settings.slow_client_seconds
+        return min(SWEEP_INTERVAL_SECONDS, min(limits) / 4)
+
+
+class Parts:
+    """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests."""
+
+    def __init__(
+        self, around: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]
+    ) -> None:
+        clock, counters, settings = around.clock, around.counters, around.settings
+        self.ledger = ledger = ReservationLedger()
+        self.breakers: CircuitBreakers[NodeId] = CircuitBreakers()
+        self.affinity = PrefixAffinity()
+        self.usage = UsageCounter()
+        self.history = DecisionLog()
+        self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(settings.queue_limit)
+        self.changes = changes = NodeChanges(self.queue, ledger, wake)
+        self.drains = DrainWaits(ledger)
+        self.placer = placer = Placer(
+            ledger, self.breakers, counters, self.history, policy=around.policy, clock=clock, draw=around.draw
+        )
+        self.crowds = CrowdRules(placer)
+        self.intake = Intake(
+            clock,
+            around.draw,
+            placer=placer,
+            quotas=around.quotas,
+            affinity=self.affinity,
+            scopes=around.scopes,
+        )
+        self.attempts = attempts = Attempts(
+            around.send,
+            clock,
+            placer=placer,
+            ledger=ledger,
+            breakers=self.breakers,
+            affinity=self.affinity,
+            counters=counters,
+            scopes=around.scopes,
+            changes=changes,
+            drains=self.drains,
+        )
+        self.endings = Endings(
+            apply,
+            clock,
+            placer=placer,
+            accounting=Accounting(counters, self.usage, self.history),
+            quotas=around.quotas,
+        )
+        self.assignment = Assignment(
+            apply,
+            around.numbers,
+            placer=placer,
+            attempts=attempts,
+            ledger=ledger,
+            queue=self.queue,
+            crowds=self.crowds,
+            endings=self.endings,
+        )
+        self.waiting = WaitingRequests(
+            apply,
+            clock,
+            settings.queue_timeout_seconds,
+            queue=self.queue,
+            placer=placer,
+            assignment=self.assignment,
+            endings=self.endings,
+            crowds=self.crowds,
+            ledger=ledger,
+            quotas=around.quotas,
+            counters=counters,
+            changes=changes,
+        )
+        self.swaps = SwapTurns(
+            settings,
+            clock,
+            queue=self.queue,
+            placer=placer,
+            assignment=self.assignment,
+            attempts=attempts,
+            ledger=ledger,
+            counters=counters,
+            changes=changes,
+        )
+        self.migration = Migration(
+            apply,
+            around.numbers,
+            clock,
+            placer=placer,
+            attempts=attempts,
+            ledger=ledger,
+            counters=counters,
+            drains=self.drains,
+        )
+        self.losses = Losses(
+            apply,
+            clock,
+            around.on_failure,
+            placer=placer,
+            attempts=attempts,
+            assignment=self.assignment,
+            breakers=self.breakers,
+            counters=counters,
+        )
+        self.frames = NodeFrames(
+            apply,
+            clock,
+            placer=placer,
+            assignment=self.assignment,
+            endings=self.endings,
+            losses=self.losses,
+            breakers=self.breakers,
+            counters=counters,
+        )
+        self.watchdog = StreamWatchdog(
+            apply,
+            counters,
+            interval=around.interval,
+            slow_seconds=settings.slow_client_seconds,
+            keepalive_seconds=settings.keepalive_seconds,
+        )
+
+    def performers(
+        self, deliver: Callable[[ActiveRequest, Send], None]
+    ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
+        """Return the function that performs each action of a request; `deliver` performs `Send`."""
+        return {
+            Send: deliver,
+            Reserve: self.attempts.reserve,
+            Release: self.attempts.release,
+            CancelAttempt: self.attempts.cancel,
+            CorrectHeadroom: self.placer.correct,
+            Enqueue: self.waiting.enqueue,
+            Dequeue: self.waiting.dequeue,
+            Withdraw: self.waiting.withdraw,
+            RecordPrompt: self.attempts.record_prompt,
+            PrefillDone: self.attempts.prefill_done,
+            SettleQuota: self.endings.settle,
+            Respond: self.endings.respond,
+        }
+
+
+def default_policy(settings: RouterSettings) -> Policy:
+    """Return the policy that the settings name."""
+    return POLICIES[settings.policy]

@@ -1,0 +1,44 @@
+"""Rules for greedy keys, which request far more than their share: their requests wait where many prompts are ahead."""
+
+from router.admission.load_share import LoadShare
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.parts.placer import Placer
+from router.placement.candidate import Candidate
+from router.placement.weights import QUEUE_BACKLOG_SECONDS, SPARE_MEMORY_SHARE
+
+
+class CrowdRules:
+    """Rules for greedy keys, from the expected tokens of all open requests."""
+
+    def __init__(self, placer: Placer) -> None:
+        self._placer = placer
+        self._load = LoadShare()
+
+    def add(self, request: ActiveRequest) -> None:
+        """Add an open request."""
+        self._load.add(request.owner, request.estimated_tokens)
+
+    def remove(self, request: ActiveRequest) -> None:
+        """Remove a closed request."""
+        self._load.drop(request.owner, request.estimated_tokens)
+
+    def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:
+        """Return whether a request must be queued although a node has room for it.
+
+        This applies where many prompt tokens are ahead of it and its key requests far more than its share. A resumed
+        answer never waits for that.
+        """
+        model = chosen.model
+        if request.life.lost_by is not None or model is None or not model.loaded:
+            return False
+        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._load.exceeds_share(request.job.key)
+
+    def must_end(self, request: ActiveRequest, chosen: Candidate) -> bool:
+        """Return whether a request must be refused at its deadline: it would use memory that is kept for other keys."""
+        return self.must_wait(request, chosen) and self._is_scarce(chosen)
+
+    def _is_scarce(self, chosen: Candidate) -> bool:
+        """Return whether a request would use the last half of its node's memory for prompts and answers."""
+        node = self._placer.view.node(chosen.node)
+        loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
+        return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most - loaded)

@@ -1,0 +1,61 @@
+"""Ends of requests: the outcome for the reader, the settled quota, the counters."""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from router.admission.rate_limits import RateLimits
+from router.dispatch.accounting import Accounting
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.parts.placer import Placer
+from router.dispatch.request import RequestFailure
+from router.dispatch.request_events import Event, RequestDenied, Respond, SettleQuota
+from wire.refusals import RefusalCode, Refused
+
+
+class Endings:
+    """Ends of requests. `apply` applies an event to a request."""
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        *,
+        placer: Placer,
+        accounting: Accounting,
+        quotas: RateLimits,
+    ) -> None:
+        self._apply = apply
+        self._clock = clock
+        self._placer = placer
+        self._accounting = accounting
+        self._quotas = quotas
+
+    def deny(self, request: ActiveRequest, refused: Refused) -> None:
+        """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
+        lost_by = request.life.lost_by
+        if refused.code is RefusalCode.NO_MODEL and self._quotas.limits(request.job.key).models:
+            # the message names similar models, which the key may not use
+            refused = replace(refused, message=f"no node serves the model {request.demand.model[:256]!r}")
+        if lost_by is None or not request.answer.begun:
+            self._apply(request, RequestDenied(refused))
+            return
+        text = f"{lost_by.message}; no other node can resume the answer: {refused.message}"
+        self._apply(request, RequestDenied(RequestFailure(lost_by.code, text)))
+
+    def settle(self, request: ActiveRequest, action: SettleQuota) -> None:
+        """Charge the tokens used, and count the request."""
+        self._accounting.ended(request, action.outcome, self._model_of(request), self._quotas, self._clock())
+
+    def respond(self, request: ActiveRequest, action: Respond) -> None:
+        """Pass the outcome to the reader."""
+        request.answer.end(action.outcome)
+
+    def _model_of(self, request: ActiveRequest) -> str:
+        """Return the model name for a request's counters; empty for a name that no member has.
+
+        An invented name must not add a row to the database.
+        """
+        model = request.job.demand.model
+        known = request.attempts or any(model in node.models for node in self._placer.view.nodes)
+        return model if known else ""

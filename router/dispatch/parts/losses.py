@@ -1,0 +1,113 @@
+"""Losses: a node is lost, an engine died, or a node has no memory left. The request resumes elsewhere, or ends.
+
+Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
+received stays valid. A request without room waits in the queue before all new requests. It ends with the reason if the
+deadline passes. It ends at once where no other node has that model.
+"""
+
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.attempts import Attempts
+from router.dispatch.parts.placer import Placer
+from router.dispatch.request import RequestFailure
+from router.dispatch.request_events import AttemptEnded, AttemptLost, Event
+from router.dispatch.request_state import RequestState
+from router.placement.recovery import LossKind, is_fault, loss_kind
+from wire.frames import Failed
+from wire.identity import NodeId
+from wire.node_state import NodeState
+from wire.refusals import FailureCode
+from wire.report import Model
+
+
+class Losses:
+    """Lost attempts. `on_failure` is called for a request that failed on its node, with the failure code."""
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        on_failure: Callable[[ActiveRequest, str], None],
+        *,
+        placer: Placer,
+        attempts: Attempts,
+        assignment: Assignment,
+        breakers: CircuitBreakers[NodeId],
+        counters: Counters,
+    ) -> None:
+        self._apply = apply
+        self._clock = clock
+        self._on_failure = on_failure
+        self._placer = placer
+        self._attempts = attempts
+        self._assignment = assignment
+        self._breakers = breakers
+        self._counters = counters
+
+    def node_gone(self, node: NodeId, reason: str) -> None:
+        """Resume the requests of a lost node on other nodes, and end those that cannot resume."""
+        for request in self._attempts.on(node):
+            self._counters.count_node_loss()
+            self._on_failure(request, FailureCode.NODE_LOST)
+            request.tried.lose(node)
+            text = f"node {request.node_name} was lost during the answer ({reason}): retry"
+            self._lose(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
+
+    def failed(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
+        """Handle a request that broke on its node, alone or because the engine died."""
+        if is_fault(frame.code):
+            self._breakers.record_fault(node, frame.request, self._clock(), frame.message)
+        self._on_failure(request, frame.code)
+        kind = loss_kind(frame.code)
+        if kind is None:
+            self._apply(request, AttemptEnded(frame.request, RequestFailure(frame.code, frame.message)))
+            return
+        if kind is LossKind.NODE:
+            if frame.code == FailureCode.NODE_STOPPING:
+                request.tried.lose(node)
+            text = f"{request.node_name} gave the request up: {frame.message}"
+            self._lose(request, kind, RequestFailure(FailureCode.NODE_LOST, text))
+            return
+        # the last report of the node still shows a ready engine, or the room
+        request.tried.refuse(node, self._placer.reported_at(node))
+        code = frame.code if kind is LossKind.MEMORY else FailureCode.ENGINE_CRASHED
+        self._lose(request, kind, RequestFailure(code, frame.message))
+
+    def _lose(self, request: ActiveRequest, kind: LossKind, cause: RequestFailure) -> None:
+        """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
+        request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
+        others = self._others(request)
+        resumes = request.resumable and any(one.fingerprint == request.fingerprint for one in others)
+        restarts = bool(others) and not request.answer.begun
+        stranded = None if resumes or restarts else _stranded(request, cause, others)
+        self._apply(request, AttemptLost(request.attempt, kind, cause, stranded))
+        if request.state is not RequestState.NEW:
+            return
+        if resumes:
+            request.prepare_resume()
+        else:
+            request.restart()
+        self._assignment.assign(request)
+
+    def _others(self, request: ActiveRequest) -> list[Model]:
+        """List the models of a request's name on the members with which it was not lost."""
+        name, lost = request.demand.model, request.tried.lost
+        nodes = (node for node in self._placer.view.nodes if node.state != NodeState.LEFT and node.id not in lost)
+        return [node.models[name] for node in nodes if name in node.models]
+
+
+def _stranded(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
+    """Return the failure of a request that no other node can continue.
+
+    It says where other nodes hold a different model under the same name.
+    """
+    if not request.fingerprint or all(one.fingerprint == request.fingerprint for one in others):
+        return cause
+    text = f"the other nodes have a different model with the name {request.demand.model} (`cluster models`)"
+    return replace(cause, message=f"{cause.message}; {text}, which cannot resume the answer")

@@ -1,0 +1,78 @@
+"""Frames of nodes about requests: admitted, finished, refused and failed attempts."""
+
+from collections.abc import Callable
+
+from router.dispatch.accounting import bounded_usage, most_prompt
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.endings import Endings
+from router.dispatch.parts.losses import Losses
+from router.dispatch.parts.placer import Placer
+from router.dispatch.request_events import AttemptEnded, Event, NodeAdmitted, NodeRefused
+from router.dispatch.request_state import RequestState
+from wire.frames import Admitted, Failed, Finished, Refusal
+from wire.identity import NodeId
+from wire.refusals import FINAL, RefusalCode
+
+ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
+"""Refusals that are final on one node, not in the cluster: another node may be larger."""
+AboutOne = Finished | Admitted | Refusal | Failed
+"""Frames of a node about one request."""
+
+
+class NodeFrames:
+    """Frames about requests that are on the node. `apply` applies an event to a request."""
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        *,
+        placer: Placer,
+        assignment: Assignment,
+        endings: Endings,
+        losses: Losses,
+        breakers: CircuitBreakers[NodeId],
+        counters: Counters,
+    ) -> None:
+        self._apply = apply
+        self._clock = clock
+        self._placer = placer
+        self._assignment = assignment
+        self._endings = endings
+        self._losses = losses
+        self._breakers = breakers
+        self._counters = counters
+
+    def receive(self, request: ActiveRequest, node: NodeId, frame: AboutOne) -> None:
+        """Apply a frame about a request that is on this node."""
+        if isinstance(frame, Admitted):
+            self._apply(request, NodeAdmitted(frame.request, frame))
+        elif isinstance(frame, Finished):
+            self._breakers.record_success(node, frame.request)
+            frame = bounded_usage(request, frame)
+            self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
+            self._apply(request, AttemptEnded(frame.request, frame))
+        elif isinstance(frame, Refusal):
+            self._refused(request, node, frame)
+        else:
+            self._losses.failed(request, node, frame)
+
+    def _refused(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
+        """Ask the next node after a refusal, or end a request that no node of the cluster would take."""
+        refused = frame.refused
+        self._counters.refused(refused.code.value)
+        request.add_step(self._clock(), f"refused: {refused.code}", request.node_name)
+        numbers = refused.numbers if refused.code is RefusalCode.NO_ROOM else None
+        self._apply(request, NodeRefused(frame.request, None if numbers is None else numbers.headroom))
+        if request.state is not RequestState.NEW:
+            return
+        if refused.code in FINAL and refused.code not in ELSEWHERE:
+            self._endings.deny(request, refused)
+            return
+        if frame.prompt_tokens is not None:
+            request.count_prompt(min(frame.prompt_tokens, most_prompt(request)))
+        request.tried.refuse(node, self._placer.reported_at(node), refused)
+        self._assignment.assign(request)

@@ -1,0 +1,189 @@
+"""Placement decisions of the dispatcher over its newest view, with reservations, breakers and corrections."""
+
+from collections.abc import Callable, Mapping
+
+from msgspec.structs import replace
+
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.decision_log import DecisionLog
+from router.dispatch.request_events import CorrectHeadroom
+from router.placement.candidate import (
+    FIRST,
+    AttemptHistory,
+    Candidate,
+    HeadroomCorrection,
+    NoPlacement,
+    Placement,
+    ResourceDemand,
+)
+from router.placement.cluster_view import ClusterView, NodeView, with_state
+from router.placement.feasibility import unavailable_reason
+from router.placement.model_load import LoadPlacement, choose
+from router.placement.place import consider, place
+from router.placement.policies import Policy
+from router.placement.reservations import ReservationLedger
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+FAILING = "failing"
+"""State that placement sees for a node whose breaker is open."""
+
+
+class Placer:
+    """Placement decisions. `clock` returns monotonic seconds, `draw` returns numbers in [0, 1) for ties."""
+
+    def __init__(
+        self,
+        ledger: ReservationLedger,
+        breakers: CircuitBreakers[NodeId],
+        counters: Counters,
+        history: DecisionLog,
+        *,
+        policy: Policy,
+        clock: Callable[[], float],
+        draw: Callable[[], float],
+    ) -> None:
+        self._ledger = ledger
+        self._breakers = breakers
+        self._counters = counters
+        self._history = history
+        self._policy = policy
+        self._clock = clock
+        self._draw = draw
+        self.view = ClusterView()
+        """Newest view of the cluster."""
+        self._corrections: dict[NodeId, HeadroomCorrection] = {}
+
+    # view
+
+    def set_view(self, view: ClusterView) -> None:
+        """Apply a new view. A new report of a node ends the correction of its headroom."""
+        self.view = view
+        for node in view.nodes if self._corrections else ():
+            correction = self._corrections.get(node.id)
+            if correction is not None and correction.reported_at != node.reported_at:
+                del self._corrections[node.id]
+
+    def seen(self, view: ClusterView, now: float) -> ClusterView:
+        """Return the view for placement, in which nodes with an open breaker are not ready."""
+        barred = self._breakers.barred_nodes(now)
+        if not barred:
+            return view
+        return ClusterView(tuple(with_state(node, FAILING) if node.id in barred else node for node in view.nodes))
+
+    def reported_at(self, node: NodeId) -> float:
+        """Return the arrival of a node's newest report in monotonic seconds; -1 if the node is not a member."""
+        seen = self.view.node(node)
+        return -1.0 if seen is None else seen.reported_at
+
+    def correct(self, _: ActiveRequest, action: CorrectHeadroom) -> None:
+        """Limit the headroom of a node that refused, until its next report."""
+        self._corrections[action.node] = HeadroomCorrection(self.reported_at(action.node), action.headroom)
+
+    def forget(self, node: NodeId) -> None:
+        """Remove the correction of a node."""
+        self._corrections.pop(node, None)
+
+    # requests
+
+    def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
+        """Compute the placement of a request with this demand on the nodes of `view`."""
+        now = self._clock()
+        seen = self.seen(view, now)
+        trials = self._one_model(request.trials(), demand.model, seen if view is self.view else None)
+        result = place(
+            seen,
+            demand,
+            self._ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            trials=trials,
+            warm=request.warm,
+        )
+        self._counters.placement.observe(self._clock() - now)
+        return result
+
+    def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
+        """Compute the placement of a request on all nodes, and record it for later explanation."""
+        return self.record(request, self.judge(request, self.view, request.demand))
+
+    def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
+        """Record a decision for later explanation."""
+        job, nodes = request.job, len(self.view.nodes)
+        self._history.record_decision(self._clock(), job.request_id, job.key, request.demand, result, nodes)
+        return result
+
+    def judge_at(self, request: ActiveRequest, node: NodeView) -> Candidate:
+        """Compute the arithmetic of a request on one node, with its earlier attempts."""
+        trials = self._one_model(request.trials(), request.demand.model)
+        return consider(node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.warm)
+
+    def judge_anew_at(self, request: ActiveRequest, node: NodeView) -> Candidate:
+        """Compute the arithmetic of a request on one node like that of a new request."""
+        return consider(node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.warm)
+
+    def _one_model(self, trials: AttemptHistory, name: str, seen: ClusterView | None = None) -> AttemptHistory:
+        """Restrict a request to one fingerprint of a name with several. `seen` is the view of all nodes, if known.
+
+        It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
+        """
+        if trials.fingerprint:
+            return trials
+        view = seen or self.seen(self.view, self._clock())
+        if trials.lost:
+            view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
+        identity = view.identity(name)
+        return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
+
+    # questions without a request
+
+    def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
+        """Compute the placement of a demand now, without a reservation and without sending."""
+        now = self._clock()
+        return place(
+            self.seen(self.view, now),
+            demand,
+            self._ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            trials=self._one_model(FIRST, demand.model),
+        )
+
+    def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
+        """Return the node that should load a model, or the refusal if there is none.
+
+        `tried` are the nodes that have refused the load, with their refusals.
+        """
+        now = self._clock()
+        return choose(
+            self.seen(self.view, now),
+            model,
+            self._ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            tried=tried,
+            fingerprint=self._one_model(FIRST, model).fingerprint,
+        )
+
+    def unavailable_reason(self, node: NodeView) -> Refused | None:
+        """Return the refusal of a node that takes no request now; None if the node takes requests."""
+        why, code = unavailable_reason(node, self._clock())
+        return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
+
+    def outage_reason(self) -> str:
+        """Return why no model of the cluster could be placed now; empty if one could."""
+        refused = "no node has reported a model"
+        for name in self.view.models():
+            result = self.preview(ResourceDemand(name, prompt_bytes=64))
+            if isinstance(result, Placement):
+                return ""
+            refused = result.refused.message
+        return refused

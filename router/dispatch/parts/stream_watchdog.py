@@ -1,0 +1,91 @@
+"""Watchdog of answers: keep-alives for silent streams, and the end of readers that fall behind.
+
+Only the stream of that reader is ended and cancelled.
+"""
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import MAX_ANSWER_CHARS, StreamedAnswer
+from router.dispatch.counters import Counters
+from router.dispatch.request import SLOW, RequestFailure
+from router.dispatch.request_events import Event, Stopped
+from wire.refusals import FailureCode
+
+
+@dataclass(slots=True)
+class _Progress:
+    takes: int
+    still_seconds: float
+
+    def restart(self, takes: int) -> None:
+        self.takes = takes
+        self.still_seconds = 0.0
+
+    def wait(self, seconds: float) -> float:
+        self.still_seconds += seconds
+        return self.still_seconds
+
+
+class StreamWatchdog:
+    """Watchdog of all answers. `apply` applies an event to a request; `interval` is the time between checks in seconds.
+
+    A reader without progress for `slow_seconds` is ended, and one without news for `keepalive_seconds` gets a
+    keep-alive.
+    """
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        counters: Counters,
+        *,
+        interval: float,
+        slow_seconds: float,
+        keepalive_seconds: float,
+    ) -> None:
+        self._apply = apply
+        self._counters = counters
+        self._interval = interval
+        self._slow_seconds = slow_seconds
+        self._keepalive_seconds = keepalive_seconds
+        self._progress: dict[int, _Progress] = {}
+
+    def keep(self, open_requests: Container[int]) -> None:
+        """Remove the progress of all requests that are not open."""
+        for number in [number for number in self._progress if number not in open_requests]:
+            del self._progress[number]
+
+    def check(self, request: ActiveRequest) -> None:
+        """Check the reader of a request, once in each interval."""
+        request.tokens.discard_excess()
+        answer = request.answer
+        if not isinstance(answer, StreamedAnswer):
+            return
+        progress = self._progress.setdefault(request.number, _Progress(0, 0.0))
+        if answer.takes != progress.takes:
+            progress.restart(answer.takes)
+            return
+        if request.node is None and request.outcome is None and not answer.opened and not request.swap:
+            progress.restart(answer.takes)  # queued, and a clean 503 is still possible
+            return
+        still = progress.wait(self._interval)
+        if answer.blocked and answer.opened:
+            if still >= self._slow_seconds:
+                self._end_slow(request)
+        elif still >= self._keepalive_seconds:
+            answer.nudge()
+
+    def end_oversized(self, request: ActiveRequest) -> None:
+        """End an answer whose stored part is too large: a stream that is not read, or a collected answer."""
+        if isinstance(request.answer, StreamedAnswer):
+            self._end_slow(request)
+        elif request.answer.buffered > MAX_ANSWER_CHARS:
+            text = f"the answer is longer than {MAX_ANSWER_CHARS} characters: use stream or lower max_tokens"
+            self._apply(request, Stopped(RequestFailure(FailureCode.ANSWER_TOO_LONG, text)))
+
+    def _end_slow(self, request: ActiveRequest) -> None:
+        """End a stream whose reader does not read."""
+        self._counters.count_slow_client()
+        request.answer.discard()
+        self._apply(request, Stopped(SLOW))

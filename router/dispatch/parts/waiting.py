@@ -1,0 +1,181 @@
+"""Waiting requests: the queue before placement, holds of memory for its heads, deadlines, and retries."""
+
+from collections.abc import Callable, Iterable
+
+from msgspec.structs import replace
+
+from router.admission.queue import AdmissionQueue
+from router.admission.rate_limits import RateLimits, probable_tokens
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.counters import Counters
+from router.dispatch.model_swaps import fits_beside
+from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.crowding import CrowdRules
+from router.dispatch.parts.endings import Endings
+from router.dispatch.parts.placer import Placer
+from router.dispatch.parts.wakeups import NodeChanges
+from router.dispatch.request_events import DeadlinePassed, Dequeue, Enqueue, Event, RequestDenied, Withdraw
+from router.placement.candidate import NoPlacement, Placement
+from router.placement.cluster_view import ClusterView
+from router.placement.reservations import ReservationLedger
+from wire.identity import NodeId
+from wire.node_state import NodeState
+from wire.refusals import RefusalCode, Refused
+
+
+class WaitingRequests:
+    """Requests without a node. `apply` applies an event to a request; `timeout_seconds` is the wait of a request."""
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        timeout_seconds: float,
+        *,
+        queue: AdmissionQueue[ActiveRequest],
+        placer: Placer,
+        assignment: Assignment,
+        endings: Endings,
+        crowds: CrowdRules,
+        ledger: ReservationLedger,
+        quotas: RateLimits,
+        counters: Counters,
+        changes: NodeChanges,
+    ) -> None:
+        self._apply = apply
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._queue = queue
+        self._placer = placer
+        self._assignment = assignment
+        self._endings = endings
+        self._crowds = crowds
+        self._ledger = ledger
+        self._quotas = quotas
+        self._counters = counters
+        self._changes = changes
+
+    # actions
+
+    def enqueue(self, request: ActiveRequest, action: Enqueue) -> None:
+        """Put a request into the queue, or end it with the refusal of the queue."""
+        now, result = self._clock(), action.result
+        entry = self._queue.offer(
+            request,
+            request.job.key,
+            probable_tokens(request.demand),
+            now,
+            now + self._timeout_seconds if request.deadline is None else request.deadline,
+            len(self._placer.view.nodes),
+            weight=request.owner.weight,
+            share=self._quotas.limits(request.job.key).waiting,
+            begun=request.life.lost_by is not None,
+        )
+        if isinstance(entry, Refused):
+            numbers = result.refused.numbers if isinstance(result, NoPlacement) else None
+            self._apply(request, RequestDenied(Refused(entry.code, entry.message, numbers, entry.retry_after)))
+            return
+        request.enter_queue(entry)
+        request.add_step(now, "queued")
+        self._counters.count_queue_entry()
+        if request.life.lost_by is not None and isinstance(result, NoPlacement):
+            self._hold(request, result)
+
+    def dequeue(self, request: ActiveRequest, _: Dequeue) -> None:
+        """Record the queue time of a request that left the queue, and release its hold."""
+        if request.entry is not None:
+            self._counters.count_queue_exit(self._clock() - request.entry.arrived)
+            self._ledger.drop_hold(request.number)
+            request.leave_queue()
+
+    def withdraw(self, request: ActiveRequest, _: Withdraw) -> None:
+        """Take a request out of the queue that ended there. Its swap may be in the way of other requests."""
+        if request.entry is not None:
+            self._queue.remove(request.entry)
+            self.dequeue(request, Dequeue())
+            for node in self._ledger.turns:
+                self._changes.mark(node)
+
+    # retries
+
+    def retry(self, nodes: Iterable[NodeId]) -> None:
+        """Try the queued requests on these nodes, which have changed."""
+        chosen = frozenset(nodes)
+        changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))
+        self._queue.place_waiting(self._clock(), lambda request, keep: self._try(request, keep, changed))
+
+    def _try(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
+        """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
+        result = self._placer.judge(request, changed, request.demand)
+        if isinstance(result, Placement):
+            return self._start(request)
+        if self._settle_by_all(request, result):
+            return True
+        if keep or request.life.lost_by is not None:
+            self._hold(request, result)
+        return False
+
+    def _start(self, request: ActiveRequest) -> bool:
+        """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
+        sent."""
+        result = self._placer.judge(request, self._placer.view, request.demand)
+        if not isinstance(result, Placement) or self._crowds.must_wait(request, result.chosen):
+            return False
+        if not self._assignment.start(request, result.chosen, result.chosen.need):
+            return False
+        self._placer.record(request, result)
+        return True
+
+    def _settle_by_all(self, request: ActiveRequest, part: NoPlacement) -> bool:
+        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
+
+        It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
+        """
+        if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
+            return False
+        result = self._placer.decide(request)
+        if isinstance(result, Placement):
+            return False
+        if result.refused.code is RefusalCode.LOAD_FAILED:
+            self._endings.deny(request, result.refused)
+            return True
+        return self._assignment.start_at_decider(request, result)
+
+    def _hold(self, request: ActiveRequest, result: NoPlacement) -> None:
+        """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
+
+        Where a model is in the way, nothing can be held before the slice of that model has ended.
+        """
+        nodes = {node.id: node for node in self._placer.view.nodes}
+        held = nodes.get(self._ledger.node_of_hold(request.number) or NodeId(""))
+        if held is not None and held.state == NodeState.READY:
+            return
+        short = [
+            one
+            for one in result.candidates
+            if one.code is RefusalCode.NO_ROOM
+            and fits_beside(nodes[one.node], one)
+            and self._ledger.holder(one.node) is None
+            and one.node not in self._ledger.turns
+        ]
+        if short:
+            best = max(short, key=lambda one: (one.headroom or 0) - one.need)
+            self._ledger.hold(request.number, best.node, best.need)
+
+    # deadlines
+
+    def expire(self, now: float) -> None:
+        """Send or end the requests whose deadline has passed at `now` (monotonic seconds)."""
+        for request in self._queue.expire(now):
+            self._apply(request, DeadlinePassed())
+            result = self._placer.decide(request)
+            waited = f" (waited {now - request.arrived:.0f} s in the queue)"
+            if not isinstance(result, Placement):
+                refused = result.refused
+                self._endings.deny(request, replace(refused, message=refused.message + waited))
+                continue
+            chosen = result.chosen
+            ends = self._crowds.must_end(request, chosen)
+            if ends or not self._assignment.start(request, chosen, chosen.need):
+                text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
+                self._endings.deny(request, Refused(RefusalCode.DEADLINE, text, None, 1.0))

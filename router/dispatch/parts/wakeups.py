@@ -1,0 +1,76 @@
+"""Wake-ups: retries of queued requests after changes of nodes, and waits for drained nodes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from router.admission.queue import AdmissionQueue
+from router.placement.reservations import ReservationLedger
+from wire.identity import NodeId
+
+
+class NodeChanges:
+    """Nodes that changed since the last retry of the queued requests.
+
+    The first change schedules a call of `wake`, before any new frame is handled; several changes make one call.
+    """
+
+    def __init__(self, queue: AdmissionQueue[Any], ledger: ReservationLedger, wake: Callable[[], None]) -> None:
+        self._queue = queue
+        self._ledger = ledger
+        self._wake = wake
+        self._changed: set[NodeId] = set()
+        self._due = False
+
+    def mark(self, node: NodeId) -> None:
+        """Record a change of a node, unless no request waits for one."""
+        if not len(self._queue) and not self._ledger.turns:
+            return
+        self._changed.add(node)
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
+    def begin(self) -> None:
+        """Begin a retry: a further change schedules another call."""
+        self._due = False
+
+    def take(self) -> set[NodeId]:
+        """Return the changed nodes, and start from none."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    def forget(self, node: NodeId) -> None:
+        """Remove a node that is no longer a member."""
+        self._changed.discard(node)
+
+
+class DrainWaits:
+    """Waits until nodes have no request of this router."""
+
+    def __init__(self, ledger: ReservationLedger) -> None:
+        self._ledger = ledger
+        self._waits: dict[NodeId, list[asyncio.Event]] = {}
+
+    def nodes(self) -> list[NodeId]:
+        """Return the nodes for which a caller waits."""
+        return list(self._waits)
+
+    def add(self, node: NodeId) -> asyncio.Event:
+        """Return an event that is set once the node has no request. `remove` it after the wait."""
+        empty = asyncio.Event()
+        self._waits.setdefault(node, []).append(empty)
+        return empty
+
+    def remove(self, node: NodeId, empty: asyncio.Event) -> None:
+        """End a wait."""
+        waits = self._waits[node]
+        waits.remove(empty)
+        if not waits:
+            del self._waits[node]
+
+    def notify(self, node: NodeId) -> None:
+        """Set the events of a node if it has no request."""
+        if node in self._waits and not self._ledger.in_flight(node):
+            for empty in self._waits[node]:
+                empty.set()

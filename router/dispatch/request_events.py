@@ -1,0 +1,180 @@
+"""Events and actions of the state machine of a request (`request_state`)."""
+
+import msgspec
+
+from router.dispatch.request import Outcome, RequestFailure
+from router.placement.candidate import Candidate, NoPlacement, Placement
+from router.placement.recovery import LossKind
+from wire.frames import Admitted
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Base of the events of a request."""
+
+
+class OfAttempt(Event, frozen=True, gc=False):
+    """Base of the events of one attempt. The event of an earlier attempt is ignored."""
+
+    attempt: int
+
+
+class Placed(Event, frozen=True, gc=False):
+    """Event: placement has chosen a node. `attempt` and `seq` are new numbers, `need` is in bytes."""
+
+    attempt: int
+    seq: int
+    chosen: Candidate
+    need: int
+
+
+class Moved(Placed, frozen=True, gc=False):
+    """Event: placement has chosen a better node for a request that another node has."""
+
+    is_loss: bool = True
+    """Whether the move counts as a loss, because the old node drains or is silent."""
+
+
+class Delivered(OfAttempt, frozen=True, gc=False):
+    """Event: the link of the node has accepted the frame of an attempt that left the queue or another node."""
+
+
+class Undelivered(OfAttempt, frozen=True, gc=False):
+    """Event: there is no link to the node of the attempt."""
+
+
+class NoRoom(Event, frozen=True, gc=False):
+    """Event: no node can take the request now. `result` is the decision."""
+
+    result: Placement | NoPlacement
+
+
+class DeadlinePassed(Event, frozen=True, gc=False):
+    """Event: the request has waited in the queue until its deadline, and has left the queue."""
+
+
+class RequestDenied(Event, frozen=True, gc=False):
+    """Event: no node takes the request, or it is over its quota or its share of the queue."""
+
+    outcome: Refused | RequestFailure
+
+
+class NodeAdmitted(OfAttempt, frozen=True, gc=False):
+    """Event: the node has counted the prompt and committed memory."""
+
+    frame: Admitted
+
+
+class NodeRefused(OfAttempt, frozen=True, gc=False):
+    """Event: the node refused the request before its first token."""
+
+    headroom: int | None = None
+    """Headroom in bytes that the node reported with the refusal; None without a correction of its view."""
+
+
+class FirstTokens(OfAttempt, frozen=True, gc=False):
+    """Event: the first tokens of the attempt arrived."""
+
+
+class AttemptLost(OfAttempt, frozen=True, gc=False):
+    """Event: the node was lost, its engine died, or it had no memory left for the request."""
+
+    kind: LossKind
+    cause: RequestFailure
+    stranded: RequestFailure | None = None
+    """Failure if no other node can continue or restart the request; None if one can."""
+
+
+class AttemptEnded(OfAttempt, frozen=True, gc=False):
+    """Event: the node finished the request, or broke it for good."""
+
+    outcome: Outcome
+
+
+class Stopped(Event, frozen=True, gc=False):
+    """Event: the client left, the reader stalled, the answer is too long, or the coordinator stops."""
+
+    outcome: RequestFailure
+
+
+class Action(msgspec.Struct, frozen=True, gc=False):
+    """Base of the actions of a request."""
+
+
+class Reserve(Action, frozen=True, gc=False):
+    """Action: reserve memory, prefill and rows on the node of an attempt."""
+
+    placed: Placed
+    first: bool
+    """Whether this is the first attempt."""
+
+
+class Send(Action, frozen=True, gc=False):
+    """Action: send the request to the node of the attempt. Without a link the event `Undelivered` follows."""
+
+    placed: Placed
+    first: bool
+
+
+class Release(Action, frozen=True, gc=False):
+    """Action: release the reservation of an attempt."""
+
+    node: NodeId
+    attempt: int
+
+
+class CancelAttempt(Action, frozen=True, gc=False):
+    """Action: send the node a cancel of an attempt."""
+
+    node: NodeId
+    attempt: int
+
+
+class CorrectHeadroom(Action, frozen=True, gc=False):
+    """Action: limit the headroom of a node that refused, in bytes, until its next report."""
+
+    node: NodeId
+    headroom: int
+
+
+class Enqueue(Action, frozen=True, gc=False):
+    """Action: put the request into the queue. A refusal of the queue is followed by the event `RequestDenied`."""
+
+    result: Placement | NoPlacement
+
+
+class Dequeue(Action, frozen=True, gc=False):
+    """Action: record that the request left the queue for a node or at its deadline, and release its hold."""
+
+
+class Withdraw(Action, frozen=True, gc=False):
+    """Action: take the request out of the queue, because it ended there."""
+
+
+class RecordPrompt(Action, frozen=True, gc=False):
+    """Action: record the exact prompt tokens and the cached tokens of an admitted attempt."""
+
+    node: NodeId
+    frame: Admitted
+
+
+class PrefillDone(Action, frozen=True, gc=False):
+    """Action: record that the node has prefilled the prompt of an attempt."""
+
+    node: NodeId
+    attempt: int
+    first: bool
+    """Whether these are the first tokens of the request, of any attempt."""
+
+
+class SettleQuota(Action, frozen=True, gc=False):
+    """Action: charge the tokens used, and count the request."""
+
+    outcome: Outcome
+
+
+class Respond(Action, frozen=True, gc=False):
+    """Action: pass the outcome to the reader."""
+
+    outcome: Outcome

@@ -1,0 +1,326 @@
+"""State machine of a request, as data: events in, actions out. The dispatcher performs the actions.
+
+Covers: states and legal transitions, attempts and their order, losses and crashes, releases at an end.
+Does not cover: the choice of a node (`router.placement`), the order of the queue (`router.admission.queue`), the text
+of an answer (`answer`). Tokens after the first ones change no state.
+
+                       no room          ┌─────────┐ deadline
+          NEW ◄───────────────────────► │ QUEUED  │
+       placed │ ▲ refused, node lost    └────┬────┘
+              ▼ │                            │ placed
+           ┌──────┐ admitted ┌──────────┐    │
+           │ SENT │ ───────► │ ADMITTED │    │
+           └──────┘ ◄────────┼──────────┼────┘
+              │ ▲            │ first    │
+              │ │ moved      ▼ tokens   │
+              │ └─────────┌───────────┐ │
+              └─────────► │ STREAMING │ │       any state ── finished, denied, failed, cancelled ──► ENDED
+                first     └───────────┘ │
+                tokens
+
+Invariants
+- A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING) and an
+  outcome (ENDED). It is NEW only within one call of the dispatcher.
+- An attempt has a reservation from `Reserve` to `Release`. While a move is in delivery (`origin`), the earlier attempt
+  keeps its own.
+- Numbers of attempts only grow. An event of an earlier attempt is ignored.
+- ENDED is final: the outcome never changes, and the quota is settled once.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from router.dispatch.request import Outcome, RequestFailure
+from router.dispatch.request_events import (
+    Action,
+    AttemptEnded,
+    AttemptLost,
+    CancelAttempt,
+    CorrectHeadroom,
+    DeadlinePassed,
+    Delivered,
+    Dequeue,
+    Enqueue,
+    Event,
+    FirstTokens,
+    Moved,
+    NodeAdmitted,
+    NodeRefused,
+    NoRoom,
+    OfAttempt,
+    Placed,
+    PrefillDone,
+    RecordPrompt,
+    Release,
+    RequestDenied,
+    Reserve,
+    Respond,
+    Send,
+    SettleQuota,
+    Stopped,
+    Undelivered,
+    Withdraw,
+)
+from router.placement.recovery import LossKind, may_recover
+from wire.identity import NodeId
+
+
+class RequestState(StrEnum):
+    """State of a request."""
+
+    NEW = "new"
+    QUEUED = "queued"
+    SENT = "sent"
+    ADMITTED = "admitted"
+    STREAMING = "streaming"
+    ENDED = "ended"
+
+
+ON_NODE = frozenset({RequestState.SENT, RequestState.ADMITTED, RequestState.STREAMING})
+"""States in which the request has an attempt on a node."""
+
+
+class IllegalEvent(Exception):
+    """Raised for an event that is illegal in the state of the request: a bug of the router, or of a node."""
+
+
+class BrokenInvariant(AssertionError):
+    """Raised for a violated invariant, which is a bug in this program."""
+
+
+class RequestLife(msgspec.Struct, frozen=True, gc=False):
+    """State of one request with its attempts. All times are monotonic seconds, as `now` of `step`."""
+
+    since: float
+    """Start of the current state."""
+    state: RequestState = RequestState.NEW
+    attempt: int = 0
+    """Number of the current attempt; 0 if there is none."""
+    node: NodeId | None = None
+    """Node of the current attempt; None if there is none."""
+    node_name: str = ""
+    """Name of the node of the newest attempt; empty before the first."""
+    newest: int = 0
+    """Highest attempt number so far."""
+    attempts: int = 0
+    """Number of attempts, undelivered ones included."""
+    in_a_row: int = 0
+    """Number of attempts since the arrival, the last wait in the queue, or the last loss."""
+    losses: int = 0
+    """Number of nodes that the request has lost or left."""
+    crashes: int = 0
+    """Number of engine crashes that the request has met."""
+    lost_by: RequestFailure | None = None
+    """Why the last attempt was lost; None without a loss. A request with a loss waits before all new requests."""
+    first_at: float | None = None
+    """Time of the first token of any attempt; None before."""
+    origin: "RequestLife | None" = None
+    """State before an attempt that may still prove undeliverable; None otherwise."""
+    outcome: Outcome | None = None
+    """Outcome; None before the end."""
+
+    def check(self) -> None:
+        """Raise `BrokenInvariant` if two values contradict each other."""
+        state = self.state
+        wrong = [
+            "attempt and state differ" * ((self.attempt != 0) != (state in ON_NODE)),
+            "attempt without a node" * ((self.attempt != 0) != (self.node is not None)),
+            "outcome and state differ" * ((self.outcome is not None) != (state is RequestState.ENDED)),
+            "attempt is newer than the newest" * (self.attempt > self.newest),
+            "fewer attempts than in a row" * (self.attempts < self.in_a_row),
+            "a number without an attempt" * ((self.newest != 0) != (self.attempts != 0)),
+            "in delivery but not sent" * (self.origin is not None and state is not RequestState.SENT),
+            "a loss without a cause" * (self.crashes > 0 and self.lost_by is None),
+            "streams without a first token" * (state is RequestState.STREAMING and self.first_at is None),
+        ]
+        if any(wrong):
+            raise BrokenInvariant(f"{', '.join(filter(None, wrong))}: {self}")
+
+
+Step = tuple[RequestLife, tuple[Action, ...]]
+_NEW, _QUEUED, _SENT, _ADMITTED, _STREAMING, _ENDED = RequestState
+
+
+def _each(states: frozenset[RequestState], *after: RequestState) -> dict[RequestState, frozenset[RequestState]]:
+    return {state: frozenset(after) for state in states}
+
+
+TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
+    Placed: {_NEW: frozenset({_SENT}), _QUEUED: frozenset({_SENT})},
+    Moved: _each(ON_NODE, _SENT),
+    Delivered: {_SENT: frozenset({_SENT})},
+    Undelivered: {_SENT: frozenset({_NEW, _QUEUED, *ON_NODE})},
+    NoRoom: {_NEW: frozenset({_QUEUED})},
+    DeadlinePassed: {_QUEUED: frozenset({_NEW})},
+    RequestDenied: {_NEW: frozenset({_ENDED}), _QUEUED: frozenset({_ENDED})},
+    NodeAdmitted: {_SENT: frozenset({_ADMITTED})},
+    NodeRefused: {_SENT: frozenset({_NEW}), _ADMITTED: frozenset({_NEW})},
+    FirstTokens: {_SENT: frozenset({_STREAMING}), _ADMITTED: frozenset({_STREAMING})},
+    AttemptLost: _each(ON_NODE, _NEW, _ENDED),
+    AttemptEnded: _each(ON_NODE, _ENDED),
+    Stopped: _each(frozenset(RequestState), _ENDED),
+}
+"""For each event: the states in which it is legal, and the states that may follow."""
+
+
+def step(life: RequestLife, event: Event, now: float) -> Step:
+    """Apply one event to a request at `now` (monotonic seconds). Return its new life and the actions in order.
+
+    Ignore the event of an earlier attempt. Raise `IllegalEvent` if `TABLE` does not allow the event in the state of the
+    request. Raise the same for an attempt that was never made, and for a new attempt without a higher number.
+    """
+    kind = type(event)
+    if isinstance(event, OfAttempt) and event.attempt != life.attempt:
+        if event.attempt > life.newest:
+            raise IllegalEvent(f"{kind.__name__} of attempt {event.attempt}, but the newest is {life.newest}")
+        return life, ()
+    allowed = TABLE[kind].get(life.state)
+    if allowed is None:
+        raise IllegalEvent(f"the request is {life.state}: {kind.__name__} cannot happen")
+    early: tuple[Action, ...] = ()
+    if life.origin is not None and kind is not Undelivered and kind is not Delivered:
+        life, early = _delivered(life, event, now)  # any other event comes after the frame left
+    after, actions = _HANDLERS[kind](life, event, now)
+    if after.state not in allowed:
+        raise BrokenInvariant(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
+    return after, early + actions if early else actions
+
+
+def _placed(life: RequestLife, event: Placed, now: float) -> Step:
+    return _sent(life, event, now, life.in_a_row + 1, life.losses)
+
+
+def _moved(life: RequestLife, event: Moved, now: float) -> Step:
+    return _sent(life, event, now, 1, life.losses + event.is_loss)
+
+
+def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: int) -> Step:
+    if event.attempt <= life.newest:
+        raise IllegalEvent(f"attempt {event.attempt} is not newer than {life.newest}")
+    after = replace(
+        life,
+        state=_SENT,
+        since=now,
+        attempt=event.attempt,
+        node=event.chosen.node,
+        node_name=event.chosen.name,
+        newest=event.attempt,
+        attempts=life.attempts + 1,
+        in_a_row=in_a_row,
+        losses=losses,
+        origin=None if life.state is _NEW else life,
+    )
+    first = not life.attempts
+    return after, (Reserve(event, first), Send(event, first))
+
+
+def _delivered(life: RequestLife, _: Event, __: float) -> Step:
+    origin = life.origin
+    after = replace(life, origin=None)
+    if origin is None:
+        return after, ()
+    if origin.node is None:
+        return after, (Dequeue(),)
+    return after, (Release(origin.node, origin.attempt), CancelAttempt(origin.node, origin.attempt))
+
+
+def _undelivered(life: RequestLife, _: Undelivered, now: float) -> Step:
+    origin = life.origin
+    if origin is None:
+        return _off_node(life, now), _release(life)
+    after = replace(origin, newest=life.newest, attempts=life.attempts, in_a_row=life.in_a_row)
+    return after, _release(life)
+
+
+def _off_node(life: RequestLife, now: float) -> RequestLife:
+    return replace(life, state=_NEW, since=now, attempt=0, node=None, origin=None)
+
+
+def _release(life: RequestLife) -> tuple[Action, ...]:
+    return () if life.node is None else (Release(life.node, life.attempt),)
+
+
+def _no_room(life: RequestLife, event: NoRoom, now: float) -> Step:
+    return replace(life, state=_QUEUED, since=now, in_a_row=0), (Enqueue(event.result),)
+
+
+def _deadline_passed(life: RequestLife, _: DeadlinePassed, now: float) -> Step:
+    return replace(life, state=_NEW, since=now), (Dequeue(),)
+
+
+def _denied(life: RequestLife, event: RequestDenied, now: float) -> Step:
+    return _ended(life, event.outcome, now, ())
+
+
+def _admitted(life: RequestLife, event: NodeAdmitted, now: float) -> Step:
+    node = life.node
+    return replace(life, state=_ADMITTED, since=now), () if node is None else (RecordPrompt(node, event.frame),)
+
+
+def _refused(life: RequestLife, event: NodeRefused, now: float) -> Step:
+    actions = _release(life)
+    if event.headroom is not None and life.node is not None:
+        actions += (CorrectHeadroom(life.node, event.headroom),)
+    return _off_node(life, now), actions
+
+
+def _first_tokens(life: RequestLife, event: FirstTokens, now: float) -> Step:
+    node, first = life.node, life.first_at is None
+    after = replace(life, state=_STREAMING, since=now, first_at=now if first else life.first_at)
+    return after, () if node is None else (PrefillDone(node, event.attempt, first),)
+
+
+def _lost(life: RequestLife, event: AttemptLost, now: float) -> Step:
+    is_loss = event.kind in (LossKind.NODE, LossKind.MEMORY)
+    counted = replace(
+        life,
+        losses=life.losses + is_loss,
+        crashes=life.crashes + (not is_loss),
+        lost_by=event.cause,
+        in_a_row=0,
+    )
+    if not may_recover(event.kind, counted.losses, counted.crashes):
+        return _ended(counted, event.cause, now, _release(life))
+    if event.stranded is not None:
+        return _ended(counted, event.stranded, now, _release(life))
+    return _off_node(counted, now), _release(life)
+
+
+def _attempt_ended(life: RequestLife, event: AttemptEnded, now: float) -> Step:
+    return _ended(life, event.outcome, now, _release(life))
+
+
+def _stopped(life: RequestLife, event: Stopped, now: float) -> Step:
+    if life.state is _ENDED:
+        return life, ()
+    if life.node is None:
+        return _ended(life, event.outcome, now, ())
+    return _ended(life, event.outcome, now, (CancelAttempt(life.node, life.attempt), *_release(life)))
+
+
+def _ended(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Action, ...]) -> Step:
+    if life.state is _QUEUED:
+        actions = (Withdraw(),)
+    after = replace(life, state=_ENDED, since=now, attempt=0, node=None, origin=None, outcome=outcome)
+    return after, (*actions, SettleQuota(outcome), Respond(outcome))
+
+
+_HANDLERS: Mapping[type[Event], Callable[[RequestLife, Any, float], Step]] = {
+    Placed: _placed,
+    Moved: _moved,
+    Delivered: _delivered,
+    Undelivered: _undelivered,
+    NoRoom: _no_room,
+    DeadlinePassed: _deadline_passed,
+    RequestDenied: _denied,
+    NodeAdmitted: _admitted,
+    NodeRefused: _refused,
+    FirstTokens: _first_tokens,
+    AttemptLost: _lost,
+    AttemptEnded: _attempt_ended,
+    Stopped: _stopped,
+}

@@ -1,0 +1,203 @@
+"""Values of a placement: demand of a request, arithmetic of one node, and result over all nodes."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+import msgspec
+
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, most_bytes, occupied
+from wire.identity import NodeId
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
+from wire.report import Memory, Model
+
+TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
+"""Optional features of a model that a request may need; used in `ResourceDemand.features` and `Model.features`."""
+
+
+class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
+    """Resources and features that a request needs on a node."""
+
+    model: str
+    prompt_bytes: int = 0
+    prompt_tokens: int | None = None
+    """Exact prompt tokens; None until a node has counted them."""
+    max_tokens: int | None = None
+    choices: int = 1
+    features: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
+    """Node labels that the API key requires."""
+    written: int = 0
+    """Generated tokens of the longest choice that are already known, because the answer began on another node."""
+
+    def tokens_on(self, model: Model) -> int:
+        """Return the prompt tokens on a model: the exact number, or an estimate that is at most the context."""
+        if self.prompt_tokens is not None:
+            return self.prompt_tokens
+        estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
+        return min(estimate, model.context) if model.context else estimate
+
+    def output_on(self, model: Model, tokens: int) -> int:
+        """Return the output tokens to reserve for each choice.
+
+        That is the model's usual output, or `max_tokens` if that is less, and at most the context left after `tokens`
+        of prompt.
+        """
+        usual = model.expected_output
+        if self.written:
+            usual = max(usual, self.written + KV_GROWTH_TOKENS)
+        if self.max_tokens is not None and self.max_tokens < usual:
+            usual = self.max_tokens
+        context_left = model.context - tokens
+        return usual if usual <= context_left or not model.context else max(1, context_left)
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """Placement arithmetic of one node for one request, as `consider` computes it."""
+
+    node: NodeId
+    name: str
+    state: str
+    why: str = ""
+    """Reason why the node is infeasible; empty when it is feasible."""
+    code: RefusalCode | None = None
+    """Refusal code of `why`; None if the node is feasible."""
+    need: int = 0
+    """Bytes that the request needs on the node."""
+    headroom: int | None = None
+    """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read."""
+    withheld: int = 0
+    """Bytes reserved on the node since its reading."""
+    memory: Memory = Memory()
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Output tokens to reserve for each choice."""
+    expected_ttft: float = 0.0
+    """Expected seconds to the first token."""
+    in_flight: int = 0
+    """Number of this router's requests on the node."""
+    model: Model | None = None
+    weights: int = 0
+    """Part of `need` that a load takes, in bytes."""
+    warm: float = 0.0
+    """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
+    ahead: int = 0
+    """Queued tokens in front of this request."""
+    reading: int = 0
+    """Tokens that the node must prefill for this request: those that are probably not cached."""
+    expected_answer: float = 0.0
+    """Expected seconds from the first token to the last."""
+    delay: float = 0.0
+    """Seconds by which this request delays the other requests of the node."""
+
+    @property
+    def feasible(self) -> bool:
+        """Whether the node can take the request now."""
+        return not self.why
+
+    @property
+    def idle(self) -> bool:
+        """Whether the node has the model loaded and no work."""
+        return self.model is not None and self.model.loaded and not self.in_flight and not self.ahead
+
+    @property
+    def most(self) -> int:
+        """Bytes that the node could give a request that runs alone on it."""
+        return most_bytes(self.memory)
+
+    def numbers(self) -> MemoryNumbers:
+        """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer."""
+        memory = self.memory
+        now = occupied(memory)
+        reserved = memory.reserved + self.withheld
+        predicted = None if now is None else now + reserved + self.need + memory.margin
+        return MemoryNumbers(
+            predicted,
+            memory.ceiling,
+            now,
+            reserved,
+            self.need,
+            memory.margin,
+            memory.cap,
+            self.headroom,
+            memory.bound_by,
+        )
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """Chosen node for a request, with the arithmetic of every examined node."""
+
+    chosen: Candidate
+    candidates: tuple[Candidate, ...]
+
+
+class NoPlacement(msgspec.Struct, frozen=True, gc=False):
+    """Result without a node: the refusal, with the arithmetic of every examined node."""
+
+    refused: Refused
+    candidates: tuple[Candidate, ...]
+    candidate: Candidate | None = None
+    """Node that gets the request all the same, without a reservation, because only that node can know; None if there is
+    none.
+
+    There are two cases. By the estimate no member could ever hold the request, and this node can count it exactly. Or
+    the model is loaded nowhere, and this node may unload idle models for it.
+    """
+
+
+class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
+    """Earlier attempts of a request, which exclude nodes from the next attempt."""
+
+    refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
+    """Nodes that refused the request, with the arrival time of the report under which they refused."""
+    never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
+    """Nodes that answered that they could never hold the request, with their refusals."""
+    lost: Collection[NodeId] = ()
+    """Nodes that were lost with the request."""
+    waiting: int = -1
+    """Number of the waiting request, whose own hold does not count against it; -1 for none."""
+    fingerprint: str = ""
+    """Fingerprint of the only model that may take the request; empty allows any.
+
+    It is the model that began the answer, or the served model of a name with several.
+    """
+
+
+FIRST = AttemptHistory()
+
+
+class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
+    """Maximum headroom in bytes of a node that refused a request although its view had room.
+
+    `reported_at` is the arrival of the report to which the correction applies; the next report ends it.
+    """
+
+    reported_at: float
+    headroom: int
+
+
+def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
+    """Return the arithmetic of each candidate as a plain row, for `cluster place` and `cluster explain`."""
+    return [_row(candidate, candidate.node == chosen) for candidate in candidates]
+
+
+def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
+    numbers = candidate.numbers()
+    return {
+        "node": candidate.node,
+        "name": candidate.name,
+        "state": candidate.state,
+        "chosen": chosen,
+        "feasible": candidate.feasible,
+        "why_not": candidate.why,
+        "code": None if candidate.code is None else candidate.code.value,
+        "need": candidate.need,
+        "unacknowledged": candidate.withheld,
+        **{name: value for name, value in msgspec.structs.asdict(numbers).items() if name != "estimate"},
+        "prompt_tokens": candidate.prompt_tokens,
+        "expected_output": candidate.output_tokens,
+        "expected_ttft_seconds": round(candidate.expected_ttft, 3),
+        "expected_answer_seconds": round(candidate.expected_answer, 3),
+        "delay_seconds": round(candidate.delay, 3),
+        "known_share": round(candidate.warm, 3),
+        "in_flight": candidate.in_flight,
+    }

@@ -1,0 +1,72 @@
+"""Feasibility of a node for a request, regardless of memory."""
+
+from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView
+from wire.node_state import NodeState
+from wire.refusals import RefusalCode
+from wire.report import Model
+
+_FIT: tuple[str, RefusalCode | None] = ("", None)
+
+
+def infeasible_reason(
+    node: NodeView, model: Model, request: ResourceDemand, now: float, trials: AttemptHistory
+) -> tuple[str, RefusalCode | None]:
+    """Return the reason and code why a node is infeasible regardless of memory; an empty reason when it is feasible."""
+    why = unavailable_reason(node, now)
+    if why is not _FIT:
+        return why
+    if model.cause:
+        return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
+    if request.features and not request.features.issubset(model.features):
+        return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
+            RefusalCode.UNSUPPORTED
+        )
+    if exceeds_context(model, request):
+        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
+    return _FIT if trials is FIRST else _tried(node, model, trials)
+
+
+def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
+    """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if it
+    does.
+
+    `now` is in monotonic seconds.
+    """
+    if node.state == NodeState.PAUSED:
+        return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
+    if node.state != NodeState.READY:
+        return f"is {node.state}", RefusalCode.NOT_READY
+    if node.cordoned:
+        return "is cordoned", RefusalCode.NOT_READY
+    if node.draining:
+        return "is draining", RefusalCode.DRAINING
+    if now - node.reported_at > MAX_REPORT_AGE_SECONDS:
+        return f"sent its last report {now - node.reported_at:.1f} s ago", RefusalCode.NOT_READY
+    engine = node.engine
+    if engine.state != "ready":
+        return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), RefusalCode.NOT_READY
+    return _FIT
+
+
+def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
+    if trials.fingerprint and trials.fingerprint != model.fingerprint:
+        return f"its {model.name} is another model: {_short(model.fingerprint)}, not {_short(trials.fingerprint)}", (
+            RefusalCode.NOT_READY
+        )
+    if node.id in trials.lost:
+        return "was lost with this request", RefusalCode.NOT_READY
+    if node.id in trials.never:
+        return f"refused this request permanently: {trials.never[node.id].message}", trials.never[node.id].code
+    if trials.refused.get(node.id) == node.reported_at:
+        return "refused this request and has not reported since", RefusalCode.NO_ROOM
+    return _FIT
+
+
+def _short(fingerprint: str) -> str:
+    return f"fingerprint {fingerprint[:8] or 'unknown'}"
+
+
+def exceeds_context(model: Model, request: ResourceDemand) -> bool:
+    """Return whether a counted prompt is longer than the context of a model."""
+    return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context

@@ -1,0 +1,53 @@
+"""Placement policies: orders of the feasible nodes. No policy can override the filter of `place`."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from router.placement.candidate import Candidate, ResourceDemand
+from router.placement.weights import (
+    ANSWER_WEIGHT,
+    BUSY_STEPS,
+    HEADROOM_SATURATION,
+    PREFIX_HIT_SHARE,
+    TTFT_STEP_SECONDS,
+)
+
+
+class Policy(Protocol):
+    """Order of feasible nodes. The smallest tuple wins; chance decides between equal tuples."""
+
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
+        """Return the rank of a feasible node for a request; smaller is better."""
+        ...
+
+
+class Balanced:
+    """Policy `balanced`: enough headroom first, then the shortest time, which includes the delay of other requests."""
+
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
+        """Rank by headroom up to `HEADROOM_SATURATION` such requests, then by time.
+
+        Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
+        """
+        headroom, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
+        marks = HEADROOM_SATURATION
+        if candidate.warm < PREFIX_HIT_SHARE and headroom < HEADROOM_SATURATION * need and not candidate.idle:
+            marks = headroom // need
+        fraction = headroom / max(1, memory.ceiling - memory.margin)
+        time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
+        speed = candidate.model.decode_speed if candidate.model else 1.0
+        busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
+        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.warm, -fraction)
+
+
+class MostHeadroom:
+    """Policy `most_headroom`: the node with most bytes of headroom wins."""
+
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
+        """Rank by headroom in bytes, then requests in flight."""
+        return (-(candidate.headroom or 0), candidate.in_flight)
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType({"balanced": Balanced(), "most_headroom": MostHeadroom()})

@@ -1,0 +1,219 @@
+"""Refusals of placement: why no node takes a request, with the numbers and the next step.
+
+"Can never fit" needs an exact count of the prompt. It also requires that no member could hold the request, including
+sleeping and absent members.
+"""
+
+import difflib
+import math
+from collections.abc import Mapping
+
+from router.placement.candidate import (
+    GRAMMAR,
+    SAMPLING,
+    AttemptHistory,
+    Candidate,
+    NoPlacement,
+    ResourceDemand,
+)
+from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.feasibility import exceeds_context
+from router.placement.weights import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS
+from wire.capacity.arithmetic import alone_bytes, can_ever_fit
+from wire.identity import NodeId
+from wire.refusals import RefusalCode, Refused
+from wire.units import show_size
+
+_MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
+_MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
+
+
+def refuse(
+    view: ClusterView, request: ResourceDemand, seen: tuple[Candidate, ...], trials: AttemptHistory
+) -> NoPlacement:
+    """Return the refusal of a request for which no node of `seen` is feasible, and the node that alone can decide."""
+    all_known = [node for node in view.nodes if request.model in node.models]
+    if not all_known:
+        return NoPlacement(_no_model(view, request), seen)
+    known = [node for node in all_known if request.labels <= node.labels]
+    if not known:
+        text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
+        return NoPlacement(Refused(RefusalCode.NOT_ALLOWED, f"{text} {request.model}"), seen)
+    causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
+    serving = [node for node in known if node.id not in causes]
+    if not serving:
+        return NoPlacement(_load_failed(known, request, causes), seen)
+    offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
+    missing = _missing(serving, request)
+    if missing:
+        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, f"no node supports {missing} with {request.model}"), seen)
+    if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
+        final = _never(serving, request, offers, trials)
+        if final is not None:
+            return NoPlacement(final, seen)
+    decider = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
+    return NoPlacement(_not_now(request, offers), seen, decider)
+
+
+def _broken(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> str:
+    """Return why a node cannot load the model, by its report or its answer to this request; empty if it can."""
+    failure = trials.never.get(node.id)
+    if failure is not None and failure.code is RefusalCode.LOAD_FAILED:
+        return failure.message.removeprefix(f"{request.model} cannot be loaded: ")
+    return node.models[request.model].cause
+
+
+def _load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
+    details = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
+    more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
+    text = f"no node can load {request.model}: {details}{more}"
+    return Refused(RefusalCode.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
+
+
+def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
+    """Name the features that no member offers with this model, in any state; empty when one member offers all."""
+    offered = [frozenset(node.models[request.model].features) for node in serving]
+    if any(request.features <= features for features in offered):
+        return ""
+    missing = request.features.difference(*offered) or request.features
+    return " and ".join(_MEANT.get(feature, feature) for feature in sorted(missing))
+
+
+def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
+    if any(package.name == request.model for node in view.nodes for package in node.video.packages):
+        return Refused(
+            RefusalCode.INVALID, f"the model {request.model!r} generates videos, not text: use POST /v1/videos"
+        )
+    known = view.models()
+    if not known:
+        return Refused(
+            RefusalCode.NOT_READY,
+            "no node has reported a model yet: `cluster nodes` lists the nodes, `cluster join` adds a machine",
+            None,
+            UNKNOWN_RETRY_SECONDS,
+        )
+    near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
+    return Refused(
+        RefusalCode.NO_MODEL,
+        f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}",
+    )
+
+
+def _never(
+    serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
+) -> Refused | None:
+    """Return the refusal if no member could ever hold the request; None as long as one could."""
+    if any(_ever(node, request, trials) for node in serving):
+        return None
+    longest = max(node.models[request.model].context for node in serving)
+    failures = [trials.never[node.id] for node in serving if node.id in trials.never]
+    failures = [refused for refused in failures if refused.code is not RefusalCode.TOO_LARGE]
+    if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
+        return Refused(
+            RefusalCode.CONTEXT,
+            f"the prompt has {request.prompt_tokens} tokens, the longest context of "
+            f"{request.model} in this cluster is {longest}: shorten the prompt",
+        )
+    if len(failures) == len(serving):
+        return failures[0]
+    best = max(offers, key=lambda one: one.most)
+    return Refused(
+        RefusalCode.TOO_LARGE,
+        f"needs {show_size(_alone(best, request))} on an idle node, the largest node can give "
+        f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
+        f"variant of {request.model}",
+        best.numbers(),
+        None,
+        best.name,
+    )
+
+
+def _ever(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> bool:
+    model = node.models[request.model]
+    if node.id in trials.never or exceeds_context(model, request):
+        return False
+    tokens = request.tokens_on(model)
+    return can_ever_fit(node.memory, model, tokens, request.output_on(model, tokens), request.choices)
+
+
+def _alone(candidate: Candidate, request: ResourceDemand) -> int:
+    model = candidate.model
+    assert model is not None  # noqa: S101  offers are candidates that serve the model
+    return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
+
+
+def _counter(
+    serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
+) -> Candidate | None:
+    """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all are idle."""
+    if any(_ever(node, request, trials) for node in serving):
+        return None
+    able = [
+        candidate
+        for candidate in offers
+        if candidate.code is RefusalCode.NO_ROOM and candidate.node not in trials.refused
+    ]
+    return max(able, key=lambda one: one.most, default=None)
+
+
+def _emptier(serving: list[NodeView], offers: list[Candidate], trials: AttemptHistory) -> Candidate | None:
+    """Choose an idle, large enough node that could hold the model after unloading unused models.
+
+    Return None while some present node has the model loaded or loading, because the request then only has to wait.
+    """
+    if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
+        return None
+    idle = {
+        node.id
+        for node in serving
+        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
+    }
+    able = [
+        one
+        for one in offers
+        if one.code is RefusalCode.NO_ROOM
+        and one.node in idle
+        and not one.in_flight
+        and one.need <= one.most
+        and one.node not in trials.refused
+    ]
+    return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
+
+
+def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+    short = [candidate for candidate in offers if candidate.code in _MEMORY]
+    if not short:
+        return _none_serves(request, offers)
+    best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
+    count = "" if request.prompt_tokens is not None else " by estimate"
+    if best.code is RefusalCode.UNREADABLE:
+        text = f"the memory of {best.name} cannot be read; it starts no requests until then: retry"
+        return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
+    text = (
+        f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
+        f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
+    )
+    return Refused(RefusalCode.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
+
+
+def _none_serves(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+    draining = all(candidate.code is RefusalCode.DRAINING for candidate in offers)
+    reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
+    return Refused(
+        RefusalCode.DRAINING if draining else RefusalCode.NOT_READY,
+        f"no node can serve {request.model} now: {reasons}",
+        None,
+        UNKNOWN_RETRY_SECONDS,
+    )
+
+
+def retry_after(candidate: Candidate) -> float:
+    """Estimate the seconds until a full node has room, because one of its requests ends: 1 s to 60 s.
+
+    Without a request or model to estimate from, return `UNKNOWN_RETRY_SECONDS`.
+    """
+    model = candidate.model
+    if model is None or candidate.in_flight == 0:
+        return UNKNOWN_RETRY_SECONDS
+    answer = model.expected_output / model.decode_speed
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, answer / candidate.in_flight))

@@ -1,0 +1,66 @@
+"""Weights and limits of placement: each with its unit, its meaning and the command that chose it.
+
+The commands are `python -m tests.bench simulation`, which plays the scenarios of `tests/sim/scenarios`, and `cluster
+simulate household` and `lab` with seeds 1 to 3. A value without a command follows from its meaning.
+"""
+
+HEADROOM_SATURATION = 2
+"""Number of such requests for which room gets full marks. In simulations of tight memory 2 beats 4 and 8.
+
+Chosen by `python -m tests.bench simulation`, scenario `tight`.
+"""
+PREFIX_HIT_SHARE = 0.5
+"""Cached share of the prompt, 0 to 1, from which a node gets full marks wherever the request fits.
+
+Most of the memory that such a request needs may already be in the cache, which makes room for it. Chosen by `cluster
+simulate household`.
+"""
+MIN_LOAD_LEFT_SHARE = 0.1
+"""Minimum share of a load, 0 to 1, that is left until the model is loaded.
+
+Kernels and a first profile follow the weights. Measured by `python -m tests.bench engine` as the end of a load.
+"""
+UNKNOWN_LOAD_LEFT_SHARE = 0.5
+"""Share of a load that is left where the node reports no progress: half on average."""
+TTFT_STEP_SECONDS = 0.05
+"""Resolution of the expected time in seconds: a smaller difference is noise of the measured speed."""
+PREFILL_SLOWDOWN_WHILE_DECODING = 1.6
+"""Factor by which prefill slows down while rows decode, because the rows keep their share of the machine.
+
+Measured by `python -m tests.bench itl`.
+"""
+BUSY_STEPS = 4
+"""Steps per doubling of in-flight requests relative to speed: machines of nearly the same speed count as equal.
+
+Chosen by `cluster simulate lab`.
+"""
+ANSWER_WEIGHT = 0.3
+"""Weight of a second of the request's own answer; a second until the first token has weight 1.
+
+Chosen by `cluster simulate household` and `lab`: a larger weight makes the slowest requests wait longer than
+necessary, a smaller weight delays the end of all answers.
+"""
+ROW_WEIGHT = 0.1
+"""Weight of a second for which another row stalls; a second until the first token has weight 1.
+
+Chosen with `ANSWER_WEIGHT`.
+"""
+MIN_RETRY_SECONDS = 1.0
+"""Minimum of an estimated Retry-After, in seconds: clients poll no faster."""
+MAX_RETRY_SECONDS = 60.0
+"""Maximum of an estimated Retry-After, in seconds: official SDKs ignore longer waits."""
+UNKNOWN_RETRY_SECONDS = 2.0
+"""Retry-After in seconds where no estimate exists: two reports of an idle node."""
+QUEUE_BACKLOG_SECONDS = 5.0
+"""Seconds of queued prompts on the best node from which a request of a greedy key is queued.
+
+A greedy key requests far more than its share. Nodes are fair between keys, but their memory is reserved in order of
+arrival. Without this rule such a key fills the memory, and other keys find none. Chosen by `cluster simulate
+tests/sim/scenarios/greedy.toml` (docs/decisions/0037-one-way-of-placement.md).
+"""
+SPARE_MEMORY_SHARE = 0.5
+"""Share of a node's memory for prompts and answers, 0 to 1, that is kept free of the requests of greedy keys.
+
+At its deadline a request of a greedy key is sent if that share stays free, else refused. Chosen as
+`QUEUE_BACKLOG_SECONDS`.
+"""
