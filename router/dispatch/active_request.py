@@ -169,7 +169,7 @@ class ActiveRequest:
         return self.life.attempt
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Apply an event at `now` (monotonic seconds), and return the actions. Raise `IllegalEvent` as the table."""
+        """Apply an event at `now` (monotonic seconds). Return the actions. Raise `IllegalEventError` if it is illegal."""
         life, actions = step(self.life, event, now)
         self.life = life
         self.node = life.node
@@ -177,7 +177,7 @@ class ActiveRequest:
         return actions
 
     def check(self) -> None:
-        """Raise `BrokenInvariant` if the life contradicts itself, or has a place in the queue in another state."""
+        """Raise `InvariantError` if the life contradicts itself, or has a place in the queue in another state."""
         self.life.check()
         assert (self.entry is not None) == (self.state is RequestState.QUEUED), self  # noqa: S101  an invariant
         assert (self.node is not None) == (self.state in ON_NODE), self  # noqa: S101  an invariant

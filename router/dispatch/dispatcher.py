@@ -37,7 +37,6 @@ from router.dispatch.request_events import (
     Stopped,
     Undelivered,
 )
-from router.dispatch.request_state import BrokenInvariant, IllegalEvent
 from router.placement.cluster_view import ClusterView
 from router.placement.policies import Policy
 from router.settings import RouterSettings
@@ -45,6 +44,7 @@ from wire.frames import Deltas, Frame
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 from wire.refusals import FailureCode
+from wire.state_machine import IllegalEventError, InvariantError
 
 log = structlog.get_logger("router.dispatch.dispatcher")
 STOPPING = "the coordinator is stopping: retry when it runs again"
@@ -117,7 +117,7 @@ class Dispatcher:
         """
         try:
             actions = request.step(event, self._clock())
-        except (IllegalEvent, BrokenInvariant) as error:
+        except (IllegalEventError, InvariantError) as error:
             self.counters.count_illegal_event("request")
             log.exception("illegal event", request_id=request.job.request_id, state=request.state.value)
             text = f"the request ended because of an internal error of the router: retry, and report its log ({error})"

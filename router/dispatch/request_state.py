@@ -67,6 +67,7 @@ from router.dispatch.request_events import (
 )
 from router.placement.recovery import LossKind, may_recover
 from wire.identity import NodeId
+from wire.state_machine import IllegalEventError, InvariantError
 
 
 class RequestState(StrEnum):
@@ -82,14 +83,6 @@ class RequestState(StrEnum):
 
 ON_NODE = frozenset({RequestState.SENT, RequestState.ADMITTED, RequestState.STREAMING})
 """States in which the request has an attempt on a node."""
-
-
-class IllegalEvent(Exception):
-    """Raised for an event that is illegal in the state of the request: a bug of the router, or of a node."""
-
-
-class BrokenInvariant(AssertionError):
-    """Raised for a violated invariant, which is a bug in this program."""
 
 
 class RequestLife(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +117,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     """Outcome; None before the end."""
 
     def check(self) -> None:
-        """Raise `BrokenInvariant` if two values contradict each other."""
+        """Raise `InvariantError` if two values contradict each other."""
         state = self.state
         wrong = [
             "attempt and state differ" * ((self.attempt != 0) != (state in ON_NODE)),
@@ -138,7 +131,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
             "streams without a first token" * (state is RequestState.STREAMING and self.first_at is None),
         ]
         if any(wrong):
-            raise BrokenInvariant(f"{', '.join(filter(None, wrong))}: {self}")
+            raise InvariantError(f"{', '.join(filter(None, wrong))}: {self}")
 
 
 Step = tuple[RequestLife, tuple[Action, ...]]
@@ -170,23 +163,23 @@ TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
 def step(life: RequestLife, event: Event, now: float) -> Step:
     """Apply one event to a request at `now` (monotonic seconds). Return its new life and the actions in order.
 
-    Ignore the event of an earlier attempt. Raise `IllegalEvent` if `TABLE` does not allow the event in the state of the
-    request. Raise the same for an attempt that was never made, and for a new attempt without a higher number.
+    Ignore the event of an earlier attempt. Raise `IllegalEventError` if `TABLE` does not allow the event in the state of
+    the request. Raise the same for an attempt that was never made, and for a new attempt without a higher number.
     """
     kind = type(event)
     if isinstance(event, OfAttempt) and event.attempt != life.attempt:
         if event.attempt > life.newest:
-            raise IllegalEvent(f"{kind.__name__} of attempt {event.attempt}, but the newest is {life.newest}")
+            raise IllegalEventError(f"{kind.__name__} of attempt {event.attempt}, but the newest is {life.newest}")
         return life, ()
     allowed = TABLE[kind].get(life.state)
     if allowed is None:
-        raise IllegalEvent(f"the request is {life.state}: {kind.__name__} cannot happen")
+        raise IllegalEventError(f"the request is {life.state}: {kind.__name__} cannot happen")
     early: tuple[Action, ...] = ()
     if life.origin is not None and kind is not Undelivered and kind is not Delivered:
         life, early = _delivered(life, event, now)  # any other event comes after the frame left
     after, actions = _HANDLERS[kind](life, event, now)
     if after.state not in allowed:
-        raise BrokenInvariant(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
+        raise InvariantError(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
     return after, early + actions if early else actions
 
 
@@ -200,7 +193,7 @@ def _moved(life: RequestLife, event: Moved, now: float) -> Step:
 
 def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: int) -> Step:
     if event.attempt <= life.newest:
-        raise IllegalEvent(f"attempt {event.attempt} is not newer than {life.newest}")
+        raise IllegalEventError(f"attempt {event.attempt} is not newer than {life.newest}")
     after = replace(
         life,
         state=_SENT,

@@ -45,12 +45,13 @@ from router.dispatch.request_events import (
     Undelivered,
     Withdraw,
 )
-from router.dispatch.request_state import IllegalEvent, RequestLife, step
+from router.dispatch.request_state import RequestLife, step
 from router.placement.candidate import Candidate, NoPlacement
 from router.placement.recovery import LossKind
 from wire.frames import Admitted, Finished
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
+from wire.state_machine import IllegalEventError
 
 FULL = Refused(RefusalCode.NO_ROOM, "full")
 LOSSES = {kind.name.lower(): kind for kind in LossKind}
@@ -79,7 +80,7 @@ class _Story:
         before = self.life
         try:
             self.life, actions = step(self.life, self._read(verb, words), float(time))
-        except IllegalEvent as error:
+        except IllegalEventError as error:
             yield f"illegal: {error}"
             return
         self.life.check()

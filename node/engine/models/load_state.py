@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from node.engine.models.model_descriptor import ModelDescriptor
+from wire.state_machine import IllegalEventError
 
 
 class LoadPhase(StrEnum):
@@ -136,20 +137,11 @@ TABLE: dict[type[LoadEvent], dict[LoadPhase, LoadPhase]] = {
 """Legal events, each with the phases in which it is legal and the phase that follows."""
 
 
-class IllegalLoadEventError(Exception):
-    """Error of an event that is illegal in the phase of a load, which is an error of this program."""
-
-    def __init__(self, load: ModelLoad, event: LoadEvent) -> None:
-        super().__init__(f"the event {type(event).__name__} is illegal for a load in the phase {load.phase}")
-        self.state = load.phase
-        self.event = event
-
-
 def step(load: ModelLoad, event: LoadEvent) -> ModelLoad:
-    """Return a load after an event. Raise `IllegalLoadEventError` if the event is illegal in its phase."""
+    """Return a load after an event. Raise `IllegalEventError` if the event is illegal in its phase."""
     phase = TABLE[type(event)].get(load.phase)
     if phase is None:
-        raise IllegalLoadEventError(load, event)
+        raise IllegalEventError(f"the event {type(event).__name__} is illegal for a load in the phase {load.phase}")
     match event:
         case LoadBegan(weights, now):
             return replace(load, phase=phase, total=weights, left=weights, begun=now)

@@ -24,7 +24,6 @@ from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_state import (
-    IllegalLoadEventError,
     LoadAborted,
     LoadBegan,
     LoadBroke,
@@ -45,6 +44,7 @@ from node.models.catalogue import ModelCatalogue
 from wire.capacity.arithmetic import excess, most_weights
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
+from wire.state_machine import IllegalEventError
 from wire.units import MIB, show_size
 
 MIN_LOAD_TRANSIENT_BYTES, MAX_LOAD_TRANSIENT_BYTES = 16 * MIB, 64 * MIB
@@ -200,7 +200,7 @@ class ModelManager:
         ends this load as failed: then return None."""
         try:
             after = step(load, event)
-        except IllegalLoadEventError as error:
+        except IllegalEventError as error:
             log.exception("illegal event", model=load.name, state=error.state, illegal_event=type(event).__name__)
             self._end_current()
             refused = Refused(

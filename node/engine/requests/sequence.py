@@ -48,7 +48,7 @@ class Row:
     """Number of first `ids` that another node generated and sent."""
 
     def apply(self, event: RowEvent) -> None:
-        """Change the state by an event. Raise `IllegalRowEventError` if it is illegal in this state."""
+        """Change the state by an event. Raise `IllegalEventError` if it is illegal in this state."""
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:

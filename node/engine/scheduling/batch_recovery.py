@@ -21,10 +21,11 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.rules.row_state import IllegalRowEventError, RowEvent
+from node.engine.scheduling.rules.row_state import RowEvent
 from node.engine.scheduling.step_output import StepOutput, finished
 from wire.frames import Failed, Refusal
 from wire.refusals import FailureCode, Refused
+from wire.state_machine import IllegalEventError
 
 MAX_REBUILDS = 1
 """Rebuilds of a row before its request fails."""
@@ -68,7 +69,7 @@ class BatchRecovery:
         """End a request as failed where an event is illegal for one of its rows, which is an error of this program."""
         try:
             yield
-        except IllegalRowEventError as error:
+        except IllegalEventError as error:
             log.exception(
                 "illegal event",
                 request=sequence.number,

@@ -18,6 +18,8 @@ Rules
 
 from enum import StrEnum
 
+from wire.state_machine import IllegalEventError
+
 
 class RowState(StrEnum):
     """State of a row."""
@@ -63,15 +65,6 @@ class RowEvent(StrEnum):
     """Its past is prefilled again after its batch broke."""
 
 
-class IllegalRowEventError(Exception):
-    """Error of an event that is illegal in the state of a row, which is an error of this program."""
-
-    def __init__(self, state: RowState, event: RowEvent) -> None:
-        super().__init__(f"the event {event} is illegal for a row in the state {state}")
-        self.state = state
-        self.event = event
-
-
 _W, _P, _J, _D = RowState.WAITING, RowState.PREFILL, RowState.JOIN, RowState.DECODE
 _X, _B, _E = RowState.PREEMPTED, RowState.REBUILD, RowState.ENDED
 
@@ -92,8 +85,8 @@ resumed answer whose last token another node has generated."""
 
 
 def step(state: RowState, event: RowEvent) -> RowState:
-    """Return the state of a row after an event. Raise `IllegalRowEventError` if the event is illegal in its state."""
+    """Return the state of a row after an event. Raise `IllegalEventError` if the event is illegal in its state."""
     after = TABLE[event].get(state)
     if after is None:
-        raise IllegalRowEventError(state, event)
+        raise IllegalEventError(f"the event {event} is illegal for a row in the state {state}")
     return after

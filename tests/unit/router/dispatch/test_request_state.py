@@ -29,8 +29,6 @@ from router.dispatch.request_events import (
 from router.dispatch.request_state import (
     ON_NODE,
     TABLE,
-    BrokenInvariant,
-    IllegalEvent,
     RequestLife,
     RequestState,
     step,
@@ -40,6 +38,7 @@ from router.placement.recovery import MAX_LOSSES
 from tests.sim.requests import event_of, play
 from wire.frames import Admitted, Finished
 from wire.identity import NodeId
+from wire.state_machine import IllegalEventError, InvariantError
 
 VERBS = (
     "place a",
@@ -136,7 +135,7 @@ def test_step_keeps_the_invariants_in_any_order_of_events(events: list[tuple[str
         before = life
         try:
             life, actions = step(life, event, float(at))
-        except IllegalEvent:
+        except IllegalEventError:
             assert life is before
             continue
         life.check()
@@ -189,7 +188,7 @@ def test_step_takes_an_event_exactly_where_the_table_allows_it(state: RequestSta
         after, _ = step(life, event, 1.0)
         assert after.state in TABLE[type(event)][state]
         return
-    with pytest.raises(IllegalEvent) as error:
+    with pytest.raises(IllegalEventError) as error:
         step(life, event, 1.0)
     assert f"the request is {state}" in str(error.value)
     assert type(event).__name__ in str(error.value)
@@ -208,9 +207,9 @@ def test_the_times_of_a_life_are_those_of_its_events():
 def test_a_new_attempt_has_a_higher_number_and_a_future_one_is_illegal():
     life, _ = step(RequestLife(0.0), placed(5), 0.0)
     life, _ = step(life, event_of("refuse", 5, []), 0.0)
-    with pytest.raises(IllegalEvent, match="attempt 5 is not newer than 5"):
+    with pytest.raises(IllegalEventError, match="attempt 5 is not newer than 5"):
         step(life, placed(5), 0.0)
-    with pytest.raises(IllegalEvent, match="AttemptEnded of attempt 6, but the newest is 5"):
+    with pytest.raises(IllegalEventError, match="AttemptEnded of attempt 6, but the newest is 5"):
         step(life, AttemptEnded(6, Finished(6, ("stop",), 1, 1)), 0.0)
     assert step(life, NodeAdmitted(4, Admitted(4, 1)), 0.0) == (life, ())
 
@@ -251,7 +250,7 @@ def test_losses_end_a_request_above_their_limit():
     ],
 )
 def test_check_finds_every_contradiction(life: RequestLife):
-    with pytest.raises(BrokenInvariant):
+    with pytest.raises(InvariantError):
         life.check()
 
 
@@ -260,7 +259,7 @@ def test_states_on_a_node_are_those_with_an_attempt():
 
 
 def test_deadline_of_a_request_that_is_not_queued_is_illegal():
-    with pytest.raises(IllegalEvent, match="the request is new: DeadlinePassed cannot happen"):
+    with pytest.raises(IllegalEventError, match="the request is new: DeadlinePassed cannot happen"):
         step(RequestLife(0.0), DeadlinePassed(), 0.0)
 
 

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from node.engine.models.load_state import (
     TABLE,
-    IllegalLoadEventError,
     LoadAborted,
     LoadBegan,
     LoadBroke,
@@ -20,6 +19,7 @@ from node.engine.models.load_state import (
     step,
 )
 from node.engine.models.model_descriptor import ModelDescriptor
+from wire.state_machine import IllegalEventError
 
 QUEUED = ModelLoad(ModelDescriptor("m", PurePath("m")))
 SIZES = st.integers(0, 2**40)
@@ -64,9 +64,8 @@ def test_a_load_that_fails_reserves_nothing(event: LoadEvent):
 
 
 def test_an_illegal_event_names_the_phase_and_the_event():
-    with pytest.raises(IllegalLoadEventError, match="LoadFinished is illegal for a load in the phase queued") as caught:
+    with pytest.raises(IllegalEventError, match="LoadFinished is illegal for a load in the phase queued"):
         step(QUEUED, LoadFinished())
-    assert (caught.value.state, caught.value.event) == (LoadPhase.QUEUED, LoadFinished())
 
 
 @settings(max_examples=5_000)
@@ -77,7 +76,7 @@ def test_whatever_events_arrive_the_numbers_agree_and_an_end_is_final(events: li
     for event in events:
         before = load
         if load.phase not in TABLE[type(event)]:
-            with pytest.raises(IllegalLoadEventError):
+            with pytest.raises(IllegalEventError):
                 step(load, event)
             continue
         load = step(load, event)
