@@ -169,7 +169,7 @@ class ActiveRequest:
         return self.life.attempt
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Apply an event at `now` (monotonic seconds). Return the actions. Raise `IllegalEventError` if it is illegal."""
+        """Apply an event at `now` (monotonic seconds). Return the actions. Raise `IllegalEventError` as `step` does."""
         life, actions = step(self.life, event, now)
         self.life = life
         self.node = life.node
