@@ -26,7 +26,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
 from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.composition import Parts, Surroundings, default_policy
-from router.dispatch.parts.node_frames import AboutOne
+from router.dispatch.parts.node_frames import REQUEST_FRAMES
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
     Delivered,
@@ -181,7 +181,7 @@ class Dispatcher:
         if type(frame) is Deltas:
             self._receive_deltas(node, frame)
             return
-        if not isinstance(frame, AboutOne):
+        if not isinstance(frame, REQUEST_FRAMES):
             return
         request = self._live.get(frame.request)
         if request is None or request.node != node:

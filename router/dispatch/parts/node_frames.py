@@ -20,6 +20,8 @@ ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.N
 """Refusals that are final on one node, not in the cluster: another node may be larger."""
 AboutOne = Finished | Admitted | Refusal | Failed
 """Frames of a node about one request."""
+REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed)
+"""The same as a tuple: `isinstance` is five times faster with a tuple than with a union."""
 
 
 class NodeFrames:
