@@ -21,7 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
+from wire.frames import EngineReport
 from wire.node_state import EngineStage
+from wire.refusals import RefusalCode, Refused
 from wire.state_machine import IllegalEventError, InvariantError
 from wire.units import show_size
 
@@ -377,3 +379,22 @@ def _restart(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrgenc
 def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrgency) -> Step:
     ending = replace(child, ready=False, ending=True, cause=child.cause or cause)
     return replace(life, child=ending), (EndChild(urgency),)
+
+
+def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
+    """Return the refusal of a request that the engine cannot accept now."""
+    cause = f", it ended: {life.cause}" if life.cause else ""
+    wait = timeouts.restart_delay(max(1, life.failures)) + 1.0
+    return Refused(RefusalCode.NOT_READY, f"the engine is {life.stage}{cause}", None, wait)
+
+
+def event_of_report(report: EngineReport, *, busy: bool) -> ChildReported:
+    """Return the event of a report. `busy`: a request is open, running or waiting."""
+    return ChildReported(
+        armed=report.memory.cap > 0,  # a report before the limits arrived has no cap, and its gate is closed
+        loaded=frozenset(model.name for model in report.models if model.loaded),
+        loading=frozenset(model.name for model in report.models if model.loading),
+        broken=frozenset(model.name for model in report.models if model.cause),
+        unreturned=report.unreturned,
+        busy=busy,
+    )

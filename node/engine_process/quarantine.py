@@ -31,6 +31,13 @@ class Quarantine:
         self._deaths[model] = []
         return True
 
+    def describe_crash(self, call: str, model: str, now: float) -> str:
+        """Record a crash, and return a text on it to append to the cause. `call` is the kind of native call."""
+        text = f"; it was in the {call} of {model}"
+        if self.record_crash(model, now):
+            text += ", for the second time: loading the model is blocked for 10 minutes"
+        return text
+
     def bans(self, now: float) -> tuple[ModelBan, ...]:
         """Return the models that are in quarantine at `now`, with the remaining seconds and the cause."""
         cause = f"the engine crashed {MAX_CRASHES} times in its load, template, tokenizer or forward pass"

@@ -36,11 +36,11 @@ from node.engine_process.environment import engine_environment
 from node.engine_process.lifecycle import EndChild, EngineLife, StateChanged, WaitForRestart
 from node.engine_process.open_requests import ENDS, OpenRequests
 from node.engine_process.orders import EngineOrders, EngineReports
+from node.engine_process.probe import EngineProbe
 from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import SupervisorTimeouts
-from node.engine_process.wired_check import WiredCheck
-from node.memory.reading import HighWaterMarks, MemoryReading
+from node.engine_process.wired_check import WiredCheck, weights_of
 from node.memory.wired_leak import WiredReadings
 from node.settings import NodeSettings
 from wire.codec import decode, encode
@@ -59,7 +59,6 @@ from wire.frames import (
     RestoreModels,
     UnloadModel,
 )
-from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState
 from wire.state_machine import IllegalEventError
 from wire.units import MIB, show_size
@@ -107,6 +106,8 @@ class Supervisor:
         self._wired = WiredCheck(wired, self._timeouts, self._stopping)
         self._restart_delay = 0.0
         self._task: asyncio.Task[None] | None = None
+        self.probe = EngineProbe(lambda: self._child, self._timeouts)
+        """Readings of the current child."""
         self.reports = EngineReports()
         """Reports of the current child."""
         self.orders = EngineOrders(self._write)
@@ -169,22 +170,6 @@ class Supervisor:
         """Warning about wired memory that ended engines leaked, with the remedy; empty without a leak."""
         return (self._wired.warning,) if self._wired.warning else ()
 
-    @property
-    def call_until(self) -> float:
-        """Monotonic time in seconds from which the native call in progress is too long, by the last pong; 0 without a
-        call."""
-        return 0.0 if self._child is None else self._child.call_until(self._timeouts.turn_factor)
-
-    def highs(self) -> HighWaterMarks:
-        """Read the kernel's high-water marks of the child's footprint; unknown without a child."""
-        return HighWaterMarks() if self._child is None else self._child.sensor.highs()
-
-    def phys(self) -> MemoryReading:
-        """Read the footprint of the child now; unknown without a child."""
-        if self._child is None:
-            return MemoryReading(None, "no engine", time.monotonic())
-        return self._child.sensor.phys()
-
     # commands
 
     async def start(self) -> None:
@@ -207,18 +192,12 @@ class Supervisor:
         """
         if kind in _BEGINS:
             if self._child is None or self.ready is None or self._child.unsent() > MAX_UNSENT_BYTES:
-                self._requests.refuse(request, self._not_ready())
+                self._requests.refuse(request, lifecycle.refuse_not_ready(self._life, self._timeouts))
                 return
             self._requests.add(request)
         elif kind is Cancel:
             self._requests.remove(request)
         self._write(encoded)
-
-    def ping(self) -> None:
-        """Ping the child now, unless an answer is pending. The answer updates `call_until`. Do nothing without a
-        child."""
-        if self._child is not None:
-            self._child.ping(time.monotonic())
 
     def end(self, cause: str) -> None:
         """End the current child quickly, because it is above its cap. A new child starts as after a crash."""
@@ -297,7 +276,9 @@ class Supervisor:
             return
         cause = (life.cause if life is not None else "") or _cause(child.process.returncode, self._log.tail(log_size))
         healthy = time.monotonic() - child.started >= self._timeouts.healthy
-        self._apply_exit(cause + self._crash_cause(record), record, healthy=healthy)
+        if record is not None and not self._stopping.is_set():
+            cause += self._quarantine.describe_crash(record.doing.name.lower(), record.model, time.monotonic())
+        self._apply_exit(cause, record, healthy=healthy)
 
     def _apply_exit(self, cause: str, record: CrashRecord | None, *, healthy: bool) -> None:
         """End the open requests of an ended child, and apply its end. `record` is the native call in which it died."""
@@ -306,15 +287,6 @@ class Supervisor:
         self._apply(lifecycle.ChildExited(cause, healthy))
         if self._life.restarts > before:
             log.warning("engine", cause=cause, restart_in=self._restart_delay)
-
-    def _crash_cause(self, record: CrashRecord | None) -> str:
-        """Return a text on the work that the engine died in. A model that killed it twice is quarantined."""
-        if record is None or self._stopping.is_set():
-            return ""
-        text = f"; it was in the {record.doing.name.lower()} of {record.model}"
-        if self._quarantine.record_crash(record.model, time.monotonic()):
-            text += ", for the second time: loading the model is blocked for 10 minutes"
-        return text
 
     async def _start_child(self, wired: WiredReadings) -> EngineChild:
         """Start a child, and send it the models to load again, the quarantined models and the limits, in this order.
@@ -382,18 +354,10 @@ class Supervisor:
     def _receive_report(self, report: EngineReport) -> None:
         self.reports.store(report, time.monotonic())
         if self._child is not None:
-            self._child.wired.observe_weights(_weights(report))
+            self._child.wired.observe_weights(weights_of(report))
         before = self._life.recycles
-        self._apply(
-            lifecycle.ChildReported(
-                armed=report.memory.cap > 0,  # a report before the limits arrived has no cap, and its gate is closed
-                loaded=frozenset(model.name for model in report.models if model.loaded),
-                loading=frozenset(model.name for model in report.models if model.loading),
-                broken=frozenset(model.name for model in report.models if model.cause),
-                unreturned=report.unreturned,
-                busy=bool(self._requests or report.running or report.waiting),
-            )
-        )
+        busy = bool(self._requests or report.running or report.waiting)
+        self._apply(lifecycle.event_of_report(report, busy=busy))
         if self._life.recycles > before:
             log.warning(
                 "recycled",
@@ -410,16 +374,6 @@ class Supervisor:
         if not child.stop_requested and self._timeouts.is_hung(pong.busy, pong.expected):
             cause = f"one call has taken {pong.busy:.0f} s, expected {pong.expected:.2f} s"
             self._apply(lifecycle.ChildHung(cause))
-
-    def _not_ready(self) -> Refused:
-        cause = f", it ended: {self._life.cause}" if self._life.cause else ""
-        wait = self._timeouts.restart_delay(max(1, self._life.failures)) + 1.0
-        return Refused(RefusalCode.NOT_READY, f"the engine is {self._life.stage}{cause}", None, wait)
-
-
-def _weights(report: EngineReport) -> int:
-    """Return the bytes of weights in an engine, including the loaded part of models that are loading."""
-    return sum(model.weights if model.loaded else int(model.weights * model.progress) for model in report.models)
 
 
 def _cause(code: int | None, tail: str) -> str:

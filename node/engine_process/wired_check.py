@@ -12,6 +12,7 @@ import structlog
 
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.wired_leak import WiredLeaks, WiredReadings
+from wire.frames import EngineReport
 from wire.units import show_size
 
 MAX_WIRED_LEAKS = 2
@@ -88,3 +89,8 @@ class WiredCheck:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
+
+
+def weights_of(report: EngineReport) -> int:
+    """Return the bytes of weights in an engine, including the loaded part of models that are loading."""
+    return sum(model.weights if model.loaded else int(model.weights * model.progress) for model in report.models)

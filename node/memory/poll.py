@@ -77,13 +77,13 @@ class MemoryPoll:
 
     def _look(self, now: float) -> None:
         supervisor = self._supervisor
-        self._phys, self._spare = supervisor.phys().phys, self._machine.spare()
+        self._phys, self._spare = supervisor.probe.phys().phys, self._machine.spare()
         report = supervisor.reports.latest
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
         limits = self._limiter.poll(self._ceiling_footprint(), supervisor.orders.set_limits)
         seen = EnforcerInput(
-            supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until
+            supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.probe.call_until
         )
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
@@ -101,7 +101,7 @@ class MemoryPoll:
         for action in actions:
             self._act(action)
         if self.state.order_number:
-            supervisor.ping()
+            supervisor.probe.ping()
         if now - self._warned >= WARNING_INTERVAL_SECONDS:
             self._warned = now
             self._limiter.warn()
@@ -151,7 +151,7 @@ class MemoryPoll:
 
     def memory(self) -> Memory:
         """Return the memory of the engine with a new reading of the footprint and the limits now."""
-        self._phys = self._supervisor.phys().phys
+        self._phys = self._supervisor.probe.phys().phys
         return self._judged(self._limiter.now(self._ceiling_footprint()))
 
     # parts of the report
@@ -164,7 +164,7 @@ class MemoryPoll:
 
     def enforcement(self) -> Enforcement:
         """Return level, high-water marks, warnings and counts of the enforcer for the node's report."""
-        state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
+        state, limiter, highs = self.state, self._limiter, self._supervisor.probe.highs()
         return Enforcement(
             state.level,
             self._phys,

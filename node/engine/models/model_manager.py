@@ -201,7 +201,7 @@ class ModelManager:
         try:
             after = step(load, event)
         except IllegalEventError as error:
-            log.exception("illegal event", model=load.name, state=error.state, illegal_event=type(event).__name__)
+            log.exception("illegal event", model=load.name, error=str(error))
             self._end_current()
             refused = Refused(
                 RefusalCode.LOAD_FAILED, f"{load.name} cannot be loaded: the engine has an error: {error}"

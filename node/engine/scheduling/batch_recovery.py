@@ -74,8 +74,7 @@ class BatchRecovery:
                 "illegal event",
                 request=sequence.number,
                 request_id=sequence.request.request_id,
-                state=error.state,
-                illegal_event=error.event,
+                error=str(error),
             )
             self.fail(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
 

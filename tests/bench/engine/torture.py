@@ -198,7 +198,7 @@ class Node:
 
     def phys(self) -> int:
         """Read the engine's footprint."""
-        return self.supervisor.phys().phys or 0
+        return self.supervisor.probe.phys().phys or 0
 
     async def order(self, kind: type[LoadModel | UnloadModel], model: str) -> Frame:
         """Send an order about a model, and return its end."""
@@ -338,7 +338,7 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
         seen.restarts = node.supervisor.state.restarts
-        seen.highest = max(seen.highest, node.supervisor.highs().interval or 0)
+        seen.highest = max(seen.highest, node.supervisor.probe.highs().interval or 0)
         seen.over = max(seen.over, seen.highest > cap)
         report = node.supervisor.reports.latest
         seen.counts = report.counts if report else EngineCounters()

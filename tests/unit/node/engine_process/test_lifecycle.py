@@ -31,10 +31,12 @@ from node.engine_process.lifecycle import (
     StopRequested,
     WaitForRestart,
     WakeRequested,
+    refuse_not_ready,
     step,
 )
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
 from wire.node_state import EngineStage
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB
 
 TIMEOUTS = SupervisorTimeouts()
@@ -249,6 +251,16 @@ def test_the_table_has_every_event_and_contradictions_are_detected():
     ):
         with pytest.raises(InvariantError):
             wrong.check()
+
+
+def test_a_request_without_a_ready_engine_is_refused_with_the_stage_the_cause_and_the_wait():
+    assert refuse_not_ready(NEW, TIMEOUTS) == Refused(RefusalCode.NOT_READY, "the engine is starting", None, 1.2)
+    failed = after(
+        ChildExited("killed by SIGABRT"), life=after(ChildExited("x"), StartDue(), ChildStarted(), life=READY)
+    )
+    assert refuse_not_ready(failed, TIMEOUTS) == Refused(
+        RefusalCode.NOT_READY, "the engine is restarting, it ended: killed by SIGABRT", None, 1.4
+    )
 
 
 def test_a_step_out_of_a_contradictory_state_is_detected():

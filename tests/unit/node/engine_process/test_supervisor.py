@@ -146,7 +146,7 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
     assert end.refused.retry_after == 1.2, "a second after the first restart"
-    assert one.supervisor.phys().phys is None
+    assert one.supervisor.probe.phys().phys is None
     assert one.supervisor.live == frozenset()
 
 
@@ -168,7 +168,7 @@ async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Ag
     assert (state.kind, state.state, state.cause, state.restarts) == ("scripted", "ready", "", 0)
     assert one.states == ["starting", "ready"]
     assert one.supervisor.reports.received_at is not None
-    reading = one.supervisor.phys()
+    reading = one.supervisor.probe.phys()
     assert reading.phys is not None
     assert reading.phys < 200 * 2**20
 
@@ -193,7 +193,7 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     assert one.ends(2) == []
     assert one.supervisor.state.state == "restarting"
     assert "SIGABRT" in one.supervisor.state.cause
-    assert one.supervisor.phys().phys is None
+    assert one.supervisor.probe.phys().phys is None
     assert one.supervisor.reports.latest is None
     one.generate(4)
     refused = await one.end(4)
@@ -462,7 +462,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     assert one.supervisor.pid != first
     assert one.supervisor.state.restarts == 0
     await order(one, LoadModel, 3, name)
-    reading = one.supervisor.phys().phys
+    reading = one.supervisor.probe.phys().phys
     assert reading is not None
     assert one.supervisor.reports.latest is not None
     assert reading < one.supervisor.reports.latest.memory.base + 100 * MIB
@@ -645,11 +645,11 @@ async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginni
                     line.sendall(encode(Pong(frame.nonce, 300.0, 100.0)))
     """)
     one = agent(SupervisorTimeouts(ping_busy=60.0, ping_idle=60.0), command)
-    assert one.supervisor.call_until == 0.0
+    assert one.supervisor.probe.call_until == 0.0
     await one.supervisor.start()
-    while not one.supervisor.call_until:  # noqa: ASYNC110  a sign of life is heard nowhere else
+    while not one.supervisor.probe.call_until:  # noqa: ASYNC110  a sign of life is heard nowhere else
         await asyncio.sleep(0.01)
-    assert one.supervisor.call_until - time.monotonic() == pytest.approx(5 * 100.0 - 300.0, abs=10.0)
+    assert one.supervisor.probe.call_until - time.monotonic() == pytest.approx(5 * 100.0 - 300.0, abs=10.0)
 
 
 @pytest.mark.slow
@@ -807,7 +807,7 @@ def ends(folder: Path) -> list[str]:
 async def in_a_call(one: Agent) -> None:
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.reports.latest is not None and one.supervisor.reports.latest.running)
-    assert one.supervisor.call_until
+    assert one.supervisor.probe.call_until
 
 
 SOON = SupervisorTimeouts(first=600.0, longest=600.0, ping_busy=0.05, ping_idle=0.05, turn=0.2, leave=0.3, over=0.2)

@@ -277,7 +277,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     node.generate(1)
     await node.until(lambda: node.speaks(1))
     os.kill(pid, signal.SIGSTOP)
-    phys = node.supervisor.phys().phys
+    phys = node.supervisor.probe.phys().phys
     assert phys is not None
     node.machine.container = phys // 2
     begun = time.monotonic()
@@ -328,7 +328,7 @@ async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
     node = await make(command=[sys.executable, "-c", program], weights="1MiB", kv_per_token=1)
     node.generate(1)
     await node.until(lambda: node.speaks(1))
-    phys = node.supervisor.phys().phys
+    phys = node.supervisor.probe.phys().phys
     assert phys is not None
     node.machine.container = phys // 2
     end = await node.end(1)

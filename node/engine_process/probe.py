@@ -1,0 +1,40 @@
+"""Readings of the current engine process: footprint, high-water marks, and the running native call."""
+
+import time
+from collections.abc import Callable
+
+from node.engine_process.child import EngineChild
+from node.engine_process.timeouts import SupervisorTimeouts
+from node.memory.reading import HighWaterMarks, MemoryReading
+
+
+class EngineProbe:
+    """Readings of the current child. `child()` returns it, None while none runs."""
+
+    def __init__(self, child: Callable[[], EngineChild | None], timeouts: SupervisorTimeouts) -> None:
+        self._child = child
+        self._timeouts = timeouts
+
+    @property
+    def call_until(self) -> float:
+        """Monotonic time in seconds from which the native call in progress is too long, by the last pong; 0 without a
+        call."""
+        child = self._child()
+        return 0.0 if child is None else child.call_until(self._timeouts.turn_factor)
+
+    def highs(self) -> HighWaterMarks:
+        """Read the kernel's high-water marks of the child's footprint; unknown without a child."""
+        child = self._child()
+        return HighWaterMarks() if child is None else child.sensor.highs()
+
+    def phys(self) -> MemoryReading:
+        """Read the footprint of the child now; unknown without a child."""
+        child = self._child()
+        return MemoryReading(None, "no engine", time.monotonic()) if child is None else child.sensor.phys()
+
+    def ping(self) -> None:
+        """Ping the child now, unless an answer is pending. The answer updates `call_until`. Do nothing without a
+        child."""
+        child = self._child()
+        if child is not None:
+            child.ping(time.monotonic())
