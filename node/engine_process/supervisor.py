@@ -113,8 +113,6 @@ class Supervisor:
         self.orders = EngineOrders(self._write)
         """Orders to the engine about its memory."""
 
-    # properties
-
     @property
     def state(self) -> EngineState:
         """State of the engine for the node's report, with the cause of the last end and the number of restarts."""
@@ -169,8 +167,6 @@ class Supervisor:
     def warnings(self) -> tuple[str, ...]:
         """Warning about wired memory that ended engines leaked, with the remedy; empty without a leak."""
         return (self._wired.warning,) if self._wired.warning else ()
-
-    # commands
 
     async def start(self) -> None:
         """Start the first child, and keep one running until `stop`. Raise OSError if the log cannot be opened."""
@@ -315,22 +311,19 @@ class Supervisor:
 
     async def _watch(self, child: EngineChild) -> None:
         """Ping the child, and end it when it hangs."""
-        timeouts = self._timeouts
         while not child.stop_requested:
             now = time.monotonic()
             self._log.bound()
             self._wired.observe(child.wired)
             silence = child.silent_seconds(now)
-            if silence > timeouts.silence:
+            if silence > self._timeouts.silence:
                 self._apply(lifecycle.ChildHung(f"no answer to a ping for {silence:.0f} s"))
                 return
             child.ping(now)
             if self._requests:
-                await asyncio.sleep(timeouts.ping_busy)
+                await asyncio.sleep(self._timeouts.ping_busy)
             else:
-                await self._requests.wait_added(timeouts.ping_idle)
-
-    # frames
+                await self._requests.wait_added(self._timeouts.ping_idle)
 
     def _write(self, encoded: bytes) -> None:
         """Send an encoded frame to the child; discard it without a child."""
