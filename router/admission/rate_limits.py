@@ -128,7 +128,7 @@ class RateLimits:
     def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
         """Admit a request and return its charge in tokens, or return the refusal with the exceeded limit and the wait.
 
-        After an admission `record_end` must follow.
+        The charge is 0 for a key without a limit of tokens. After an admission `record_end` must follow.
         """
         limits = self.limits(key)
         if not limits.allows(demand.model):

@@ -49,7 +49,9 @@ class EventSource(Protocol):
     """Input of a `StreamPump`: a `StreamingRequest`, or several combined into one."""
 
     sink: Callable[[], None] | None
+    """Function to call when there is something to send; None without a pump."""
     blocked: bool
+    """Whether the stream waits for the transport. The pump sets it."""
 
     @property
     def waits_for(self) -> str:
@@ -63,7 +65,7 @@ class EventSource(Protocol):
 
     @property
     def pending(self) -> Sequence[Delta] | bool:
-        """Whether there are deltas to take."""
+        """Deltas that `take` has not returned, or whether there are any."""
         ...
 
     @property
