@@ -61,7 +61,7 @@ class DriverLinkError(ValueError):
     """Raised for bytes that are no message of this link."""
 
 
-def encode(message: DriverMessage) -> bytes:
+def encode_message(message: DriverMessage) -> bytes:
     """Return a message as bytes, with its length first."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
