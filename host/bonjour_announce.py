@@ -35,9 +35,9 @@ def addresses() -> list[str]:
 class Announcement:
     """Bonjour announcement of this machine on the LAN, from `start` to `close`.
 
-    `name` is a display name; with `identity`, the id of cluster or machine, the name of the record is unique.
-    `interfaces` are the addresses to announce; None for those of this machine. The addresses are checked every
-    `look_every` seconds.
+    `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name; with
+    `identity`, the id of cluster or machine, the name of the record is unique. `interfaces` are the addresses to
+    announce; None for those of this machine. The addresses are checked every `look_every` seconds.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class SleepNotificationListener:
         self._ended = threading.Event()
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
-        """Start to listen. Return False if the frameworks are missing or refuse the registration.
+        """Start listening. Return False if the frameworks are missing or refuse the registration.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
         after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
@@ -52,7 +52,7 @@ class SleepNotificationListener:
         return bool(registered)
 
     def stop(self) -> None:
-        """Stop to listen and end the thread."""
+        """Stop listening and end the thread."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)

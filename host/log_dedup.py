@@ -23,7 +23,7 @@ class _RecentEvent:
 
 
 class LogDeduplicator:
-    """Counts of recent log events by subject, and the decision which repeated events to leave out. Not thread-safe."""
+    """Filter of repeated log events, by counts of recent events for each subject. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _RecentEvent] = {}

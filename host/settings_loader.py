@@ -24,7 +24,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """Error for an unknown setting or an invalid value. The text names key, origin and the most similar known key."""
+    """Error for an unknown setting or an invalid value. The text names the setting, option or file, and the fault.
+
+    For an unknown setting, the text also names the origin, and a similar known key if there is one.
+    """
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,12 +36,10 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that a settings type has, for listings.
-
-    `key` is its dotted path, such as `memory.cap`.
-    """
+    """Description of one setting of a settings type."""
 
     key: str
+    """Dotted path, such as `memory.cap`."""
     default: object
     description: str
 
@@ -76,7 +77,7 @@ def _find_description(hint: Any) -> str:
 
 
 def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten a parsed TOML file to values by dotted key."""
+    """Flatten a parsed TOML file to values by dotted key. `prefix` is put before each key."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -128,7 +129,7 @@ def resolve_layers(
 
 @dataclass(frozen=True, slots=True)
 class InvalidSetting:
-    """Finding of `find_invalid_settings`: an unknown key or an invalid value."""
+    """Unknown key or invalid value of a layer, as `find_invalid_settings` returns it."""
 
     key: str
     text: str

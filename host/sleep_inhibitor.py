@@ -38,8 +38,10 @@ class SleepInhibitor:
         return None if self._child is None else self._child.pid
 
     def set_held(self, wanted: bool) -> None:
-        """Hold or release the assertion. Do nothing on systems without one. A failed start is logged and not
-        repeated."""
+        """Hold the assertion if `wanted`, else release it. Do nothing on systems without an assertion.
+
+        A failed start is logged and not repeated.
+        """
         if wanted and not self.held:
             self._start_child()
         elif not wanted:

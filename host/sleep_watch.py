@@ -76,8 +76,8 @@ def system_clocks() -> Clocks:
 class SleepWatch:
     """Detector of sleep and wake-up of this machine. All functions are called on the running loop.
 
-    `on_sleep` is called before an announced sleep, with a function to call after all goodbyes were sent. `on_wake` is
-    called with the seconds asleep, `on_look` at every check. `notice` and `clocks` replace those of the system in
+    `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after
+    a sleep with its duration in seconds, `on_look` at every check. `notice` and `clocks` replace those of the system in
     tests.
     """
 
@@ -100,7 +100,7 @@ class SleepWatch:
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Start to listen for announcements and to check the clocks. Call on a running event loop."""
+        """Start listening for announcements and checking the clocks. Call on a running event loop."""
         loop = asyncio.get_running_loop()
 
         def later(call: Callable[..., None], *arguments: object) -> None:
@@ -113,7 +113,7 @@ class SleepWatch:
         self._check_clocks()
 
     def stop(self) -> None:
-        """Stop to listen and to check the clocks."""
+        """Stop listening for announcements and checking the clocks."""
         self._notices.stop()
         if self._handle is not None:
             self._handle.cancel()

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings with which a node would start, as a dictionary.
 
+    They come from the TOML `file`, the variables `environ`, and the `key=value` texts `pairs`. In the result,
     `settings` are rows with origins, `made` is the `NodeSettings`. With invalid settings, `error` has the first error,
     `faults` have all, and `settings` leave out the invalid ones.
     """

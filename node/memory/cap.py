@@ -290,10 +290,11 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
 
 
 def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
-    """Return the ceiling for a cap, the result of `dynamic` (`reach`) and the bytes of leases.
+    """Return the bytes that the engine may use now, at least 1, with the term that limits them and a remedy.
 
-    The ceiling is at least 1 byte, and 1 byte if `reach` is None. The limiting term is the one that reduces the cap
-    most, or that of the cap if nothing reduces it.
+    `reach` are the bytes that the engine could use on this machine (`dynamic`), `leases` are subtracted bytes. The
+    limiting term is the larger reduction, by leases or by other programs; on a tie, the leases. It is that of the cap
+    if nothing reduces the cap. If `reach` is None, the ceiling is 1 byte and the term `UNREADABLE`.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
@@ -307,5 +308,5 @@ def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
 
 
 def limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
-    """Return the limits as a frame for the engine, without a sequence number. `leases` are bytes."""
+    """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling; leases in bytes."""
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

@@ -121,7 +121,7 @@ def read_pressure(proc: Path = Path("/proc")) -> str:
 
 
 def read_container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the free bytes of the cgroup of this process that has least; None without a limit.
+    """Return the lowest number of free bytes below the limits of this process's cgroups; None without a limit.
 
     Page cache that the kernel can free counts as free.
     """

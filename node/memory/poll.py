@@ -150,7 +150,7 @@ class MemoryPoll:
         return enforcer.compute_pause_seconds(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def memory(self) -> Memory:
-        """Return the memory of the engine with a new reading of the footprint and the limits now."""
+        """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
         self._phys = self._supervisor.phys().phys
         return self._build_memory(self._limiter.now(self._ceiling_footprint()))
 

@@ -84,8 +84,8 @@ class AvailableMemory:
 class RecentPeak:
     """Recent peak of a process: the highest reading of each of the last polls. Times are monotonic seconds.
 
-    `polls` are pairs of start time and bytes, newest last. Entries expire by time. An idle process without polls
-    therefore does not keep an old maximum.
+    `polls` are pairs of start time and bytes, newest last. A poll expires RECENT_PEAK_SECONDS after its start. An idle
+    process without polls therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()

@@ -108,10 +108,10 @@ class Digest(Protocol):
 
 
 class ModelCatalogue:
-    """Models that the MLX engine can offer, by the last scan of the folders and Hugging Face's cache.
+    """Models in the model folders and in Hugging Face's cache, by the last scan.
 
-    Only one thread may scan. All other threads see the complete result of one scan. `environment` has the variables
-    that locate the cache.
+    Models that the MLX engine cannot serve are included, with their cause. Only one thread may scan. All other threads
+    see the complete result of one scan. `environment` has the variables that locate the cache.
     """
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
@@ -178,7 +178,10 @@ class ModelCatalogue:
         return self._known != before
 
     def scan(self) -> None:
-        """Scan all folders. The embedded model is offered only if no other model can be served."""
+        """Scan all folders and replace the result of the last scan.
+
+        The embedded model is included only if no other model can be served.
+        """
         found: dict[str, ModelDescriptor] = {}
         for name, folder in self._find_folders():
             if name not in found and valid_model(name):

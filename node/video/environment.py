@@ -53,20 +53,24 @@ class EnvironmentBuildError(Exception):
 
 
 def find_requirement_files() -> tuple[Path, ...]:
-    """Return the existing lock files for this machine's platform; empty if the engine does not run on it."""
+    """Return the requirement files of the video worker for this machine's platform.
+
+    They are `<name>.lock`, and `<name>.torch` if it exists. Return an empty tuple for a platform on which `mlx-gen`
+    does not run.
+    """
     name = LOCKS.get((platform.system(), platform.machine()))
     files = (HERE / f"{name}.lock", HERE / f"{name}.torch") if name else ()
     return tuple(file for file in files if file.exists())
 
 
 def get_environment_path(folder: Path, files: Sequence[Path]) -> Path:
-    """Return the path below `folder` of the environment for these lock files and this version of Python."""
+    """Return the path below `folder` of the environment for these requirement files and this version of Python."""
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return folder / f"py{sys.version_info.major}.{sys.version_info.minor}-{digest[:20]}"
 
 
 def read_engine_version(files: Sequence[Path]) -> str:
-    """Return the version of the engine `mlx-gen` that the lock files require; empty if they do not require it."""
+    """Return the version of `mlx-gen` that the requirement files name; empty if they do not name it."""
     found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
     return next((match[1] for match in found if match), "")
 
@@ -77,7 +81,7 @@ def get_interpreter(environment: Path) -> Path:
 
 
 def describe_missing(folder: Path) -> str:
-    """Return why `folder` has no complete environment for this machine; empty if it has one."""
+    """Return the reason why `folder` has no complete environment for this machine; empty if it has one."""
     files = find_requirement_files()
     if not files:
         return f"the video engine does not run on {platform.system()} {platform.machine()}"

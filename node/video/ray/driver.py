@@ -42,9 +42,10 @@ CLOSED, FAILED = 3, 4
 
 
 class Driver:
-    """Creates and ends Ray actors at the agent's request, and answers over `writer`.
+    """Server for the agent that creates and ends Ray actors, and answers over `writer`.
 
-    `create(wanted)` ends once the actor of a lease has started. `kill(lease)` ends once the lease has no actor.
+    `create` and `kill` replace the calls of Ray in tests. `create` returns once the actor of a lease has started,
+    `kill` once the lease has no actor.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def encode_message(message: DriverMessage) -> bytes:
 
 
 class MessageReader:
-    """Splits a byte stream into messages of `kinds`, a union of message types."""
+    """Parser that splits a byte stream into messages of `kinds`, a union of message types."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)

@@ -61,7 +61,7 @@ log = structlog.get_logger("node.ray")
 
 
 def describe_missing() -> str:
-    """Return why Ray cannot run on this Mac; empty if it can."""
+    """Return the reason why Ray cannot run on this Mac; empty if it can."""
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed on this node: install macpool with its extra `video`"
     return ""
@@ -107,10 +107,11 @@ def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> d
 
 
 class LocalRay:
-    """Runs Ray and its driver while they are needed.
+    """Manager of this Mac's Ray and its driver, which run only while they are needed.
 
-    `changed` is called when `node` or `cause` changes. `failed` is called with the lease and the reason when its actor
-    could not be started.
+    `files` is the folder of the token. `log_file` gets Ray's output until Ray is up. `gib` is the amount of Ray's
+    resource for leases, in GiB. `changed` is called when `node` or `cause` changes. `failed` is called with the lease
+    and the reason when its actor could not be started.
     """
 
     def __init__(self, settings: WorkerSettings, files: Path, log_file: Path, gib: int) -> None:
@@ -159,7 +160,7 @@ class LocalRay:
             self._signal_change()
 
     def set_running(self, *, on: bool) -> None:
-        """Set whether a lease is held on this Mac. A running Ray is not stopped while a lease is held."""
+        """Set whether this Mac has a granted lease. A running Ray is not stopped while it has one."""
         if on != self._lent:
             self._lent = on
             self._signal_change()
@@ -277,7 +278,7 @@ class LocalRay:
 
 
 class DriverProcess:
-    """Runs the driver between `start` and `stop`, and restarts it after each end.
+    """Manager of the driver's process, which runs between `start` and `stop` and is restarted after each end.
 
     Requests without an answer are sent again to the next driver. `failed` is called with the lease and the reason when
     its actor could not be started.

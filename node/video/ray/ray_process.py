@@ -72,7 +72,10 @@ def build_environment(inherited: Mapping[str, str], files: Path) -> dict[str, st
 
 
 async def start_ray(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
-    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started."""
+    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started.
+
+    `words` is the command line, `variables` the environment, `folder` the working folder.
+    """
     return await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,

@@ -53,7 +53,7 @@ class WorkerHost:
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:
-        """Wait for the end of the worker. Return `exit CODE`, or why no worker ran."""
+        """Wait for the end of the worker. Return `exit CODE`, or the reason why no worker ran."""
         self._ended.wait()
         return self._why
 

@@ -65,6 +65,7 @@ class WatchdogState:
     moved: float
     """Last sign of progress, in seconds of the same clock."""
     mark: object = None
+    """`WorkerObservation.mark` at the last check."""
     failed: int = 0
     """Failed readings in a row."""
     peak: int = 0

@@ -83,7 +83,7 @@ class ProgressReporter:
         self.peak: Callable[[], int] = lambda: 0
 
     def count_calls(self, kind: Any) -> None:
-        """Patch the class `kind` so that every later call of its instances is counted."""
+        """Patch the class `kind` (a transformer block) so that every later call of its instances is counted."""
         call: Callable[..., object] = kind.__call__
 
         def counted(this: object, *given: object, **named: object) -> object:
@@ -197,7 +197,10 @@ def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
 
 
 def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReporter) -> dict[str, Any]:
-    """Make the clip of a job and write its progress as events. Return the properties of the clip, as `save_clip`."""
+    """Generate the clip of a job with MLX, and write its progress as events to `writer`.
+
+    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the result of `save_clip`.
+    """
     mx: Any = importlib.import_module("mlx.core")
     wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))
     writer.write_event(
@@ -253,7 +256,7 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
 
 
 def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip.
+    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip by name.
 
     Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
     """
@@ -297,7 +300,7 @@ def classify_error(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Make the clip of the job on stdin and return the exit code."""
+    """Generate the clip of the job on stdin. Return the exit code: 0, EXIT_NO_JOB or EXIT_FAILED."""
     writer = EventWriter(redirect_stdout())
     try:
         job = read_job()

@@ -70,19 +70,20 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 
 @dataclass(slots=True)
 class WorkerJob:
-    """State of a job, by the worker's events.
-
-    `mark` changes with each sign of progress. `end` is None until an event ends the job. `made` is the properties of
-    the finished clip.
-    """
+    """State of a video job, by the events of its worker."""
 
     phase: LeasePhase = LeasePhase.GRANTED
     step: int = 0
+    """Current denoising step of `steps`."""
     steps: int = 0
     mark: tuple[object, ...] = ()
+    """Value that changes with each sign of progress."""
     end: EndWorker | None = None
+    """End of the job; None until an event ends the job."""
     made: dict[str, Any] | None = None
+    """Properties of the finished clip by name; None before."""
     ended_at: float = 0.0
+    """Monotonic seconds at which `end` was set; 0 before."""
 
     def handle_event(self, line: bytes, now: float) -> None:
         """Apply one event of the worker, a line of JSON. Ignore an invalid event. `now` is in monotonic seconds."""
@@ -131,7 +132,9 @@ def _describe_exit(code: int) -> str:
 class WorkerMonitor:
     """Monitor of one granted lease, from the creation of its folder to the end of its worker.
 
-    `footprint` is the bytes of the worker's processes at the last check.
+    `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
+    `grace` is the time in seconds between SIGTERM and SIGKILL. The attribute `footprint` is the bytes of the worker's
+    processes at the last check.
     """
 
     def __init__(
