@@ -180,7 +180,7 @@ def _build_shared_processors() -> list[structlog.typing.Processor]:
 
 
 def _build_formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structlog.stdlib.ProcessorFormatter:
-    def tapped(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    def call_tap(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         if tap is not None:
             tap(event)
         return event
@@ -190,7 +190,7 @@ def _build_formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> s
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             *_HIDING,
-            tapped,
+            call_tap,
             renderer,
             _hide_secrets,
         ],

@@ -103,12 +103,14 @@ class SleepWatch:
         """Start listening for announcements and checking the clocks. Call on a running event loop."""
         loop = asyncio.get_running_loop()
 
-        def later(call: Callable[..., None], *arguments: object) -> None:
+        def call_on_loop(call: Callable[..., None], *arguments: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(call, *arguments)
 
         self._ahead = self._on() - self._off()
-        notified = self._notices.start(lambda said: later(self._handle_sleep, said), lambda: later(self._handle_wake))
+        notified = self._notices.start(
+            lambda acknowledge: call_on_loop(self._handle_sleep, acknowledge), lambda: call_on_loop(self._handle_wake)
+        )
         log.info("sleep watched", notified_before=notified)
         self._check_clocks()
 

@@ -54,12 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings-only", action="store_true")
     options = parser.parse_args(arguments)
     file: Path = options.file or options.state / "config.toml"
-    found = report_settings(file, os.environ, options.pairs)
-    made, now = found.pop("made"), read_running_settings(options.state / "node", COORDINATOR_SECTIONS)
-    found["running"] = None if now is None else report_running(now, file)
+    report = report_settings(file, os.environ, options.pairs)
+    settings, running = report.pop("made"), read_running_settings(options.state / "node", COORDINATOR_SECTIONS)
+    report["running"] = None if running is None else report_running(running, file)
     if not options.settings_only:
-        found |= report_machine(options.state, made if now is None else now.value)
-    print(json.dumps(found, default=str))
+        report |= report_machine(options.state, settings if running is None else running.value)
+    print(json.dumps(report, default=str))
     return 0
 
 
@@ -114,9 +114,10 @@ def _resolve_without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Res
 
 
 def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
-    """Return machine id, hardware, cap, engine, model folders and identity for the state folder, as a dictionary.
+    """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
-    Dials the remembered addresses of the coordinator.
+    `state` is the state folder, `made` the settings of the node. Connect to the stored addresses of the coordinator to
+    report whether they answer (`dial_coordinator`).
     """
     machine = machine_id(made.node.machine)
     opened = open_machine(made)

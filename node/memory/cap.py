@@ -91,7 +91,7 @@ class MachineBounds:
 
 @dataclass(frozen=True, slots=True)
 class MetalDevice:
-    """Metal limit that the device of the engine reported, in bytes, and `MachineBounds.wired` at that time."""
+    """Metal limit in bytes (`limit`) that the engine's device reported, and `MachineBounds.wired` at that time."""
 
     limit: int
     wired: int | None = None

@@ -73,13 +73,13 @@ def _parse_spans(text: str) -> Iterator[tuple[int, int]]:
         match = _SPAN.fullmatch(part)
         if match is None:
             raise ValueError(f"{part!r} is not a span of hours: write it as 22:00-07:00")
-        begin, end = _parse_second(match[1], match[2], part), _parse_second(match[3], match[4], part)
+        begin, end = _parse_time_of_day(match[1], match[2], part), _parse_time_of_day(match[3], match[4], part)
         if begin % DAY_SECONDS == end % DAY_SECONDS:
             raise ValueError(f'{part!r} has no length: for the whole day, set sharing.when = "always"')
         yield begin % DAY_SECONDS, end % DAY_SECONDS
 
 
-def _parse_second(hours: str, minutes: str, part: str) -> int:
+def _parse_time_of_day(hours: str, minutes: str, part: str) -> int:
     second = int(hours) * 3600 + int(minutes) * 60
     if int(minutes) > 59 or second > DAY_SECONDS:
         raise ValueError(f"{part!r} has an invalid time: write 00:00 to 24:00")

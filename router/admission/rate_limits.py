@@ -108,8 +108,8 @@ class _KeyMeter:
 class RateLimits:
     """Meters of the requests and tokens of all API keys, with which requests are admitted.
 
-    `limits_of` returns a key's limits by its id; None where it has none. They may change while the key has open
-    requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
+    `limits_of` returns a key's limits by its id; None for a key without limits. Limits may change while the key has
+    open requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class Driver:
 async def _connect_to_ray(wanted: ConnectDriver) -> None:
     host = wanted.address.rpartition(":")[0]
 
-    def init() -> None:
+    def init_ray() -> None:
         ray.init(
             address=wanted.address,
             namespace=NAMESPACE,
@@ -140,7 +140,7 @@ async def _connect_to_ray(wanted: ConnectDriver) -> None:
         )
 
     async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-        await asyncio.to_thread(init)
+        await asyncio.to_thread(init_ray)
 
 
 async def _create_ray_actor(wanted: CreateActor) -> None:

@@ -57,7 +57,7 @@ EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
 class EventWriter:
-    """Output of the worker: one JSON object a line, from several threads."""
+    """Writer of the worker's events to a file descriptor, as one JSON object a line. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
@@ -74,7 +74,7 @@ class EventWriter:
 class ProgressReporter:
     """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`.
 
-    `peak` returns the peak memory of MLX in bytes, which is reported as well.
+    `blocks` is the count. `peak` returns the peak memory of MLX in bytes, which is reported as well.
     """
 
     def __init__(self, writer: EventWriter) -> None:
@@ -86,12 +86,12 @@ class ProgressReporter:
         """Patch the class `kind` (a transformer block) so that every later call of its instances is counted."""
         call: Callable[..., object] = kind.__call__
 
-        def counted(this: object, *given: object, **named: object) -> object:
+        def call_and_count(this: object, *given: object, **named: object) -> object:
             result = call(this, *given, **named)
             self.blocks += 1
             return result
 
-        kind.__call__ = counted
+        kind.__call__ = call_and_count
 
     def run(self) -> None:
         """Write the count as `beat` events until the process ends."""
@@ -231,7 +231,7 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
         "loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"), mlx=importlib.metadata.version("mlx")
     )
 
-    def got_on(event: Any) -> None:
+    def report_progress(event: Any) -> None:
         writer.write_event("progress", phase=event.phase, step=event.step, steps=event.total_steps)
 
     wanted = {name: job[name] for name in ("guidance", "guidance_2", "negative_prompt") if job.get(name) is not None}
@@ -244,7 +244,7 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
         num_frames=job["frames"],
         fps=job["fps"],
         num_inference_steps=job["steps"],
-        progress_callback=got_on,
+        progress_callback=report_progress,
         release_inactive_denoiser=True,
         release_denoisers_before_decode=True,
         clear_cache_each_step=True,

@@ -42,7 +42,7 @@ class AnswerReader(Protocol):
 
     @property
     def job(self) -> RequestSpec:
-        """Request with all choices together."""
+        """Request of the client, with the choices of all its prompts together."""
         ...
 
     @property

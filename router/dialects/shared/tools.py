@@ -37,14 +37,14 @@ class ClientTool(NamedTuple):
 
 
 class OfferedTool(NamedTuple):
-    """Tool of a request as the model gets it: a function in OpenAI's JSON.
-
-    `origin` is None if the client knows the tool as the same function.
-    """
+    """Tool of a request as the model gets it."""
 
     body: Body
+    """Function in OpenAI's JSON."""
     strict: bool = False
+    """Whether the arguments of a call must follow the schema."""
     origin: ClientTool | None = None
+    """Tool as its client knows it; None if that is the same function."""
 
     @property
     def name(self) -> str:
