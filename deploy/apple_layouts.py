@@ -196,7 +196,7 @@ def _render_type(ours: Any) -> str:
 def check_layouts() -> Outcome:
     """Compile all assertions against the SDK of this Mac. Raise `ToolError` if an assertion fails."""
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
-    iokit.declare(kit, core)
+    iokit.declare_functions(kit, core)
     calls, framework_calls = (
         find_foreign_functions(darwin.LibSystem()),
         find_foreign_functions(kit) | find_foreign_functions(core),

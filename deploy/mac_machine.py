@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from deploy.outcome import Outcome, ToolError, create_outcome, create_skip, is_near, parse_number, parse_size, run_tool
 from host.power import read_power
 from node.agent.machine_id import machine_id, platform_uuid_in
-from node.memory.cap import default_metal
+from node.memory.cap import estimate_metal_limit
 from node.memory.darwin import LibSystem
-from node.memory.sensor import machine, virtual_memory
+from node.memory.sensor import describe_machine, read_virtual_memory
 from wire.units import GIB, MIB, show_size
 
 ALLOCATE_PROGRAM = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
@@ -42,7 +42,7 @@ def hold_gibibyte() -> Generator[int]:
 def check_footprint() -> Outcome:
     """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`."""
     with hold_gibibyte() as pid:
-        ours = LibSystem().phys(pid)
+        ours = LibSystem().read_footprint(pid)
         if ours is None:
             return create_outcome(good=False, text="proc_pid_rusage gives nothing for a child of the same user")
         theirs: dict[str, int] = {}
@@ -65,13 +65,13 @@ def check_footprint() -> Outcome:
 
 def check_total_memory() -> Outcome:
     """Check Macpool's figure of the RAM against `sysctl hw.memsize`."""
-    ours, theirs = machine().memory, int(run_tool("/usr/sbin/sysctl", "-n", "hw.memsize"))
+    ours, theirs = describe_machine().memory, int(run_tool("/usr/sbin/sysctl", "-n", "hw.memsize"))
     return create_outcome(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
 def check_wired_limit() -> Outcome:
     """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set."""
-    ours, theirs = LibSystem().wired_limit(), int(run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+    ours, theirs = LibSystem().read_wired_limit(), int(run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
     return create_outcome(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
 
 
@@ -82,7 +82,9 @@ def check_metal_share() -> Outcome:
         reported = int(run_tool(sys.executable, "-c", METAL_PROGRAM))
     except ToolError as error:
         return create_skip(f"MLX gives no answer, install the extra `node`: {error}")
-    return compare_metal(reported, machine().memory, system.wired_limit(), f"macOS {platform.mac_ver()[0]}")
+    return compare_metal(
+        reported, describe_machine().memory, system.read_wired_limit(), f"macOS {platform.mac_ver()[0]}"
+    )
 
 
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
@@ -91,7 +93,9 @@ def compare_metal(reported: int, total: int, wired: int | None, system: str) -> 
     The assumed limit is `wired` if it is set, otherwise the estimate for `total` bytes of RAM under the system
     `system`. All sizes are in bytes.
     """
-    assumed, source = (default_metal(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
+    assumed, source = (
+        (estimate_metal_limit(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
+    )
     says = f"Metal {show_size(reported)} = {reported / max(total, 1):.1%} of {show_size(total)}"
     return create_outcome(
         is_near(reported, assumed, MAX_METAL_DIFFERENCE), f"{says}, assumed {show_size(assumed)} ({source})"
@@ -103,7 +107,7 @@ def check_reclaimable() -> Outcome:
 
     `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes them.
     """
-    listing, pages = run_tool("/usr/bin/vm_stat"), virtual_memory()
+    listing, pages = run_tool("/usr/bin/vm_stat"), read_virtual_memory()
     ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)
     size = parse_number(listing, r"page size of (\d+) bytes")
     free, speculative, inactive, active = (
@@ -118,7 +122,7 @@ def check_reclaimable() -> Outcome:
 
 def check_chip() -> Outcome:
     """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`."""
-    ours, theirs = LibSystem().chip_name(), run_tool("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    ours, theirs = LibSystem().read_chip_name(), run_tool("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
     return create_outcome(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
 

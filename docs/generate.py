@@ -26,8 +26,8 @@ from coordinator.metrics.prometheus import render_configuration
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import Role, ServicePlan
 from coordinator.state.settings import CoordinatorSettings
-from host.settings_loader import PREFIX, Setting, describe
-from node.memory.cap import safe_wired_limit
+from host.settings_loader import PREFIX, Setting, list_settings
+from node.memory.cap import compute_safe_wired_limit
 from node.settings import NodeSettings
 from router.dialects.field_tables import TABLES
 from router.dialects.shared.field_table import FieldTable
@@ -110,7 +110,7 @@ def settings() -> str:
     page = SETTINGS
     for title, kind in (("Coordinator", CoordinatorSettings), ("Node", NodeSettings)):
         page += f"\n## {title}\n\n| key | default | meaning | environment |\n|---|---|---|---|\n"
-        page += "".join(_setting(setting) for setting in describe(kind))
+        page += "".join(_setting(setting) for setting in list_settings(kind))
     return page
 
 
@@ -227,7 +227,7 @@ def _example(role: Role, home: str, state: str) -> ServicePlan:
 
 def wired_limit() -> str:
     """Return the launchd job that sets Metal's wired limit, for a Mac with 128 GiB of RAM."""
-    return launchd.render_property_list(launchd.build_wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
+    return launchd.render_property_list(launchd.build_wired_job(compute_safe_wired_limit("balanced", 128 * GIB) // MIB))
 
 
 def runbook() -> str:

@@ -35,9 +35,9 @@ def addresses() -> list[str]:
 class Announcement:
     """Bonjour announcement of this machine on the LAN, from `start` to `close`.
 
-    `name` is a display name; with `identity`, the id of cluster or machine, the name of the record is unique.
-    `interfaces` are the addresses to announce; None for those of this machine. The addresses are checked every
-    `look_every` seconds.
+    `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name; with
+    `identity`, the id of cluster or machine, the name of the record is unique. `interfaces` are the addresses to
+    announce; None for those of this machine. The addresses are checked every `look_every` seconds.
     """
 
     def __init__(
@@ -53,18 +53,18 @@ class Announcement:
         self._advert = advert
         self._instance = instance_name(name, identity)
         self._port = port
-        self._interfaces = interfaces
-        self._look_every = look_every
+        self._fixed_addresses = interfaces
+        self._check_interval_seconds = look_every
         self._announced: list[str] = []
         self._zeroconf: AsyncZeroconf | None = None
         self._task: asyncio.Task[None] | None = None
-        self._complained = False
+        self._failure_logged = False
         self.ready = asyncio.Event()
         """Set while the record is announced."""
 
     def start(self) -> None:
         """Start to announce in the background. Call on a running event loop."""
-        self._task = asyncio.create_task(self._follow(), name="bonjour")
+        self._task = asyncio.create_task(self._follow_addresses(), name="bonjour")
 
     async def close(self) -> None:
         """Withdraw the record and stop."""
@@ -73,29 +73,31 @@ class Announcement:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._withdraw()
 
-    async def _follow(self) -> None:
+    async def _follow_addresses(self) -> None:
         while True:
-            now = list(self._interfaces) if self._interfaces is not None else addresses()
-            if now != self._announced:
+            current_addresses = list(self._fixed_addresses) if self._fixed_addresses is not None else addresses()
+            if current_addresses != self._announced:
                 await self._withdraw()
-                await self._announce(now)
-            await asyncio.sleep(self._look_every)
+                await self._announce(current_addresses)
+            await asyncio.sleep(self._check_interval_seconds)
 
-    async def _announce(self, now: list[str]) -> None:
-        if not now:
+    async def _announce(self, current_addresses: list[str]) -> None:
+        if not current_addresses:
             return
-        v4 = [address for address in now if ipaddress.ip_address(address).version == 4]
+        v4 = [address for address in current_addresses if ipaddress.ip_address(address).version == 4]
         try:
-            self._zeroconf = AsyncZeroconf(v4 or now, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only)
+            self._zeroconf = AsyncZeroconf(
+                v4 or current_addresses, ip_version=IPVersion.V4Only if v4 else IPVersion.V6Only
+            )
             register = self._zeroconf.async_register_service  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-            await (await register(self._record(now), allow_name_change=True))
+            await (await register(self._build_record(current_addresses), allow_name_change=True))
         except Exception as error:  # zeroconf raises RuntimeErrors as well
             await self._withdraw()
-            self._complain(error)
+            self._log_failure_once(error)
             return
-        self._announced, self._complained = now, False
+        self._announced, self._failure_logged = current_addresses, False
         self.ready.set()
-        log.info("bonjour announced", name=self._instance, addresses=now)
+        log.info("bonjour announced", name=self._instance, addresses=current_addresses)
 
     async def _withdraw(self) -> None:
         zeroconf, self._zeroconf, self._announced = self._zeroconf, None, []
@@ -109,14 +111,19 @@ class Announcement:
             async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_close()
 
-    def _record(self, now: list[str]) -> AsyncServiceInfo:
+    def _build_record(self, addresses: list[str]) -> AsyncServiceInfo:
         label = self._instance.removesuffix("." + SERVICE_TYPE)
         host = f"macpool-{label.rpartition('-')[2]}.local."
         return AsyncServiceInfo(
-            SERVICE_TYPE, self._instance, self._port, properties=to_txt(self._advert), server=host, parsed_addresses=now
+            SERVICE_TYPE,
+            self._instance,
+            self._port,
+            properties=to_txt(self._advert),
+            server=host,
+            parsed_addresses=addresses,
         )
 
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
+    def _log_failure_once(self, error: Exception) -> None:
+        if not self._failure_logged:
+            self._failure_logged = True
             log.warning("bonjour unavailable", error=str(error) or type(error).__name__)

@@ -18,7 +18,7 @@ ANSWER_TIMEOUT_SECONDS = 2.0
 _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
 
-class PowerNotice:
+class SleepNotificationListener:
     """Listener for sleep notifications of macOS, on a thread with its own run loop.
 
     `iokit` and `core` are the paths of the frameworks IOKit and CoreFoundation.
@@ -32,27 +32,27 @@ class PowerNotice:
         self._ended = threading.Event()
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
-        """Start to listen. Return False if the frameworks are missing or refuse the registration.
+        """Start listening. Return False if the frameworks are missing or refuse the registration.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
         after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
         """
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)
-            declare(iokit, core)
+            declare_functions(iokit, core)
         except (OSError, AttributeError):
             return False
         self._core = core
-        taken: list[bool] = []
+        registered: list[bool] = []
         thread = threading.Thread(
-            target=self._listen, args=(iokit, core, on_sleep, on_wake, taken), name="sleep notice", daemon=True
+            target=self._listen, args=(iokit, core, on_sleep, on_wake, registered), name="sleep notice", daemon=True
         )
         thread.start()
         self._running.wait(ANSWER_TIMEOUT_SECONDS)
-        return bool(taken)
+        return bool(registered)
 
     def stop(self) -> None:
-        """Stop to listen and end the thread."""
+        """Stop listening and end the thread."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)
@@ -63,7 +63,7 @@ class PowerNotice:
         core: ctypes.CDLL,
         on_sleep: Callable[[Callable[[], None]], None],
         on_wake: Callable[[], None],
-        taken: list[bool],
+        registered: list[bool],
     ) -> None:
         port, notifier, root = c_void_p(), c_uint32(), c_uint32()
 
@@ -84,7 +84,7 @@ class PowerNotice:
             self._loop = core.CFRunLoopGetCurrent()
             mode = c_void_p.in_dll(core, "kCFRunLoopDefaultMode")
             core.CFRunLoopAddSource(self._loop, iokit.IONotificationPortGetRunLoopSource(port), mode)
-            taken.append(True)
+            registered.append(True)
             self._running.set()
             core.CFRunLoopRun()
             iokit.IODeregisterForSystemPower(byref(notifier))
@@ -92,7 +92,7 @@ class PowerNotice:
         self._ended.set()
 
 
-def declare(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
+def declare_functions(iokit: ctypes.CDLL, core: ctypes.CDLL) -> None:
     """Declare the argument and result types of the functions used, because ctypes truncates pointers to 32 bits.
 
     Raise AttributeError if a function is missing.

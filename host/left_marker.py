@@ -15,5 +15,5 @@ def has_left(node: Path) -> bool:
 
 
 def forget_left(node: Path) -> None:
-    """Remove the mark, because the node joins again or a person starts the node. Raise OSError if that fails."""
+    """Delete the mark of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
     (node / "left").unlink(missing_ok=True)

@@ -23,7 +23,7 @@ class _RecentEvent:
 
 
 class LogDeduplicator:
-    """Counts of recent log events by subject, and the decision which repeated events to leave out. Not thread-safe."""
+    """Filter of repeated log events, by counts of recent events for each subject. Not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, ...], _RecentEvent] = {}
@@ -47,7 +47,7 @@ class LogDeduplicator:
         seen = self._seen.get(key)
         if seen is None:
             if len(self._seen) >= MAX_SUBJECTS:
-                self._forget(now)
+                self._drop_old_subjects(now)
             if len(self._seen) >= MAX_SUBJECTS:
                 key = (logger, event)
             seen = self._seen.setdefault(key, _RecentEvent(now))
@@ -60,7 +60,7 @@ class LogDeduplicator:
             return None
         return left_out
 
-    def _forget(self, now: float) -> None:
+    def _drop_old_subjects(self, now: float) -> None:
         old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW_SECONDS and not seen.left_out]
         for key in old:
             del self._seen[key]

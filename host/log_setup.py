@@ -20,7 +20,7 @@ from typing import Any, cast
 import structlog
 
 from host.log_dedup import LogDeduplicator
-from host.redaction import PRIVATE, hide_in_line, redact, trace
+from host.redaction import PRIVATE, format_exception, hide_secrets_in_line, redact_fields
 
 MAX_LOG_BYTES = 20 * 1024 * 1024
 MAX_LOG_FILES = 5
@@ -35,16 +35,16 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
-    lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
+    lines.setFormatter(_build_formatter(structlog.processors.JSONRenderer(default=str), tap))
     screen = _StderrHandler()
     screen.setLevel(logging.WARNING)
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
-    screen.setFormatter(_formatter(terminal_line if sys.stderr.isatty() else plain, None))
+    screen.setFormatter(_build_formatter(render_terminal_line if sys.stderr.isatty() else plain, None))
     for handler in (lines, screen):
         handler.addFilter(_DeduplicationFilter())
     logging.basicConfig(level=level.upper(), handlers=[lines, screen], force=True)
     structlog.configure(
-        processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        processors=[*_build_shared_processors(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.make_filtering_bound_logger(level),
         cache_logger_on_first_use=True,
@@ -72,7 +72,7 @@ def log_to_stderr() -> None:
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S"),
             *_HIDING,
             plain,
-            _hide_line,
+            _hide_secrets,
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger("info"),
@@ -89,11 +89,11 @@ class _StderrHandler(logging.StreamHandler[Any]):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
         with contextlib.suppress(OSError, ValueError):  # not all streams have a descriptor
-            shorten(sys.stderr.fileno())
+            empty_if_longer(sys.stderr.fileno())
         super().emit(record)
 
 
-def shorten(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
+def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
     """Empty the open file if it is a regular file of more than `longest` bytes. Return whether it was emptied.
 
     Raise OSError if `descriptor` is not open.
@@ -148,7 +148,7 @@ class _DeduplicationFilter(logging.Filter):
         return left_out is not None
 
 
-def terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
+def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
     """Render an event as a line for a terminal: local time, level, event and its fields, without control characters.
 
     The signature is that of a structlog processor.
@@ -159,16 +159,18 @@ def terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
     level, name = str(event.pop("level", "")), str(event.pop("event", ""))
     event.pop("logger", None)
     exception = str(event.pop("exception", ""))
-    fields = "  ".join(f"{field}={_printable(value)}" for field, value in event.items())
-    return f"{when}  {level:<7}  {_printable(name)}  {fields}".rstrip() + (f"\n{exception}" if exception else "")
+    fields = "  ".join(f"{field}={_escape_unprintable(value)}" for field, value in event.items())
+    return f"{when}  {level:<7}  {_escape_unprintable(name)}  {fields}".rstrip() + (
+        f"\n{exception}" if exception else ""
+    )
 
 
-def _printable(value: object) -> str:
+def _escape_unprintable(value: object) -> str:
     text = str(value)
     return text if text.isprintable() else repr(text)
 
 
-def _shared() -> list[structlog.typing.Processor]:
+def _build_shared_processors() -> list[structlog.typing.Processor]:
     return [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -177,25 +179,25 @@ def _shared() -> list[structlog.typing.Processor]:
     ]
 
 
-def _formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structlog.stdlib.ProcessorFormatter:
-    def tapped(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _build_formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structlog.stdlib.ProcessorFormatter:
+    def call_tap(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         if tap is not None:
             tap(event)
         return event
 
     return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=_shared(),
+        foreign_pre_chain=_build_shared_processors(),
         processors=[
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             *_HIDING,
-            tapped,
+            call_tap,
             renderer,
-            _hide_line,
+            _hide_secrets,
         ],
     )
 
 
-def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _render_exception(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Replace an exception by its trace without values."""
     failure = event.pop("exc_info", None)
     if failure is True:
@@ -203,18 +205,18 @@ def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog
     if isinstance(failure, BaseException):
         failure = (type(failure), failure, failure.__traceback__)
     if failure and failure[0] is not None:
-        event["exception"] = trace(failure, private=event.get("event") in PRIVATE)
+        event["exception"] = format_exception(failure, private=event.get("event") in PRIVATE)
     return event
 
 
-def _fields(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _redact_event(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Hide private fields and secrets."""
-    return redact(event)
+    return redact_fields(event)
 
 
-def _hide_line(_: Any, __: str, line: Any) -> Any:
+def _hide_secrets(_: Any, __: str, line: Any) -> Any:
     """Hide secrets in the rendered line."""
-    return hide_in_line(line)
+    return hide_secrets_in_line(line)
 
 
-_HIDING: tuple[structlog.typing.Processor, ...] = (_exceptions, _fields)
+_HIDING: tuple[structlog.typing.Processor, ...] = (_render_exception, _redact_event)

@@ -54,7 +54,7 @@ def read_power(
     The call blocks for at most TOOL_TIMEOUT_SECONDS. A machine without a battery counts as plugged in. The arguments
     replace the platform, the tool runner and the battery in tests.
     """
-    idle = idle_in((run or _run)(TOUCHED)) if platform == "darwin" else None
+    idle = parse_idle_seconds((run or _run_tool)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()
     except (OSError, RuntimeError, psutil.Error):
@@ -62,13 +62,13 @@ def read_power(
     return PowerState(True, None, idle) if found is None else PowerState(found.power_plugged, found.percent, idle)
 
 
-def idle_in(listing: str) -> float | None:
+def parse_idle_seconds(listing: str) -> float | None:
     """Return the idle seconds from the output of `ioreg` (HIDIdleTime, nanoseconds); None if they are missing."""
     found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
     return None if found is None else int(found[1]) / 1e9
 
 
-def _run(command: tuple[str, ...]) -> str:
+def _run_tool(command: tuple[str, ...]) -> str:
     try:
         done = subprocess.run(
             command,

@@ -18,14 +18,14 @@ def private_folder(folder: Path) -> Path:
 
 def write_private(path: Path, content: bytes) -> None:
     """Replace a file atomically by one of mode 0600 with this content, synced to disk. Raise OSError on failure."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)
         file.write(content)
         file.flush()
         os.fsync(descriptor)
-    beside.replace(path)
+    temporary.replace(path)
     _sync_folder(path.parent)
 
 

@@ -57,36 +57,36 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----EN
 Failure = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
-def hide(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """Replace secrets in a text by HIDDEN: keys, tokens, passwords and private keys in PEM."""
-    return _PRIVATE_KEY.sub(HIDDEN, hide_in_line(text))
+    return _PRIVATE_KEY.sub(HIDDEN, hide_secrets_in_line(text))
 
 
-def hide_in_line(line: str) -> str:
+def hide_secrets_in_line(line: str) -> str:
     """Replace secrets in a rendered log line by HIDDEN, so that JSON stays valid. Private keys in PEM are not
     detected."""
     return _NAMED.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, line))
 
 
-def redact(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+def redact_fields(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Hide the values of private fields (NAMES) at any depth, and secrets in all other fields. Change and return
     `fields`."""
     for name, value in fields.items():
-        fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _clean(value)
+        fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _redact_value(value)
     return fields
 
 
-def _clean(value: object) -> object:
+def _redact_value(value: object) -> object:
     if isinstance(value, str):
-        return hide(value)
+        return hide_secrets(value)
     if isinstance(value, Mapping):
-        return redact({str(name): inner for name, inner in cast("Mapping[object, object]", value).items()})
+        return redact_fields({str(name): inner for name, inner in cast("Mapping[object, object]", value).items()})
     if isinstance(value, list | tuple):
-        return [_clean(inner) for inner in cast("list[object]", value)]
+        return [_redact_value(inner) for inner in cast("list[object]", value)]
     return value
 
 
-def trace(failure: Failure, *, private: bool) -> str:
+def format_exception(failure: Failure, *, private: bool) -> str:
     """Format an exception: type, message, and functions of the traceback without source lines.
 
     The message is redacted and bounded; with `private` it is left out.
@@ -94,7 +94,7 @@ def trace(failure: Failure, *, private: bool) -> str:
     kind, error, where = failure
     frames = traceback.extract_tb(where)
     lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
-    message = HIDDEN if private else hide(" ".join(str(error).split()))[:MAX_MESSAGE_CHARS]
+    message = HIDDEN if private else hide_secrets(" ".join(str(error).split()))[:MAX_MESSAGE_CHARS]
     cause = error.__cause__
     behind = "" if cause is None else f" from {type(cause).__name__}"
     return f"{kind.__name__}{behind}: {message}\n" + "\n".join(lines)

@@ -24,7 +24,10 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """Error for an unknown setting or an invalid value. The text names key, origin and the most similar known key."""
+    """Error for an unknown setting or an invalid value. The text names the setting, option or file, and the fault.
+
+    For an unknown setting, the text also names the origin, and a similar known key if there is one.
+    """
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,12 +36,10 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting that a settings type has, for listings.
-
-    `key` is its dotted path, such as `memory.cap`.
-    """
+    """Description of one setting of a settings type."""
 
     key: str
+    """Dotted path, such as `memory.cap`."""
     default: object
     description: str
 
@@ -52,7 +53,7 @@ class ResolvedSettings(Generic[T]):
     """Origin by key: the path of the file, `environment`, `--set` or `--models`."""
 
 
-def describe(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
+def list_settings(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
     """Return all settings of a type, with default and description. `prefix` is put before each key."""
     found: list[Setting] = []
     hints = get_type_hints(kind, include_extras=True)
@@ -60,14 +61,14 @@ def describe(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
         key = prefix + field.name
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            found += describe(hint, key + ".")
+            found += list_settings(hint, key + ".")
             continue
         default: object = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        found.append(Setting(key, default, _description(hint)))
+        found.append(Setting(key, default, _find_description(hint)))
     return found
 
 
-def _description(hint: Any) -> str:
+def _find_description(hint: Any) -> str:
     if get_origin(hint) is Annotated:
         for extra in get_args(hint)[1:]:
             if isinstance(extra, msgspec.Meta) and extra.description:
@@ -76,7 +77,7 @@ def _description(hint: Any) -> str:
 
 
 def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten a parsed TOML file to values by dotted key."""
+    """Flatten a parsed TOML file to values by dotted key. `prefix` is put before each key."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -106,27 +107,29 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
     return flat
 
 
-def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> ResolvedSettings[T]:
+def resolve_layers(
+    kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()
+) -> ResolvedSettings[T]:
     """Merge layers of settings to an object of the type `kind`.
 
     `layers` are pairs of origin and values by key, lowest precedence first. `others` are keys or sections of another
     process, which are skipped. Raise SettingsError for an unknown key, or a value that does not fit its type.
     """
-    known = {setting.key: setting for setting in describe(kind)}
+    known = {setting.key: setting for setting in list_settings(kind)}
     merged: dict[str, object] = {}
     origins: dict[str, str] = {}
     for origin, flat in layers:
         for key, value in flat.items():
             if key in known:
-                merged[key], origins[key] = _listed(value, known[key].default), origin
+                merged[key], origins[key] = _split_list(value, known[key].default), origin
             elif key not in others and key.split(".")[0] not in others:
-                raise SettingsError(_unknown(key, origin, [*known, *others]))
-    return ResolvedSettings(_convert(kind, merged, origins), origins)
+                raise SettingsError(_describe_unknown_key(key, origin, [*known, *others]))
+    return ResolvedSettings(_convert_settings(kind, merged, origins), origins)
 
 
 @dataclass(frozen=True, slots=True)
 class InvalidSetting:
-    """Finding of `faults`: an unknown key or an invalid value."""
+    """Unknown key or invalid value of a layer, as `find_invalid_settings` returns it."""
 
     key: str
     text: str
@@ -137,15 +140,15 @@ class InvalidSetting:
     """Description of the setting; empty if the key is unknown."""
 
 
-def faults(
+def find_invalid_settings(
     kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
-    `rule` raises SettingsError for values that types cannot restrict. `others` are skipped, as by `resolve`, but this
-    function does not stop at the first invalid setting.
+    `rule` raises SettingsError for values that types cannot restrict. `others` are keys or sections of another process,
+    which are skipped.
     """
-    known = {setting.key: setting for setting in describe(kind)}
+    known = {setting.key: setting for setting in list_settings(kind)}
     found: list[InvalidSetting] = []
     for key, value in flat.items():
         if key not in known:
@@ -154,7 +157,7 @@ def faults(
                 found.append(InvalidSetting(key, "unknown setting", near[0] if near else ""))
             continue
         try:
-            made = _convert(kind, {key: _listed(value, known[key].default)}, {})
+            made = _convert_settings(kind, {key: _split_list(value, known[key].default)}, {})
             if rule is not None:
                 rule(made)
         except SettingsError as error:
@@ -163,10 +166,10 @@ def faults(
     return found
 
 
-def setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
+def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`."""
     rows: list[dict[str, object]] = []
-    for one in describe(type(resolved.value)):
+    for one in list_settings(type(resolved.value)):
         value: object = resolved.value
         for step in one.key.split("."):
             value = getattr(value, step)
@@ -184,40 +187,42 @@ class SettingDrift:
     now: object
 
 
-def changed_settings(
+def find_changed_settings(
     running: Iterable[Mapping[str, object]], kind: type[T], file: Flat, others: Collection[str] = ()
 ) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `setting_rows`, `file` the values by key. Settings with an origin in GIVEN do not change.
-    Raise SettingsError for invalid values in the file.
+    `running` are rows of `build_setting_rows`, `file` the values by key. Settings with an origin in GIVEN do not
+    change. Raise SettingsError for invalid values in the file.
     """
-    later = {row["key"]: row["value"] for row in setting_rows(resolve(kind, [("file", file)], others))}
+    later = {row["key"]: row["value"] for row in build_setting_rows(resolve_layers(kind, [("file", file)], others))}
     return [
         SettingDrift(key, row["value"], later[key])
         for row in running
-        if row["origin"] not in GIVEN and (key := str(row["key"])) in later and _plain(row["value"]) != later[key]
+        if row["origin"] not in GIVEN
+        and (key := str(row["key"])) in later
+        and _restore_tuple(row["value"]) != later[key]
     ]
 
 
-def _plain(value: object) -> object:
+def _restore_tuple(value: object) -> object:
     """Convert a list from JSON to the tuple that settings use."""
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
-def _listed(value: object, default: object) -> object:
+def _split_list(value: object, default: object) -> object:
     """Split `a,b` if the setting is a list, because the environment and --set have only texts."""
     if isinstance(default, tuple) and isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return value
 
 
-def _unknown(key: str, origin: str, known: Collection[str]) -> str:
+def _describe_unknown_key(key: str, origin: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(key, known, 1, 0.5)
     return f"unknown setting {key} ({origin})" + (f": did you mean {near[0]}?" if near else "")
 
 
-def _convert(kind: type[T], merged: Flat, origins: Mapping[str, str]) -> T:
+def _convert_settings(kind: type[T], merged: Flat, origins: Mapping[str, str]) -> T:
     tree: dict[str, Any] = {}
     for key, value in merged.items():
         *path, leaf = key.split(".")

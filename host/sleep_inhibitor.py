@@ -37,15 +37,17 @@ class SleepInhibitor:
         """Process id of the child that holds the assertion; None without a child."""
         return None if self._child is None else self._child.pid
 
-    def hold(self, wanted: bool) -> None:
-        """Hold or release the assertion. Do nothing on systems without one. A failed start is logged and not
-        repeated."""
-        if wanted and not self.held:
-            self._begin()
-        elif not wanted:
-            self._end()
+    def set_held(self, wanted: bool) -> None:
+        """Hold the assertion if `wanted`, else release it. Do nothing on systems without an assertion.
 
-    def _begin(self) -> None:
+        A failed start is logged and not repeated.
+        """
+        if wanted and not self.held:
+            self._start_child()
+        elif not wanted:
+            self._end_child()
+
+    def _start_child(self) -> None:
         if not self._command:
             return
         try:
@@ -62,7 +64,7 @@ class SleepInhibitor:
             return
         log.info("idle sleep prevented")
 
-    def _end(self) -> None:
+    def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is None:
             return

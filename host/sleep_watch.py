@@ -52,12 +52,12 @@ class NoSleepNotices:
         """Do nothing."""
 
 
-def open_notice() -> SleepNotices:
+def open_sleep_notices() -> SleepNotices:
     """Return the source of announcements of this system."""
     if sys.platform == "darwin":
-        from host.iokit import PowerNotice
+        from host.iokit import SleepNotificationListener
 
-        return PowerNotice()
+        return SleepNotificationListener()
     return NoSleepNotices()
 
 
@@ -76,8 +76,8 @@ def system_clocks() -> Clocks:
 class SleepWatch:
     """Detector of sleep and wake-up of this machine. All functions are called on the running loop.
 
-    `on_sleep` is called before an announced sleep, with a function to call after all goodbyes were sent. `on_wake` is
-    called with the seconds asleep, `on_look` at every check. `notice` and `clocks` replace those of the system in
+    `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after
+    a sleep with its duration in seconds, `on_look` at every check. `notice` and `clocks` replace those of the system in
     tests.
     """
 
@@ -87,58 +87,60 @@ class SleepWatch:
         on_wake: Callable[[float], None],
         *,
         on_look: Callable[[], None] = lambda: None,
-        notice: SleepNotices | None = None,
+        notices: SleepNotices | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         self._on_sleep = on_sleep
         self._on_wake = on_wake
-        self._on_look = on_look
-        self._notice = notice or open_notice()
+        self._on_check = on_look
+        self._notices = notices or open_sleep_notices()
         self._on, self._off = clocks or system_clocks()
         self._ahead = 0.0
         self._notified = False
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Start to listen for announcements and to check the clocks. Call on a running event loop."""
+        """Start listening for announcements and checking the clocks. Call on a running event loop."""
         loop = asyncio.get_running_loop()
 
-        def later(call: Callable[..., None], *arguments: object) -> None:
+        def call_on_loop(call: Callable[..., None], *arguments: object) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(call, *arguments)
 
         self._ahead = self._on() - self._off()
-        notified = self._notice.start(lambda said: later(self._sleeps, said), lambda: later(self._wakes))
+        notified = self._notices.start(
+            lambda acknowledge: call_on_loop(self._handle_sleep, acknowledge), lambda: call_on_loop(self._handle_wake)
+        )
         log.info("sleep watched", notified_before=notified)
-        self._look()
+        self._check_clocks()
 
     def stop(self) -> None:
-        """Stop to listen and to check the clocks."""
-        self._notice.stop()
+        """Stop listening for announcements and checking the clocks."""
+        self._notices.stop()
         if self._handle is not None:
             self._handle.cancel()
 
-    def _look(self) -> None:
+    def _check_clocks(self) -> None:
         """Check the clocks and schedule the next check."""
-        slept = self._slept()
+        slept = self._compute_seconds_asleep()
         if slept >= MIN_SLEEP_SECONDS:
-            self._over(slept)
-        self._on_look()
-        self._handle = asyncio.get_running_loop().call_later(POLL_INTERVAL_SECONDS, self._look)
+            self._end_sleep(slept)
+        self._on_check()
+        self._handle = asyncio.get_running_loop().call_later(POLL_INTERVAL_SECONDS, self._check_clocks)
 
-    def _slept(self) -> float:
+    def _compute_seconds_asleep(self) -> float:
         return self._on() - self._off() - self._ahead
 
-    def _sleeps(self, acknowledge: Acknowledge) -> None:
+    def _handle_sleep(self, acknowledge: Acknowledge) -> None:
         self._notified = True
         log.info("system sleep")
         self._on_sleep(acknowledge)
 
-    def _wakes(self) -> None:
+    def _handle_wake(self) -> None:
         if self._notified:
-            self._over(self._slept())
+            self._end_sleep(self._compute_seconds_asleep())
 
-    def _over(self, slept: float) -> None:
+    def _end_sleep(self, slept: float) -> None:
         self._ahead, self._notified = self._on() - self._off(), False
         log.info("woke", slept=round(slept, 1))
         self._on_wake(slept)

@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from host.settings_loader import Flat, ResolvedSettings, Section, SettingsError
-from host.settings_loader import resolve as resolve_layers
+from host.settings_loader import resolve_layers as resolve_layers
 from node.engine.memory.wired_limit import WireMode
 from node.engine.process.kinds import KINDS
 from node.memory.cap import CUSTOM, TIERS
@@ -530,12 +530,12 @@ def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozens
     SettingsError with the key for an unknown key or an invalid value.
     """
     resolved = resolve_layers(NodeSettings, layers, others)
-    settings = with_tier(resolved.value, resolved.origins)
-    check(settings)
+    settings = apply_custom_tier(resolved.value, resolved.origins)
+    check_settings(settings)
     return ResolvedSettings(settings, resolved.origins)
 
 
-def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
+def apply_custom_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
     """Return the settings with the tier `custom` if the cap is explicit and no tier is set.
 
     Raise SettingsError if cap and tier are set and contradict each other, or for the tier `custom` without a cap.
@@ -557,16 +557,16 @@ def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSetting
     return replace(settings, memory=replace(memory, tier=CUSTOM)) if tier_from is None else settings
 
 
-def check(settings: NodeSettings) -> None:
+def check_settings(settings: NodeSettings) -> None:
     """Check values that their types cannot restrict. Raise SettingsError with the key for an invalid value."""
     for key, choices in _CHOICES.items():
-        value = _leaf(settings, key)
+        value = _get_value(settings, key)
         if value not in choices:
             raise SettingsError(f"setting {key}: {value!r} is not one of {', '.join(choices)}")
     for key in _SIZES:
-        _check_size(key, _leaf(settings, key))
+        _check_size(key, _get_value(settings, key))
     for key, (valid, form) in _IDENTIFIERS.items():
-        value = str(_leaf(settings, key))
+        value = str(_get_value(settings, key))
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
     _check_hours(settings.sharing)
@@ -608,7 +608,7 @@ def _check_size(key: str, value: object) -> None:
         )
 
 
-def _leaf(settings: NodeSettings, key: str) -> object:
+def _get_value(settings: NodeSettings, key: str) -> object:
     value: object = settings
     for name in key.split("."):
         value = getattr(value, name)

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
-from host.settings_loader import describe, from_tree
+from host.settings_loader import from_tree, list_settings
 from node.engine.memory.leak_check import TOLERATED_BYTES
 from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
@@ -52,11 +52,11 @@ def test_a_generated_page_is_up_to_date(name: str):
 
 @pytest.mark.parametrize("kind", [CoordinatorSettings, NodeSettings])
 def test_every_setting_has_a_meaning(kind: type):
-    assert [setting.key for setting in describe(kind) if len(setting.description) < 10] == []
+    assert [setting.key for setting in list_settings(kind) if len(setting.description) < 10] == []
 
 
 def test_each_section_belongs_to_one_process():
-    coordinators = {setting.key.split(".")[0] for setting in describe(CoordinatorSettings)}
+    coordinators = {setting.key.split(".")[0] for setting in list_settings(CoordinatorSettings)}
     assert not coordinators & SECTIONS
     assert coordinators == COORDINATOR_SECTIONS, (
         "else the node refuses the config.toml that it shares with `cluster up`"
@@ -65,7 +65,7 @@ def test_each_section_belongs_to_one_process():
 
 
 def test_the_settings_of_examples_exist():
-    known = {setting.key for kind in (CoordinatorSettings, NodeSettings) for setting in describe(kind)}
+    known = {setting.key for kind in (CoordinatorSettings, NodeSettings) for setting in list_settings(kind)}
     wrong, seen = [], 0
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
         for example in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):

@@ -27,7 +27,10 @@ announced.
 
 
 def plain(text: str, longest: int = 64) -> str:
-    """Return untrusted text as at most `longest` ASCII characters that are safe in terminals, labels and pages."""
+    """Return untrusted text as at most `longest` ASCII characters that are safe in terminals, labels and pages.
+
+    Any other character becomes `?`.
+    """
     return _NOT_PLAIN.sub("?", text[:longest]).strip()
 
 
@@ -55,7 +58,8 @@ def cluster_hint(cluster: str) -> str:
 def instance_name(name: str, identity: str) -> str:
     """Return the service name of a record: `<name>-<id6>._macpool._tcp.local.`.
 
-    `id6` are the first six letters and digits of `identity`. They distinguish machines of equal name.
+    `name` is a display name, `identity` the id of the cluster or the machine. `id6` are the first six letters and
+    digits of `identity`, which distinguish machines of equal name.
     """
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
     label = plain(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
@@ -63,7 +67,10 @@ def instance_name(name: str, identity: str) -> str:
 
 
 def to_txt(advert: BonjourRecord) -> dict[str, str]:
-    """Return the fields of a TXT record as texts. They take less than 400 bytes and do not change with load."""
+    """Return the TXT fields of a Bonjour record by their keys.
+
+    The fields take less than 400 bytes and do not change with load.
+    """
     return {
         "txtvers": "1",
         "role": advert.role,

@@ -73,5 +73,5 @@ class Histogram:
         self.total += value * times
 
     def tally(self) -> HistogramSnapshot:
-        """Return the current state, to be sent."""
+        """Return a snapshot of the counts and of the total, for a frame."""
         return HistogramSnapshot(tuple(self.counts), self.total)

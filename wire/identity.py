@@ -36,22 +36,29 @@ _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9
 
 
 def valid_name(name: str) -> bool:
-    """Return whether a display name has 1 to 63 characters that are safe in terminals, labels and DNS."""
+    """Return whether a display name is safe in terminals, labels and DNS.
+
+    It has 1 to 63 ASCII letters, digits, spaces and ._-. It begins with a letter or digit, and does not end with a
+    space.
+    """
     return _NAME.fullmatch(name) is not None
 
 
 def valid_model(name: str) -> bool:
-    """Return whether a model name has 1 to 200 letters, digits, spaces and ._:/@+()-."""
+    """Return whether a model name has 1 to 200 letters, digits, spaces and ._:/@+()-.
+
+    The first character is a letter, a digit or an underscore.
+    """
     return _MODEL.fullmatch(name) is not None
 
 
 def valid_id(text: str) -> bool:
-    """Return whether a text is a valid cluster, node or machine id."""
+    """Return whether a text is a valid cluster, node or machine id: 1 to 64 ASCII letters, digits and hyphens."""
     return _ID.fullmatch(text) is not None
 
 
 def valid_request_id(text: str) -> bool:
-    """Return whether an `x-request-id` of a client can be used as request id."""
+    """Return whether a client's `x-request-id` can be used as request id: 1 to 64 ASCII letters, digits and ._-."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 

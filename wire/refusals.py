@@ -120,5 +120,5 @@ class Refused(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def final(self) -> bool:
-        """Whether every node would refuse for the same reason."""
+        """Whether a retry has the same result on every node (`FINAL`)."""
         return self.code in FINAL

@@ -39,7 +39,7 @@ class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MemoryLevel(IntEnum):
-    """Memory level of a node (`wire.capacity.arithmetic.level`); UNKNOWN if its footprint cannot be read."""
+    """Memory level of a node (`wire.capacity.arithmetic.level`); UNKNOWN if the level cannot be computed."""
 
     UNKNOWN = 0
     OK = 1

@@ -80,14 +80,14 @@ def _find_drifts(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[st
     """Return the settings that differ from the file, except addresses; an empty list if the file is invalid."""
     from coordinator.state.config_file import URL_SETTINGS
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
-    from host.settings_loader import changed_settings, from_tree
+    from host.settings_loader import find_changed_settings, from_tree
 
     file = state / "config.toml"
     try:
         tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
         return [
             asdict(one)
-            for one in changed_settings(
+            for one in find_changed_settings(
                 [row for row in ours if row["key"] not in URL_SETTINGS], CoordinatorSettings, tree, NODE_SECTIONS
             )
         ]
@@ -108,13 +108,13 @@ def inspect_settings(
     from host.settings_loader import (
         InvalidSetting,
         SettingsError,
-        describe,
-        faults,
+        build_setting_rows,
+        find_invalid_settings,
         from_environment,
         from_pairs,
         from_tree,
-        resolve,
-        setting_rows,
+        list_settings,
+        resolve_layers,
     )
 
     try:
@@ -123,7 +123,7 @@ def inspect_settings(
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         defaults = [
             {"key": one.key, "value": one.default, "origin": "default", "description": one.description}
-            for one in describe(CoordinatorSettings)
+            for one in list_settings(CoordinatorSettings)
         ]
         return SettingsReport(tuple(defaults), (build_syntax_fault(str(file), str(error)),))
     try:
@@ -133,7 +133,7 @@ def inspect_settings(
     node = node or read_node_settings(state, file, environ, pairs)
     wrong: list[ConfigFault] = []
     for origin, flat in layers:
-        found = faults(CoordinatorSettings, flat, NODE_SECTIONS)
+        found = find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)
         found += [
             InvalidSetting(**one)
             for one in node["faults"]
@@ -144,7 +144,7 @@ def inspect_settings(
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = redact_rows(setting_rows(resolve(CoordinatorSettings, right, NODE_SECTIONS)))
+    rows = redact_rows(build_setting_rows(resolve_layers(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from host.private_files import write_private
-from host.redaction import HIDDEN, hide, redact
+from host.redaction import HIDDEN, hide_secrets, redact_fields
 
 MAX_LOG_BYTES = 512 * 1024
 """Bytes read from the end of each log."""
@@ -97,7 +97,7 @@ def parse_event(line: str) -> dict[str, Any] | None:
             kept[name] = _filter_exception(str(value))
         else:
             kept[name] = _filter_value(name, value)
-    return dict(redact(kept))
+    return dict(redact_fields(kept))
 
 
 def _filter_value(name: str, value: object) -> object:
@@ -157,10 +157,10 @@ def read_newest_lines(file: Path) -> list[str]:
 def redact_value(value: object, home: str) -> Any:
     """Return a value (JSON) with possible secrets redacted at any depth, and the home folder in paths as `~`."""
     if isinstance(value, str):
-        return hide(value.replace(home, "~") if len(home) > 1 else value)
+        return hide_secrets(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
         inner = {str(name): one for name, one in cast("Mapping[object, object]", value).items()}
-        return redact({name: redact_value(one, home) for name, one in inner.items()})
+        return redact_fields({name: redact_value(one, home) for name, one in inner.items()})
     if isinstance(value, list | tuple):
         return [redact_value(one, home) for one in cast("list[object]", value)]
     return value
@@ -188,7 +188,7 @@ def write_bundle(file: Path, contents: Mapping[str, object], logs: Iterable[Path
         name: json.dumps(redact_value(value, str(home)), indent=1, default=str) + "\n"
         for name, value in contents.items()
     }
-    parts |= {f"logs/{log.name}": hide(render_log(lines)) for log in logs if (lines := read_newest_lines(log))}
+    parts |= {f"logs/{log.name}": hide_secrets(render_log(lines)) for log in logs if (lines := read_newest_lines(log))}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for name, text in parts.items():

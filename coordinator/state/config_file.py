@@ -109,5 +109,5 @@ def redact_value(key: str, value: object) -> object:
 
 
 def redact_rows(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Return rows of `host.settings_loader.setting_rows` with `redact_value` applied to each value."""
+    """Return rows of `host.settings_loader.build_setting_rows` with `redact_value` applied to each value."""
     return tuple({**row, "value": redact_value(str(row["key"]), row["value"])} for row in rows)

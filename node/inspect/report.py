@@ -24,22 +24,22 @@ from host.settings_loader import (
     Flat,
     ResolvedSettings,
     SettingsError,
-    changed_settings,
-    faults,
+    build_setting_rows,
+    find_changed_settings,
+    find_invalid_settings,
     from_environment,
     from_pairs,
     from_tree,
-    setting_rows,
 )
 from node.agent.enrollment import EnrollError, parse_address
 from node.agent.identity import IdentityError, NodeIdentity, authority_context, load_identity, proves_coordinator
 from node.agent.machine_id import machine_id
-from node.inspect.running_settings import running
-from node.memory.cap import MachineBounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
+from node.inspect.running_settings import read_running_settings
+from node.memory.cap import MachineBounds, compute_safe_wired_limit, resolve_cap, resolve_margin, with_device
 from node.memory.metal_limit import read_device
 from node.memory.sensor import open_machine
-from node.models.catalogue import hub_folder
-from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check, resolve
+from node.models.catalogue import get_hub_folder
+from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve
 from wire.certificate import read_certificate
 
 DIAL_TIMEOUT_SECONDS = 2.0
@@ -54,18 +54,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--settings-only", action="store_true")
     options = parser.parse_args(arguments)
     file: Path = options.file or options.state / "config.toml"
-    found = settings(file, os.environ, options.pairs)
-    made, now = found.pop("made"), running(options.state / "node", COORDINATOR_SECTIONS)
-    found["running"] = None if now is None else about_running(now, file)
+    report = report_settings(file, os.environ, options.pairs)
+    settings, running = report.pop("made"), read_running_settings(options.state / "node", COORDINATOR_SECTIONS)
+    report["running"] = None if running is None else report_running(running, file)
     if not options.settings_only:
-        found |= about_machine(options.state, made if now is None else now.value)
-    print(json.dumps(found, default=str))
+        report |= report_machine(options.state, settings if running is None else running.value)
+    print(json.dumps(report, default=str))
     return 0
 
 
-def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
+def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings with which a node would start, as a dictionary.
 
+    They come from the TOML `file`, the variables `environ`, and the `key=value` texts `pairs`. In the result,
     `settings` are rows with origins, `made` is the `NodeSettings`. With invalid settings, `error` has the first error,
     `faults` have all, and `settings` leave out the invalid ones.
     """
@@ -75,20 +76,24 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
         layers += [("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
         resolved = resolve(layers, COORDINATOR_SECTIONS)
     except (OSError, ValueError) as error:
-        wrong = [one for _, flat in layers for one in faults(NodeSettings, flat, COORDINATOR_SECTIONS, check)]
-        resolved = _without(layers, {one.key for one in wrong})
+        wrong = [
+            one
+            for _, flat in layers
+            for one in find_invalid_settings(NodeSettings, flat, COORDINATOR_SECTIONS, check_settings)
+        ]
+        resolved = _resolve_without(layers, {one.key for one in wrong})
         report: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
     else:
         report = {"error": "", "faults": []}
-    return {**report, "settings": list(setting_rows(resolved)), "made": resolved.value}
+    return {**report, "settings": list(build_setting_rows(resolved)), "made": resolved.value}
 
 
-def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
+def report_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
     """Return the settings of the running node (`settings`), and those that a restart with this file changes
     (`drift`)."""
-    rows = setting_rows(now)
+    rows = build_setting_rows(now)
     try:
-        later = changed_settings(
+        later = find_changed_settings(
             rows,
             NodeSettings,
             from_tree(tomllib.loads(file.read_text()) if file.exists() else {}),
@@ -99,7 +104,7 @@ def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, 
     return {"settings": rows, "drift": [asdict(one) for one in later]}
 
 
-def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:
+def _resolve_without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
@@ -108,10 +113,11 @@ def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSet
         return resolve([], COORDINATOR_SECTIONS)
 
 
-def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
-    """Return machine id, hardware, cap, engine, model folders and identity for the state folder, as a dictionary.
+def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
+    """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
-    Dials the remembered addresses of the coordinator.
+    `state` is the state folder, `made` the settings of the node. Connect to the stored addresses of the coordinator to
+    report whether they answer (`dial_coordinator`).
     """
     machine = machine_id(made.node.machine)
     opened = open_machine(made)
@@ -119,23 +125,23 @@ def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
     device = read_device(state / "node", opened.hardware, bounds.wired)
     return {
         "machine": machine,
-        "hardware": asdict_of(opened.hardware),
-        "memory": {**memory(made, with_device(bounds, device)), "metal_reported": device is not None},
+        "hardware": convert_to_dict(opened.hardware),
+        "memory": {**report_memory(made, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": made.engine.kind,
         "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
         "folders": [str(Path(folder).expanduser()) for folder in made.models.folders]
-        + ([str(hub_folder(os.environ))] if made.models.use_huggingface_cache else []),
+        + ([str(get_hub_folder(os.environ))] if made.models.use_huggingface_cache else []),
         "sections": sorted(SECTIONS),
-        **identity(state / "node" / "identity", machine),
+        **report_identity(state / "node" / "identity", machine),
     }
 
 
-def asdict_of(struct: Any) -> dict[str, Any]:
+def convert_to_dict(struct: Any) -> dict[str, Any]:
     """Return a msgspec struct as a dictionary, also one that is encoded as an array."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
-def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
+def report_memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     """Return the limits of the machine, cap and margin in bytes, with the limiting term of the cap.
 
     `error` is the reason if the settings allow no cap. `safe` is the highest wired limit in bytes that leaves the
@@ -145,7 +151,7 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
         "total": bounds.total,
         "metal": bounds.metal,
         "container": bounds.container,
-        "safe": safe_wired_limit(made.memory.tier, bounds.total),
+        "safe": compute_safe_wired_limit(made.memory.tier, bounds.total),
     }
     try:
         cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.allow_above_metal_limit)
@@ -165,7 +171,7 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     }
 
 
-def identity(folder: Path, machine: str) -> dict[str, Any]:
+def report_identity(folder: Path, machine: str) -> dict[str, Any]:
     """Return the identity stored in a folder (`identity`) and the results of dialing its addresses (`dialled`).
 
     `identity` is None if the node has not joined, or cannot use its identity (`identity_error`). `machine` is the
@@ -179,7 +185,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
         return {"identity": None, "identity_error": "", "dialled": []}
     leaf = read_certificate(known.certificate)
     with ThreadPoolExecutor(max(1, len(known.addresses))) as pool:
-        waiting = [pool.submit(dial, known, address) for address in known.addresses]
+        waiting = [pool.submit(dial_coordinator, known, address) for address in known.addresses]
         dialled = [one.result() for one in waiting]
     return {
         "identity": {
@@ -194,7 +200,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
     }
 
 
-def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
+def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to `host:port`, verify the coordinator by the cluster's CA, and close without sending a frame.
 
     Return a dictionary: `seconds` to connect, `errno` of the connection (0: none), `proven` and `expires` (Unix

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from host.private_files import write_private
-from host.settings_loader import ResolvedSettings, setting_rows
+from host.settings_loader import ResolvedSettings, build_setting_rows
 from node.settings import NodeSettings, resolve
 
 FILE = "running.json"
@@ -35,7 +35,7 @@ def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) 
     """
     set_here = {
         str(row["key"]): (row["value"], str(row["origin"]))
-        for row in setting_rows(resolved)
+        for row in build_setting_rows(resolved)
         if row["key"] in resolved.origins
     }
     with suppress(OSError):
@@ -47,21 +47,21 @@ def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) 
             (folder / FILE).unlink(missing_ok=True)
 
 
-def running(folder: Path, others: frozenset[str]) -> ResolvedSettings[NodeSettings] | None:
+def read_running_settings(folder: Path, others: frozenset[str]) -> ResolvedSettings[NodeSettings] | None:
     """Return the settings of the node that runs in a folder (STATE/node), with origins. `others` are sections to skip.
 
     Return None if no node runs there or its settings cannot be read.
     """
     try:
         settings = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
-        if settings.pid != _holder(folder / "lock"):
+        if settings.pid != _find_lock_holder(folder / "lock"):
             return None
         return resolve([(origin, {key: value}) for key, (value, origin) in settings.settings.items()], others)
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 
-def _holder(lock: Path) -> int | None:
+def _find_lock_holder(lock: Path) -> int | None:
     """Return the process that holds a node's lock; None when no process does. The check takes a shared lock briefly."""
     with lock.open() as file:
         try:

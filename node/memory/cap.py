@@ -91,7 +91,7 @@ class MachineBounds:
 
 @dataclass(frozen=True, slots=True)
 class MetalDevice:
-    """Metal limit that the device of the engine reported, in bytes, and `MachineBounds.wired` at that time."""
+    """Metal limit in bytes (`limit`) that the engine's device reported, and `MachineBounds.wired` at that time."""
 
     limit: int
     wired: int | None = None
@@ -130,12 +130,12 @@ class Margin:
     """Whether the margin is the default, which a profile of the loaded models may replace."""
 
 
-def reserve(tier: str, total: int) -> int:
+def compute_reserve(tier: str, total: int) -> int:
     """Return the bytes that an automatic cap leaves to the system, for a tier and `total` bytes of RAM."""
     return SMALL_RESERVE_BYTES if total < SMALL_MACHINE_BYTES else TIERS[tier].reserve
 
 
-def default_metal(total: int, system: str = "") -> int:
+def estimate_metal_limit(total: int, system: str = "") -> int:
     """Return an estimate of the default Metal limit in bytes for `total` bytes of RAM.
 
     `system` is the name of the system, such as "macOS 15.5". Other texts count as the newest macOS.
@@ -164,12 +164,12 @@ def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBou
     return replace(bounds, metal=device.limit if default else min(device.limit, bounds.metal))
 
 
-def safe_wired_limit(tier: str, total: int) -> int:
+def compute_safe_wired_limit(tier: str, total: int) -> int:
     """Return the highest wired limit in bytes that leaves the system the reserve of the tier and 5 % of the RAM.
 
     `total` is the RAM in bytes.
     """
-    return max(0, min(total - reserve(tier, total), int(total * MAX_WIRED_SHARE)))
+    return max(0, min(total - compute_reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
 
 def resolve_cap(
@@ -188,8 +188,8 @@ def resolve_cap(
             'set a size such as "24GiB"'
         )
     if setting == "auto":
-        return _automatic_cap(tier, bounds)
-    size = _explicit(setting, bounds, starting=starting)
+        return _compute_automatic_cap(tier, bounds)
+    size = _parse_explicit_cap(setting, bounds, starting=starting)
     metal_first = bounds.metal is not None and not above_metal and bounds.metal < (bounds.container or 0)
     if bounds.container is not None and size > bounds.container and not metal_first:
         return MemoryCap(
@@ -201,14 +201,14 @@ def resolve_cap(
                 "value is used"
             ),
         )
-    return _under_metal(setting, size, bounds, above_metal=above_metal, starting=starting)
+    return _limit_by_metal(setting, size, bounds, above_metal=above_metal, starting=starting)
 
 
 _RAISE_CAP = "raise memory.cap"
 _CONTAINER = "raise the memory limit of the container that the node runs in"
 
 
-def _under_metal(
+def _limit_by_metal(
     setting: str | int, size: int, bounds: MachineBounds, *, above_metal: bool, starting: bool
 ) -> MemoryCap:
     metal = bounds.metal
@@ -221,26 +221,26 @@ def _under_metal(
             "(memory.allow_above_metal_limit)"
         )
         return MemoryCap(size, "setting", _RAISE_CAP, warning)
-    raising = _sysctl(size, bounds.total)
+    raising = _build_sysctl_command(size, bounds.total)
     if starting:
         raise SettingsError(
             f"setting memory.cap: {setting} is {show_size(size)}, above the Metal limit of {show_size(metal)}: lower "
             f"it, raise the limit ({raising}), or set memory.allow_above_metal_limit = true at your own risk"
         )
     warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower value is used"
-    return MemoryCap(max(1, metal), "metal", _raise_metal(raising), warning)
+    return MemoryCap(max(1, metal), "metal", _advise_raising_metal(raising), warning)
 
 
-def _automatic_cap(tier: str, bounds: MachineBounds) -> MemoryCap:
-    static, metal = max(1, bounds.ram - reserve(tier, bounds.ram)), bounds.metal
+def _compute_automatic_cap(tier: str, bounds: MachineBounds) -> MemoryCap:
+    static, metal = max(1, bounds.ram - compute_reserve(tier, bounds.ram)), bounds.metal
     if metal is not None and metal < static:
-        return MemoryCap(max(1, metal), "metal", _raise_metal(_sysctl(static, bounds.total)))
+        return MemoryCap(max(1, metal), "metal", _advise_raising_metal(_build_sysctl_command(static, bounds.total)))
     if bounds.ram < bounds.total:
         return MemoryCap(static, "container", _CONTAINER)
     return MemoryCap(static, "static", "choose a memory.tier with a smaller reserve, or set memory.cap")
 
 
-def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> int:
+def _parse_explicit_cap(setting: str | int, bounds: MachineBounds, *, starting: bool) -> int:
     try:
         size = parse_size(setting, total=bounds.ram)
     except ValueError as error:
@@ -254,12 +254,12 @@ def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> i
     return min(size, bounds.total or size)
 
 
-def _raise_metal(command: str) -> str:
+def _advise_raising_metal(command: str) -> str:
     """Return the advice. The engine has to restart, because MLX reads the limit once for each process."""
     return f"raise the Metal limit with {command}, then restart the node"
 
 
-def _sysctl(wanted: int, total: int) -> str:
+def _build_sysctl_command(wanted: int, total: int) -> str:
     return f"sudo sysctl iogpu.wired_limit_mb={min(wanted, int(total * MAX_WIRED_SHARE)) // MIB}"
 
 
@@ -290,10 +290,11 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
 
 
 def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
-    """Return the ceiling for a cap, the result of `dynamic` (`reach`) and the bytes of leases.
+    """Return the bytes that the engine may use now, at least 1, with the term that limits them and a remedy.
 
-    The ceiling is at least 1 byte, and 1 byte if `reach` is None. The limiting term is the one that reduces the cap
-    most, or that of the cap if nothing reduces it.
+    `reach` are the bytes that the engine could use on this machine (`dynamic`), `leases` are subtracted bytes. The
+    limiting term is the larger reduction, by leases or by other programs; on a tie, the leases. It is that of the cap
+    if nothing reduces the cap. If `reach` is None, the ceiling is 1 byte and the term `UNREADABLE`.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
@@ -307,5 +308,5 @@ def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
 
 
 def limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
-    """Return the limits as a frame for the engine, without a sequence number. `leases` are bytes."""
+    """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling; leases in bytes."""
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

@@ -80,14 +80,14 @@ class LibSystem:
         self._sysctl.restype = c_int
         self._limit = 0
 
-    def phys(self, pid: int) -> int | None:
+    def read_footprint(self, pid: int) -> int | None:
         """Return the footprint of a process in bytes; None for an ended, foreign or unreadable process."""
-        usage = self._usage(pid)
+        usage = self._read_usage(pid)
         return None if usage is None else usage.phys_footprint or None
 
-    def highs(self, pid: int) -> HighWaterMarks:
+    def read_high_water_marks(self, pid: int) -> HighWaterMarks:
         """Return the high-water marks of a process's footprint; unknown for an ended or foreign process."""
-        usage = self._usage(pid)
+        usage = self._read_usage(pid)
         if usage is None:
             return HighWaterMarks()
         return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
@@ -96,40 +96,40 @@ class LibSystem:
         """Reset the high-water mark of the interval of a process. Return whether that succeeded."""
         return self._reset_interval is not None and self._reset_interval(pid) == 0
 
-    def _usage(self, pid: int) -> RusageV4 | None:
+    def _read_usage(self, pid: int) -> RusageV4 | None:
         usage = RusageV4()
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
-    def born(self, pid: int) -> str:
+    def read_process_identity(self, pid: int) -> str:
         """Return an identifier of a process that no later process has: its start time. Empty for an ended process."""
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
         return f"{described.start_seconds}.{described.start_microseconds}"
 
-    def wired_limit(self) -> int | None:
+    def read_wired_limit(self) -> int | None:
         """Return the Metal limit in bytes that a person set with `iogpu.wired_limit_mb`; None for the default.
 
         After a failed read, the last value is returned, because a lower cap could end requests.
         """
-        megabytes = self._number("iogpu.wired_limit_mb")
+        megabytes = self._read_number("iogpu.wired_limit_mb")
         if megabytes is not None:
             self._limit = megabytes
         return self._limit * MIB or None
 
-    def pressure(self) -> str:
+    def read_pressure(self) -> str:
         """Return the memory pressure of the system: `normal`, `warn` or `critical`; empty if unknown."""
-        return PRESSURES.get(self._number("kern.memorystatus_vm_pressure_level") or 0, "")
+        return PRESSURES.get(self._read_number("kern.memorystatus_vm_pressure_level") or 0, "")
 
-    def chip_name(self) -> str:
+    def read_chip_name(self) -> str:
         """Return the name of the chip, such as "Apple M5 Max"; empty if unknown."""
-        return (self._bytes("machdep.cpu.brand_string") or b"").split(b"\0")[0].decode(errors="replace")
+        return (self._read_value("machdep.cpu.brand_string") or b"").split(b"\0")[0].decode(errors="replace")
 
-    def _number(self, name: str) -> int | None:
-        raw = self._bytes(name)
+    def _read_number(self, name: str) -> int | None:
+        raw = self._read_value(name)
         return int.from_bytes(raw, "little") if raw and len(raw) in (4, 8) else None
 
-    def _bytes(self, name: str) -> bytes | None:
+    def _read_value(self, name: str) -> bytes | None:
         buffer, size = ctypes.create_string_buffer(256), c_size_t(256)
         if self._sysctl(name.encode(), buffer, byref(size), None, 0) != 0:
             return None
@@ -147,11 +147,11 @@ class DarwinFootprint:
 
     def phys(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
-        return self._system.phys(self._pid)
+        return self._system.read_footprint(self._pid)
 
     def highs(self) -> HighWaterMarks:
         """Return the high-water marks of the footprint; unknown if they cannot be read."""
-        return self._system.highs(self._pid)
+        return self._system.read_high_water_marks(self._pid)
 
     def begin_interval(self) -> bool:
         """Reset the high-water mark of the interval. Return whether that succeeded."""

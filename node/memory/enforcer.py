@@ -103,20 +103,20 @@ def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[Enforce
     if level is MemoryLevel.UNKNOWN:
         return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, order_number=0), ()
     if level is not MemoryLevel.OVER_HARD:
-        return replace(state, over=0, order_number=0), _soft(state, seen)
+        return replace(state, over=0, order_number=0), _reduce_softly(state, seen)
     state = replace(state, over=state.over + 1, over_caps=state.over_caps + (state.over == 0))
     if state.over == 1 or not seen.memory.guard:
-        return state, _soft(state, seen)
-    return _hard(state, seen, now, late=late)
+        return state, _reduce_softly(state, seen)
+    return _reduce_hard(state, seen, now, late=late)
 
 
-def _soft(state: EnforcerState, seen: EnforcerInput) -> tuple[Action, ...]:
+def _reduce_softly(state: EnforcerState, seen: EnforcerInput) -> tuple[Action, ...]:
     if state.level < MemoryLevel.OVER_SOFT or not seen.memory.guard:
         return ()
     return (SendOrder(ReduceMemory(state.polls, MemoryLevel.OVER_SOFT)),)
 
 
-def _hard(
+def _reduce_hard(
     state: EnforcerState, seen: EnforcerInput, now: float, *, late: bool
 ) -> tuple[EnforcerState, tuple[Action, ...]]:
     if state.engine == state.ended:
@@ -133,7 +133,7 @@ def _hard(
     return replace(state, ended=state.engine, kills=state.kills + 1), (EndEngine(cause),)
 
 
-def pause(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
+def compute_pause_seconds(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
     """Return the seconds until the next poll. `busy`: the engine works; `loaded`: a model is loaded."""
     if busy or state.over:
         return BUSY_POLL_SECONDS

@@ -42,7 +42,7 @@ class LinuxFootprint:
 
     def highs(self) -> HighWaterMarks:
         """Return the high-water marks of the resident set; unknown if they cannot be read."""
-        mark = _kilobytes(self._folder / "status").get("VmHWM")
+        mark = _read_sizes(self._folder / "status").get("VmHWM")
         if mark is None:
             return HighWaterMarks()
         self._highest = max(self._highest, mark)
@@ -64,10 +64,10 @@ class LinuxFootprint:
             self._file = -1
 
 
-def born(pid: int, proc: Path = Path("/proc")) -> str:
+def read_process_identity(pid: int, proc: Path = Path("/proc")) -> str:
     """Return an identifier of a process that no later process has: boot id and start time. Empty for an ended
     process."""
-    stat = _stat(f"{proc}/{pid}")
+    stat = _read_stat_fields(f"{proc}/{pid}")
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     except OSError:
@@ -75,7 +75,7 @@ def born(pid: int, proc: Path = Path("/proc")) -> str:
     return f"{boot}:{int(stat[19])}" if stat is not None and stat[0] not in DEAD else ""
 
 
-def _stat(folder: str) -> list[bytes] | None:
+def _read_stat_fields(folder: str) -> list[bytes] | None:
     """Return the fields after the name of the process: state, parent, group, session, …"""
     try:
         file = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -90,7 +90,7 @@ def _stat(folder: str) -> list[bytes] | None:
     return fields if len(fields) > 19 else None
 
 
-def _kilobytes(path: Path) -> dict[str, int]:
+def _read_sizes(path: Path) -> dict[str, int]:
     fields: dict[str, int] = {}
     try:
         lines = path.read_text().splitlines()
@@ -104,13 +104,13 @@ def _kilobytes(path: Path) -> dict[str, int]:
     return fields
 
 
-def container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+def read_container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Return the lowest memory limit of the cgroups of this process in bytes; None without a limit."""
-    limits = [limit for folder in _folders(proc, cgroups) if (limit := _limit(folder)) is not None]
+    limits = [limit for folder in _find_cgroup_folders(proc, cgroups) if (limit := _read_limit(folder)) is not None]
     return min(limits, default=None)
 
 
-def pressure(proc: Path = Path("/proc")) -> str:
+def read_pressure(proc: Path = Path("/proc")) -> str:
     """Return the memory pressure of the system: `normal`, `warn` or `critical` by STALLED; empty if unknown."""
     try:
         line = next(line for line in (proc / "pressure" / "memory").read_text().splitlines() if line.startswith("some"))
@@ -120,24 +120,24 @@ def pressure(proc: Path = Path("/proc")) -> str:
     return next((word for word, least in STALLED if share >= least), "normal")
 
 
-def container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the free bytes of the cgroup of this process that has least; None without a limit.
+def read_container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the lowest number of free bytes below the limits of this process's cgroups; None without a limit.
 
     Page cache that the kernel can free counts as free.
     """
-    limits = [free for folder in _folders(proc, cgroups) if (free := _free_bytes(folder)) is not None]
+    limits = [free for folder in _find_cgroup_folders(proc, cgroups) if (free := _read_free_bytes(folder)) is not None]
     return min(limits, default=None)
 
 
-def unevictable_memory(proc: Path = Path("/proc")) -> int | None:
+def read_unevictable_bytes(proc: Path = Path("/proc")) -> int | None:
     """Return the bytes that can be neither paged out nor freed: locked memory and memory of drivers.
 
     Return None if they cannot be read.
     """
-    return _kilobytes(proc / "meminfo").get("Unevictable")
+    return _read_sizes(proc / "meminfo").get("Unevictable")
 
 
-def chip_name(proc: Path = Path("/proc")) -> str:
+def read_chip_name(proc: Path = Path("/proc")) -> str:
     """Return the name of the processor; empty if unknown."""
     try:
         lines = (proc / "cpuinfo").read_text().splitlines()
@@ -146,7 +146,7 @@ def chip_name(proc: Path = Path("/proc")) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _folders(proc: Path, cgroups: Path) -> list[Path]:
+def _find_cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
     """Return the memory cgroups of this process and their parents, because limits of each level apply."""
     try:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
@@ -162,24 +162,24 @@ def _folders(proc: Path, cgroups: Path) -> list[Path]:
     return found
 
 
-def _limit(folder: Path) -> int | None:
-    limit = _number(folder / "memory.max")
+def _read_limit(folder: Path) -> int | None:
+    limit = _read_number(folder / "memory.max")
     if limit is None:
-        limit = _number(folder / "memory.limit_in_bytes")
+        limit = _read_number(folder / "memory.limit_in_bytes")
     return None if limit is None or limit >= UNLIMITED else limit
 
 
-def _free_bytes(folder: Path) -> int | None:
-    limit = _limit(folder)
-    used = _number(folder / "memory.current")
+def _read_free_bytes(folder: Path) -> int | None:
+    limit = _read_limit(folder)
+    used = _read_number(folder / "memory.current")
     if used is None:
-        used = _number(folder / "memory.usage_in_bytes")
+        used = _read_number(folder / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None
-    return max(0, limit - used + _reclaimable_files(folder))
+    return max(0, limit - used + _read_reclaimable_bytes(folder))
 
 
-def _reclaimable_files(folder: Path) -> int:
+def _read_reclaimable_bytes(folder: Path) -> int:
     """Return the bytes of inactive page cache, which the kernel frees on demand."""
     try:
         fields = dict(line.split(None, 1) for line in (folder / "memory.stat").read_text().splitlines())
@@ -188,7 +188,7 @@ def _reclaimable_files(folder: Path) -> int:
     return int(fields.get("total_inactive_file", fields.get("inactive_file", "0")))
 
 
-def _number(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:

@@ -38,16 +38,16 @@ def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDev
     except (OSError, msgspec.MsgspecError):
         return None
     device = MetalDevice(kept.limit, wired)
-    return device if kept.limit > 0 and kept == _belongs(hardware, device) else None
+    return device if kept.limit > 0 and kept == _build_stored_limit(hardware, device) else None
 
 
 def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:
     """Store the Metal limit of this machine in `folder`. A write error is logged: the next start uses an estimate."""
     try:
-        write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
+        write_private(private_folder(folder) / FILE, msgspec.json.encode(_build_stored_limit(hardware, device)))
     except OSError as error:
         log.warning("metal limit not stored", error=str(error))
 
 
-def _belongs(hardware: Hardware, device: MetalDevice) -> _StoredLimit:
+def _build_stored_limit(hardware: Hardware, device: MetalDevice) -> _StoredLimit:
     return _StoredLimit(hardware.chip, hardware.memory, hardware.system, device.wired, device.limit)

@@ -27,7 +27,7 @@ WARNING_INTERVAL_SECONDS = 600.0
 log = structlog.get_logger("node.memory.poll")
 
 
-def margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
+def compute_margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
     """Return the margin in bytes that the engine's gate uses, from the memory that the engine `reported`.
 
     The gate decides an automatic margin, because only the engine has the profiles from which the margin follows. Before
@@ -45,8 +45,8 @@ class MemoryPoll:
         self._machine = machine
         self._supervisor = supervisor
         self._alarm = Timer(self.poll_once)
-        self._looked = 0.0
-        self._warned = time.monotonic()
+        self._polled_at = 0.0
+        self._warned_at = time.monotonic()
         self._phys: int | None = None
         self._spare: AvailableMemory = machine.spare()
         self.state = EnforcerState()
@@ -64,18 +64,18 @@ class MemoryPoll:
         """Move the next poll forward after a change of the engine. Poll soon if the engine is a new process."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
-        self._alarm.move_forward(now if new else max(now, self._looked + self._pause()))
+        self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))
 
     def poll_once(self) -> None:
         """Read the memory, set the limits, run the enforcer, and schedule the next poll."""
         loop = asyncio.get_running_loop()
-        self._looked = loop.time()
+        self._polled_at = loop.time()
         try:
-            self._look(time.monotonic())
+            self._poll(time.monotonic())
         finally:
-            self._alarm.set(self._looked + self._pause())
+            self._alarm.set(self._polled_at + self._compute_pause_seconds())
 
-    def _look(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         supervisor = self._supervisor
         self._phys, self._spare = supervisor.probe.phys().phys, self._machine.spare()
         report = supervisor.reports.latest
@@ -83,7 +83,10 @@ class MemoryPoll:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
         limits = self._limiter.poll(self._ceiling_footprint(), supervisor.orders.set_limits)
         seen = EnforcerInput(
-            supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.probe.call_until
+            supervisor.ready,
+            self._build_memory(limits),
+            report.enforced if report else 0,
+            supervisor.probe.call_until,
         )
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
@@ -99,11 +102,11 @@ class MemoryPoll:
                 bound_by=limits.bound_by,
             )
         for action in actions:
-            self._act(action)
+            self._run_action(action)
         if self.state.order_number:
             supervisor.probe.ping()
-        if now - self._warned >= WARNING_INTERVAL_SECONDS:
-            self._warned = now
+        if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
+            self._warned_at = now
             self._limiter.warn()
 
     def _deserves_warning(self, memory: Memory) -> bool:
@@ -120,7 +123,7 @@ class MemoryPoll:
         """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
         return 0 if self._supervisor.pid is None else self._phys
 
-    def _judged(self, limits: MemoryLimits) -> Memory:
+    def _build_memory(self, limits: MemoryLimits) -> Memory:
         """Return the memory part of the engine's last report, with the agent's own reading and the current limits."""
         report = self._supervisor.reports.latest
         reported = report.memory if report else Memory()
@@ -129,13 +132,13 @@ class MemoryPoll:
             phys=self._phys,
             cap=limits.cap,
             ceiling=limits.ceiling,
-            margin=margin_in_force(limits, reported),
+            margin=compute_margin_in_force(limits, reported),
             leases=limits.leases,
             bound_by=limits.bound_by,
             guard=limits.guard,
         )
 
-    def _act(self, action: enforcer.Action) -> None:
+    def _run_action(self, action: enforcer.Action) -> None:
         match action:
             case SendOrder():
                 self._supervisor.orders.reduce_memory(action.order)
@@ -143,16 +146,16 @@ class MemoryPoll:
                 log.error("engine ended", reason=action.cause)
                 self._supervisor.end(action.cause)
 
-    def _pause(self) -> float:
+    def _compute_pause_seconds(self) -> float:
         report = self._supervisor.reports.latest
         models = report.models if report else ()
         busy = bool(self._supervisor.live) or any(model.loading for model in models)
-        return enforcer.pause(self.state, busy=busy, loaded=any(model.loaded for model in models))
+        return enforcer.compute_pause_seconds(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def memory(self) -> Memory:
-        """Return the memory of the engine with a new reading of the footprint and the limits now."""
+        """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
         self._phys = self._supervisor.probe.phys().phys
-        return self._judged(self._limiter.now(self._ceiling_footprint()))
+        return self._build_memory(self._limiter.now(self._ceiling_footprint()))
 
     # parts of the report
 

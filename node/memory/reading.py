@@ -84,15 +84,15 @@ class AvailableMemory:
 class RecentPeak:
     """Recent peak of a process: the highest reading of each of the last polls. Times are monotonic seconds.
 
-    `polls` are pairs of start time and bytes, newest last. Entries expire by time. An idle process without polls
-    therefore does not keep an old maximum.
+    `polls` are pairs of start time and bytes, newest last. A poll expires RECENT_PEAK_SECONDS after its start. An idle
+    process without polls therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()
 
     def with_reading(self, phys: int, now: float) -> "RecentPeak":
         """Return the window with a further reading of `phys` bytes at `now`."""
-        polls = self._within(now)
+        polls = self._list_polls_within(now)
         if polls and now - polls[-1][0] < POLL_PERIOD_SECONDS:
             start, height = polls[-1]
             return RecentPeak((*polls[:-1], (start, max(height, phys))))
@@ -100,15 +100,15 @@ class RecentPeak:
 
     def highest(self, now: float) -> int:
         """Return the highest reading in the window that ends at `now`, in bytes; 0 without readings."""
-        return max((height for _, height in self._within(now)), default=0)
+        return max((height for _, height in self._list_polls_within(now)), default=0)
 
     def peak_expires_at(self, floor: int, now: float) -> float | None:
         """Return the monotonic time at which `highest` falls next; None if it is at most `floor` bytes."""
-        polls = self._within(now)
+        polls = self._list_polls_within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:
             return None
         return max(start for start, height in polls if height == top) + RECENT_PEAK_SECONDS
 
-    def _within(self, now: float) -> tuple[tuple[float, int], ...]:
+    def _list_polls_within(self, now: float) -> tuple[tuple[float, int], ...]:
         return tuple(poll for poll in self.polls if now - poll[0] < RECENT_PEAK_SECONDS)

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from node.memory import darwin, linux
-from node.memory.cap import TIERS, MachineBounds, default_metal
+from node.memory.cap import TIERS, MachineBounds, estimate_metal_limit
 from node.memory.reading import AvailableMemory, HighWaterMarks, MemoryReading
 from node.settings import NodeSettings
 from wire.report import Hardware
@@ -80,7 +80,9 @@ class Sensor:
 
 def open_sensor(pid: int) -> Sensor:
     """Return a sensor for a process of this user. Its readings are None after the process has ended."""
-    return Sensor(darwin.DarwinFootprint(pid, _system()) if sys.platform == "darwin" else linux.LinuxFootprint(pid))
+    return Sensor(
+        darwin.DarwinFootprint(pid, _get_libsystem()) if sys.platform == "darwin" else linux.LinuxFootprint(pid)
+    )
 
 
 def footprint(group: int) -> int | None:
@@ -95,14 +97,14 @@ def footprint_of(pids: tuple[int, ...]) -> int | None:
     """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
     total = 0
     for pid in pids:
-        found = _footprint(pid)
-        if found is None and born(pid):
+        found = _read_footprint(pid)
+        if found is None and read_process_identity(pid):
             return None
         total += found or 0
     return total or None
 
 
-def _footprint(pid: int) -> int | None:
+def _read_footprint(pid: int) -> int | None:
     sensor = open_sensor(pid)
     try:
         return sensor.phys().phys
@@ -112,17 +114,17 @@ def _footprint(pid: int) -> int | None:
 
 def members(group: int) -> tuple[int, ...]:
     """Return the ids of the living processes of a process group, without zombies."""
-    return tuple(pid for pid in psutil.pids() if _group(pid) == group and born(pid))
+    return tuple(pid for pid in psutil.pids() if _get_group(pid) == group and read_process_identity(pid))
 
 
-def _group(pid: int) -> int | None:
+def _get_group(pid: int) -> int | None:
     try:
         return os.getpgid(pid)
     except OSError:  # it has ended
         return None
 
 
-def virtual_memory() -> "PageCounts | None":
+def read_virtual_memory() -> "PageCounts | None":
     """Return the memory of this machine as psutil counts it; None if psutil fails."""
     try:
         return psutil.virtual_memory()
@@ -130,9 +132,9 @@ def virtual_memory() -> "PageCounts | None":
         return None
 
 
-def born(pid: int) -> str:
+def read_process_identity(pid: int) -> str:
     """Return an identifier of a process that a later process with the same pid does not have; empty if it ended."""
-    return _system().born(pid) if sys.platform == "darwin" else linux.born(pid)
+    return _get_libsystem().read_process_identity(pid) if sys.platform == "darwin" else linux.read_process_identity(pid)
 
 
 class MachineMemory(Protocol):
@@ -168,12 +170,14 @@ class Mac:
     active_share: float
     """Share of active pages that counts as reclaimable."""
     system: darwin.LibSystem
-    pages: Callable[[], PageCounts | None] = virtual_memory
+    pages: Callable[[], PageCounts | None] = read_virtual_memory
 
     def bounds(self) -> MachineBounds:
         """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""
-        wired, hardware = self.system.wired_limit(), self.hardware
-        return MachineBounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
+        wired, hardware = self.system.read_wired_limit(), self.hardware
+        return MachineBounds(
+            hardware.memory, wired or estimate_metal_limit(hardware.memory, hardware.system), wired=wired
+        )
 
     def reclaimable(self) -> int | None:
         """Return the bytes of free and inactive pages, and of `active_share` of the active pages; None if
@@ -185,7 +189,7 @@ class Mac:
         """Return free and inactive pages as available memory, and the memory pressure."""
         found = self.pages()
         available = None if found is None else found.available
-        return AvailableMemory(available, self.system.pressure(), "psutil", time.monotonic())
+        return AvailableMemory(available, self.system.read_pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Return the bytes of wired pages; None if they cannot be read."""
@@ -201,12 +205,12 @@ class LinuxMachine:
 
     def bounds(self) -> MachineBounds:
         """Return the RAM (0 if unreadable) and the lowest limit of the cgroups in bytes."""
-        found = virtual_memory()
-        return MachineBounds(0 if found is None else found.total, None, linux.container_limit())
+        found = read_virtual_memory()
+        return MachineBounds(0 if found is None else found.total, None, linux.read_container_limit())
 
     def reclaimable(self) -> int | None:
         """Return MemAvailable in bytes, at most the free memory of the cgroups; None if it cannot be read."""
-        found, container_free = virtual_memory(), linux.container_free_bytes()
+        found, container_free = read_virtual_memory(), linux.read_container_free_bytes()
         return (
             None
             if found is None
@@ -217,11 +221,11 @@ class LinuxMachine:
 
     def spare(self) -> AvailableMemory:
         """Return the reclaimable memory as available memory, and the memory pressure."""
-        return AvailableMemory(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
+        return AvailableMemory(self.reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Return Unevictable in bytes (locked memory and memory of drivers); None if it cannot be read."""
-        return linux.unevictable_memory()
+        return linux.read_unevictable_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,11 +240,11 @@ class PretendedMachine:
 
     def bounds(self) -> MachineBounds:
         """Return the simulated RAM and its default Metal limit in bytes."""
-        return MachineBounds(self.hardware.memory, default_metal(self.hardware.memory))
+        return MachineBounds(self.hardware.memory, estimate_metal_limit(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
         """Return the value in the file in bytes (None: unreadable), or the RAM without a value."""
-        return self._reading("reclaimable", self.hardware.memory)
+        return self._read_value("reclaimable", self.hardware.memory)
 
     def spare(self) -> AvailableMemory:
         """Return the reclaimable memory as available memory, with normal pressure."""
@@ -248,9 +252,9 @@ class PretendedMachine:
 
     def wired(self) -> int | None:
         """Return the value in the file in bytes; None without a value."""
-        return self._reading("wired", None)
+        return self._read_value("wired", None)
 
-    def _reading(self, name: str, otherwise: int | None) -> int | None:
+    def _read_value(self, name: str, otherwise: int | None) -> int | None:
         """Return a value in the file; `otherwise` if the file or the name is missing."""
         try:
             found = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
@@ -263,21 +267,21 @@ def open_machine(settings: NodeSettings) -> MachineMemory:
     """Return the reader of the memory of this machine, or of a simulated machine for the scripted engine."""
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
-        return PretendedMachine(machine(parse_size(scripted.memory)), scripted.readings)
+        return PretendedMachine(describe_machine(parse_size(scripted.memory)), scripted.readings)
     if sys.platform == "darwin":
-        return Mac(machine(), TIERS[settings.memory.tier].active_share, _system())
-    return LinuxMachine(machine())
+        return Mac(describe_machine(), TIERS[settings.memory.tier].active_share, _get_libsystem())
+    return LinuxMachine(describe_machine())
 
 
-def machine(memory: int | None = None) -> Hardware:
+def describe_machine(memory: int | None = None) -> Hardware:
     """Describe this machine for `wire.frames.Hello`.
 
     `memory` replaces its RAM (bytes). Without `memory` and a readable RAM, `Hardware.memory` is 0.
     """
     apple = sys.platform == "darwin"
-    chip = _system().chip_name() if apple else linux.chip_name()
+    chip = _get_libsystem().read_chip_name() if apple else linux.read_chip_name()
     if memory is None:
-        found, limit = virtual_memory(), None if apple else linux.container_limit()
+        found, limit = read_virtual_memory(), None if apple else linux.read_container_limit()
         memory = 0 if found is None else found.total if limit is None else min(found.total, limit)
     return Hardware(
         chip or platform.machine(),
@@ -289,5 +293,5 @@ def machine(memory: int | None = None) -> Hardware:
 
 
 @functools.cache
-def _system() -> darwin.LibSystem:
+def _get_libsystem() -> darwin.LibSystem:
     return darwin.LibSystem()

@@ -19,7 +19,7 @@ class Timer:
         """Schedule the call for the time `when`, in place of an earlier schedule."""
         self.cancel()
         self._when = when
-        self._handle = asyncio.get_running_loop().call_at(when, self._rung)
+        self._handle = asyncio.get_running_loop().call_at(when, self._run_callback)
 
     def move_forward(self, when: float) -> None:
         """Move the call forward to the time `when`. Do nothing if no call is scheduled or it is due earlier."""
@@ -32,6 +32,6 @@ class Timer:
             self._handle.cancel()
             self._handle = None
 
-    def _rung(self) -> None:
+    def _run_callback(self) -> None:
         self._handle = None
         self._ring()

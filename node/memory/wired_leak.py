@@ -81,7 +81,10 @@ class WiredLeaks:
         return missing
 
     def update(self, wired: int | None) -> None:
-        """Forget the leaks if most of the memory has returned. `wired` are the wired bytes of the system now."""
+        """Reset the leaks if more than half of the leaked memory has returned.
+
+        `wired` are the wired bytes of the system now; None if unreadable.
+        """
         if wired is not None and wired < self.first + LEAK_SHARE * self.missing:
             self.count = self.missing = 0
 

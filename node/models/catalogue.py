@@ -108,15 +108,15 @@ class Digest(Protocol):
 
 
 class ModelCatalogue:
-    """Models that the MLX engine can offer, by the last scan of the folders and Hugging Face's cache.
+    """Models in the model folders and in Hugging Face's cache, by the last scan.
 
-    Only one thread may scan. All other threads see the complete result of one scan. `environment` has the variables
-    that locate the cache.
+    Models that the MLX engine cannot serve are included, with their cause. Only one thread may scan. All other threads
+    see the complete result of one scan. `environment` has the variables that locate the cache.
     """
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
-        self._hub = hub_folder(environment) if settings.use_huggingface_cache else None
+        self._hub = get_hub_folder(environment) if settings.use_huggingface_cache else None
         self._known: Mapping[str, ModelDescriptor] = {}
         self._pinned: Mapping[str, ModelDescriptor] = {}
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
@@ -178,28 +178,31 @@ class ModelCatalogue:
         return self._known != before
 
     def scan(self) -> None:
-        """Scan all folders. The embedded model is offered only if no other model can be served."""
+        """Scan all folders and replace the result of the last scan.
+
+        The embedded model is included only if no other model can be served.
+        """
         found: dict[str, ModelDescriptor] = {}
-        for name, folder in self._places():
+        for name, folder in self._find_folders():
             if name not in found and valid_model(name):
-                described = self._describe(name, folder)
+                described = self._describe_cached(name, folder)
                 if described is not None:
                     found[name] = described
         if all(one.cause for one in found.values()):
-            embedded = self._describe(EMBEDDED.name, EMBEDDED)
+            embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
             found |= {embedded.name: embedded} if embedded is not None else {}
         self._known, self._scanned = found, time.monotonic()
 
-    def _places(self) -> Iterator[tuple[str, Path]]:
+    def _find_folders(self) -> Iterator[tuple[str, Path]]:
         for folder in self._settings.folders:
-            yield from roots(Path(folder).expanduser())
+            yield from find_model_folders(Path(folder).expanduser())
         if self._hub is not None:
-            yield from snapshots(self._hub)
+            yield from find_snapshots(self._hub)
 
-    def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
+    def _describe_cached(self, name: str, folder: Path) -> ModelDescriptor | None:
         """Describe a folder, or return the previous description if none of its files changed."""
         try:
-            state = _state(folder)
+            state = _read_file_state(folder)
             kept = self._described.get(folder)
             if kept is not None and kept[0] == (name, *state):
                 return kept[1]
@@ -213,7 +216,7 @@ class ModelCatalogue:
         return found
 
 
-def hub_folder(environment: Mapping[str, str]) -> Path:
+def get_hub_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses."""
     if "HF_HUB_CACHE" in environment:
         return Path(environment["HF_HUB_CACHE"])
@@ -223,57 +226,57 @@ def hub_folder(environment: Mapping[str, str]) -> Path:
     return Path(home) / "hub"
 
 
-def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
     A name is the path below `top`, or the folder name of `top` itself. The search ends at MAX_DEPTH levels and
     MAX_FOLDERS folders, and does not enter a found folder. Folders with GGUF files count as models.
     """
-    looked = 0
+    visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
-    while waiting and looked < MAX_FOLDERS:
+    while waiting and visited < MAX_FOLDERS:
         folder, depth = waiting.pop(0)
-        looked += 1
-        names = _names(folder)
+        visited += 1
+        names = _list_names(folder)
         kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
         if kind == marker or (kind is None and marker == MODEL and _has_gguf(names)):
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
         if kind is None and depth < MAX_DEPTH:
-            waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
+            waiting += [(folder / name, depth + 1) for name in names if _should_descend(folder / name)]
 
 
 def _has_gguf(names: Iterable[str]) -> bool:
     return any(name.lower().endswith(".gguf") for name in names)
 
 
-def _descend(path: Path) -> bool:
+def _should_descend(path: Path) -> bool:
     return not path.name.startswith((".", "models--")) and path.is_dir()
 
 
-def _names(folder: Path) -> list[str]:
+def _list_names(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:
         return []
 
 
-def snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
 
     The folder is `models--publisher--name/snapshots/REVISION` of the revision `main`, or of another complete revision.
     With the marker PACKAGE, diffusers packages are yielded instead.
     """
-    for entry in _names(hub):
+    for entry in _list_names(hub):
         kind, _, rest = entry.partition("--")
         if kind != "models" or not rest:
             continue
         folder = hub / entry
-        snapshot = _snapshot(folder, marker)
+        snapshot = _find_snapshot(folder, marker)
         if snapshot is not None and (marker == PACKAGE or not (snapshot / PACKAGE).exists()):
             yield rest.replace("--", "/"), snapshot
 
 
-def _snapshot(folder: Path, marker: str) -> Path | None:
+def _find_snapshot(folder: Path, marker: str) -> Path | None:
     try:
         revision = (folder / "refs" / "main").read_text().strip()
     except OSError:
@@ -281,14 +284,14 @@ def _snapshot(folder: Path, marker: str) -> Path | None:
     named = folder / "snapshots" / revision
     if revision and (named / marker).exists():
         return named
-    snapshots = [folder / "snapshots" / name for name in _names(folder / "snapshots")]
+    snapshots = [folder / "snapshots" / name for name in _list_names(folder / "snapshots")]
     found = next((one for one in snapshots if (one / marker).exists()), None)
     if found is None and marker == MODEL:
-        found = next((one for one in snapshots if _has_gguf(_names(one))), None)
+        found = next((one for one in snapshots if _has_gguf(_list_names(one))), None)
     return found
 
 
-def _state(folder: Path) -> tuple[object, ...]:
+def _read_file_state(folder: Path) -> tuple[object, ...]:
     """Return a value that changes when any relevant file changes."""
     files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
     stats = [(str(file), file.stat()) for file in files if file.exists()]
@@ -301,17 +304,17 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
     The `cause` of the descriptor is the reason why the model cannot be served. Raise OSError if the folder cannot be
     read.
     """
-    if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
+    if not (folder / MODEL).exists() and _has_gguf(_list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)
     digest = hashlib.sha256()
     for part in _IDENTITY:
         if (folder / part).exists():
             digest.update(part.encode() + b"\0" + (folder / part).read_bytes())
     try:
-        config = _object((folder / "config.json").read_bytes())
+        config = _parse_object((folder / "config.json").read_bytes())
     except ValueError as error:
         return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
-    if not is_text(config):
+    if not is_text_model(config):
         return None
     if config.get("model_file") is not None:
         return ModelDescriptor(
@@ -319,16 +322,16 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
             folder,
             cause=f"it needs code from the model folder ({config['model_file']!r}), which Macpool never runs",
         )
-    weights = read_weights(folder, digest)
-    missing = unknown(config)
+    weights = read_weight_headers(folder, digest)
+    missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
-    context = _context(config)
+    context = _get_context_tokens(config)
     return ModelDescriptor(
         name,
         folder,
         digest.hexdigest()[:32],
-        loaded_size(config, weights),
+        estimate_loaded_bytes(config, weights),
         context,
         predict_kv(config, weights.float_size),
         weights.cause,
@@ -337,7 +340,7 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
     )
 
 
-def is_text(config: Config) -> bool:
+def is_text_model(config: Config) -> bool:
     """Return whether a parsed `config.json` belongs to a model that generates text."""
     if not isinstance(config.get("model_type"), str):
         return False
@@ -364,13 +367,13 @@ class WeightHeaders:
     """Bytes of the tensors in fp8."""
 
 
-def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
+def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
 
     Missing or broken files are the `cause` of the result. Raise OSError if a file cannot be read.
     """
     files = sorted(folder.glob("model*.safetensors"))
-    missing = sorted(_indexed(folder) - {file.name for file in files})
+    missing = sorted(_list_indexed_files(folder) - {file.name for file in files})
     if missing:
         return WeightHeaders(
             cause=f"{len(missing)} of its weight files are missing, such as {missing[0]}: download the model again"
@@ -380,20 +383,20 @@ def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
     found = WeightHeaders()
     for file in files:
         try:
-            size, float_size, fp8 = _header(file, digest)
+            size, float_size, fp8 = _read_tensor_sizes(file, digest)
         except ValueError as error:
             return WeightHeaders(cause=f"{file.name}: {error}")
         found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
     return found
 
 
-def loaded_size(config: Config, weights: WeightHeaders) -> int:
+def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
     """Return the expected bytes of the weights in memory. The exact number is known only after the model is built.
 
     mlx-lm converts fp8 checkpoints to bf16, which doubles their size. Packed formats are not converted: mxfp8,
     power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt (`load_model` in mlx_lm/utils.py).
     """
-    found: object = config.get("quantization_config") or _text_config(config).get("quantization_config")
+    found: object = config.get("quantization_config") or _get_text_config(config).get("quantization_config")
     method: Config = cast("Config", found) if isinstance(found, dict) else {}
     packed = method.get("quant_method") not in (None, "fp8") or (
         method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
@@ -401,30 +404,30 @@ def loaded_size(config: Config, weights: WeightHeaders) -> int:
     return weights.size + (0 if packed or "quantization" in config else weights.fp8)
 
 
-def _indexed(folder: Path) -> set[str]:
+def _list_indexed_files(folder: Path) -> set[str]:
     try:
-        index = _object((folder / "model.safetensors.index.json").read_bytes())
+        index = _parse_object((folder / "model.safetensors.index.json").read_bytes())
     except (OSError, ValueError):
         return set()
     named = index.get("weight_map")
     return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
 
 
-def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
+def _read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read one header and samples of its tensors.
 
     Return the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
     Raise ValueError if the file is broken.
     """
     raw, end = read_header(file)
-    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    tensors = [cast("Config", one) for key, one in _parse_object(raw).items() if key != "__metadata__"]
     digest.update(raw)
-    _sample(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
+    _hash_samples(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
     fp8 = sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors if one.get("dtype") in _FP8)
     return end, max((_SIZES.get(str(one.get("dtype")), 0) for one in tensors), default=0), fp8
 
 
-def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
+def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
     """Add the first, middle and last bytes of every tensor to `digest`, in the order of the header.
 
     Extents count from `begin`, the end of the header.
@@ -454,14 +457,14 @@ def read_header(file: Path) -> tuple[bytes, int]:
         size = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
         raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
-    tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
+    tensors = [cast("Config", one) for key, one in _parse_object(raw).items() if key != "__metadata__"]
     end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
     if 8 + length + end > size:
         raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
     return raw, end
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _parse_object(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raise ValueError for any other content."""
     try:
         found: object = json.loads(raw)
@@ -472,40 +475,40 @@ def _object(raw: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _text_config(config: Config) -> Config:
+def _get_text_config(config: Config) -> Config:
     """Return the text part of a config, with older names mapped to current ones.
 
     A nested part has priority even where the top level has a number of layers: that may belong to an image encoder.
     """
-    inner = next((found for key in _NESTED if _counts_layers(found := config.get(key))), None)
+    inner = next((found for key in _NESTED if _has_layer_count(found := config.get(key))), None)
     text = {**config, **cast("Config", inner)} if inner is not None else config
     return {**{today: text[old] for old, today in _OLDER.items() if old in text}, **text}
 
 
-def _counts_layers(found: object) -> bool:
+def _has_layer_count(found: object) -> bool:
     return isinstance(found, dict) and ("num_hidden_layers" in found or "n_layer" in found)
 
 
-def unknown(config: Config) -> tuple[str, ...]:
+def find_unknown_dimensions(config: Config) -> tuple[str, ...]:
     """Return the dimensions of a row's memory that a config does not contain, by their names; empty if none is missing.
 
     The memory of such a model cannot be predicted before it is loaded. The gate still applies.
     """
-    text = _text_config(config)
+    text = _get_text_config(config)
     dimensions = {
-        "num_hidden_layers": _count(text.get("num_hidden_layers")),
-        "num_attention_heads": _count(text.get("num_attention_heads")),
-        "head_dim or hidden_size": _head_size(text),
+        "num_hidden_layers": _to_count(text.get("num_hidden_layers")),
+        "num_attention_heads": _to_count(text.get("num_attention_heads")),
+        "head_dim or hidden_size": _get_head_size(text),
     }
     return tuple(name for name, value in dimensions.items() if not value)
 
 
-def _context(config: Config) -> int:
-    text = _text_config(config)
-    return next((value for key in _CONTEXTS if (value := _count(text.get(key)))), DEFAULT_CONTEXT)
+def _get_context_tokens(config: Config) -> int:
+    text = _get_text_config(config)
+    return next((value for key in _CONTEXTS if (value := _to_count(text.get(key)))), DEFAULT_CONTEXT)
 
 
-def _count(value: object) -> int:
+def _to_count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
@@ -516,37 +519,43 @@ def predict_kv(config: Config, float_size: int) -> KvParameters:
     unless the config names its kind. The quantization of the weights has no effect. After the load, the parameters are
     measured (`node.engine.kv.kv_cache.kv_of`).
     """
-    text = _text_config(config)
-    number = _float_size(text, float_size)
-    layer = _kept(text) * number
-    full, windowed, states = _layers(text)
-    window = _count(text.get("sliding_window")) if windowed else 0
-    return KvParameters(full * layer, CACHE_STEP_TOKENS, states * _state_bytes(text, number), window, windowed * layer)
+    text = _get_text_config(config)
+    number = _get_float_size(text, float_size)
+    layer = _count_cached_numbers(text) * number
+    full, windowed, states = _count_layers(text)
+    window = _to_count(text.get("sliding_window")) if windowed else 0
+    return KvParameters(
+        full * layer, CACHE_STEP_TOKENS, states * _estimate_state_bytes(text, number), window, windowed * layer
+    )
 
 
-def _kept(text: Config) -> int:
+def _count_cached_numbers(text: Config) -> int:
     """Return the numbers that one layer of attention caches of a token."""
-    latent, rope = _count(text.get("kv_lora_rank")), _count(text.get("qk_rope_head_dim"))
-    kind, nope, value = text.get("model_type"), _count(text.get("qk_nope_head_dim")), _count(text.get("v_head_dim"))
+    latent, rope = _to_count(text.get("kv_lora_rank")), _to_count(text.get("qk_rope_head_dim"))
+    kind, nope, value = (
+        text.get("model_type"),
+        _to_count(text.get("qk_nope_head_dim")),
+        _to_count(text.get("v_head_dim")),
+    )
     if latent and kind in _LATENT:
-        return latent + rope + (2 * _count(text.get("index_head_dim")) if kind in _INDEXED else 0)
+        return latent + rope + (2 * _to_count(text.get("index_head_dim")) if kind in _INDEXED else 0)
     if latent and nope:
-        return _count(text.get("num_attention_heads")) * (nope + rope + (value or nope))
-    heads = _count(text.get("num_key_value_heads")) or _count(text.get("num_attention_heads")) or 1
-    return 2 * heads * _head_size(text)
+        return _to_count(text.get("num_attention_heads")) * (nope + rope + (value or nope))
+    heads = _to_count(text.get("num_key_value_heads")) or _to_count(text.get("num_attention_heads")) or 1
+    return 2 * heads * _get_head_size(text)
 
 
-def _state_bytes(text: Config, number: int) -> int:
+def _estimate_state_bytes(text: Config, number: int) -> int:
     """Return the bytes that one layer without attention keeps of a row, independent of its length.
 
     That is the end of a convolution, and with a delta net also its memory in full precision. Unknown kinds are
     estimated by their width.
     """
-    hidden, kernel = _count(text.get("hidden_size")), _count(text.get("conv_L_cache"))
+    hidden, kernel = _to_count(text.get("hidden_size")), _to_count(text.get("conv_L_cache"))
     if kernel:
         return (kernel - 1) * hidden * number
     sizes = [
-        _count(text.get(f"linear_{name}"))
+        _to_count(text.get(f"linear_{name}"))
         for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     ]
     if all(sizes):
@@ -564,15 +573,15 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     while they grow, and the inner activations. Measured forwards take up to ten times as much. Dimensions that the
     config lacks add nothing.
     """
-    text = _text_config(config)
-    heads, size = _count(text.get("num_attention_heads")), _head_size(text)
-    kv_heads = _count(text.get("num_key_value_heads")) or heads
-    numbers = _count(text.get("hidden_size")) + _count(text.get("intermediate_size")) + heads * size
-    logits = 4.0 * _count(text.get("vocab_size"))
+    text = _get_text_config(config)
+    heads, size = _to_count(text.get("num_attention_heads")), _get_head_size(text)
+    kv_heads = _to_count(text.get("num_key_value_heads")) or heads
+    numbers = _to_count(text.get("hidden_size")) + _to_count(text.get("intermediate_size")) + heads * size
+    logits = 4.0 * _to_count(text.get("vocab_size"))
     pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
-    seen = 2.0 * kv_heads * size * _float_size(text, float_size)
-    full, windowed, _ = _layers(text)
-    window = _count(text.get("sliding_window")) if windowed and not full else 0
+    seen = 2.0 * kv_heads * size * _get_float_size(text, float_size)
+    full, windowed, _ = _count_layers(text)
+    window = _to_count(text.get("sliding_window")) if windowed and not full else 0
     return TransientModel(
         token=4.0 * numbers,
         pair=pair,
@@ -584,30 +593,30 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     )
 
 
-def _float_size(text: Config, otherwise: int) -> int:
+def _get_float_size(text: Config, otherwise: int) -> int:
     return _SIZES.get(str(text.get("torch_dtype") or text.get("dtype")), 0) or otherwise
 
 
-def _head_size(text: Config) -> int:
-    return _count(text.get("head_dim")) or _count(text.get("hidden_size")) // (
-        _count(text.get("num_attention_heads")) or 1
+def _get_head_size(text: Config) -> int:
+    return _to_count(text.get("head_dim")) or _to_count(text.get("hidden_size")) // (
+        _to_count(text.get("num_attention_heads")) or 1
     )
 
 
-def _layers(text: Config) -> tuple[int, int, int]:
+def _count_layers(text: Config) -> tuple[int, int, int]:
     """Return the numbers of layers with full attention, with a window, and with a state."""
-    count = _count(text.get("num_hidden_layers"))
+    count = _to_count(text.get("num_hidden_layers"))
     kinds = text.get("layer_types")
     if isinstance(kinds, Iterable) and not isinstance(kinds, str):
         names = [str(kind) for kind in cast("Iterable[object]", kinds)]
         states = sum(name in _STATES for name in names)
-        windowed = sum(name in _WINDOWS for name in names) if _count(text.get("sliding_window")) else 0
+        windowed = sum(name in _WINDOWS for name in names) if _to_count(text.get("sliding_window")) else 0
         return len(names) - states - windowed, windowed, states
-    pattern = _count(text.get("sliding_window_pattern"))
-    if pattern and _count(text.get("sliding_window")):
+    pattern = _to_count(text.get("sliding_window_pattern"))
+    if pattern and _to_count(text.get("sliding_window")):
         full = count // pattern
         return full, count - full, 0
-    interval = _count(text.get("full_attention_interval"))
+    interval = _to_count(text.get("full_attention_interval"))
     if interval:
         return count // interval, 0, count - count // interval
     return count, 0, 0

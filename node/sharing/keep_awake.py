@@ -26,8 +26,10 @@ class SleepPolicy:
         now = self._clock()
         if self._busy():
             self._worked_at = now
-        self._awake.hold(self._rule == "always" or (self._rule == "busy" and now - self._worked_at < LINGER_SECONDS))
+        self._awake.set_held(
+            self._rule == "always" or (self._rule == "busy" and now - self._worked_at < LINGER_SECONDS)
+        )
 
     def stop(self) -> None:
         """Allow idle sleep."""
-        self._awake.hold(False)
+        self._awake.set_held(False)

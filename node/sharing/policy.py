@@ -46,51 +46,51 @@ class ShareHours:
 
     spans: tuple[tuple[int, int], ...]
 
-    def inside(self, second: float) -> bool:
+    def contains(self, second: float) -> bool:
         """Return whether a second of the day (0 to `DAY_SECONDS`) is in a span."""
-        return any(_within(second, begin, end) for begin, end in self.spans)
+        return any(_is_within(second, begin, end) for begin, end in self.spans)
 
-    def opens_in(self, second: float) -> float:
+    def compute_wait_seconds(self, second: float) -> float:
         """Return the seconds from a second of the day until the next span begins; 0 within a span."""
-        if self.inside(second):
+        if self.contains(second):
             return 0.0
         return min((begin - second) % DAY_SECONDS for begin, _ in self.spans)
 
     def __str__(self) -> str:
-        return ",".join(f"{_clock(begin)}-{_clock(end)}" for begin, end in self.spans)
+        return ",".join(f"{_format_clock(begin)}-{_format_clock(end)}" for begin, end in self.spans)
 
 
 def read_hours(text: str) -> ShareHours:
     """Parse `22:00-07:00`, or several spans separated by commas. Raise ValueError with the faulty part."""
-    spans = tuple(_spans(text))
+    spans = tuple(_parse_spans(text))
     if not spans:
         raise ValueError("no hours: write a span such as 22:00-07:00, several separated by commas")
     return ShareHours(spans)
 
 
-def _spans(text: str) -> Iterator[tuple[int, int]]:
+def _parse_spans(text: str) -> Iterator[tuple[int, int]]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _SPAN.fullmatch(part)
         if match is None:
             raise ValueError(f"{part!r} is not a span of hours: write it as 22:00-07:00")
-        begin, end = _second(match[1], match[2], part), _second(match[3], match[4], part)
+        begin, end = _parse_time_of_day(match[1], match[2], part), _parse_time_of_day(match[3], match[4], part)
         if begin % DAY_SECONDS == end % DAY_SECONDS:
             raise ValueError(f'{part!r} has no length: for the whole day, set sharing.when = "always"')
         yield begin % DAY_SECONDS, end % DAY_SECONDS
 
 
-def _second(hours: str, minutes: str, part: str) -> int:
+def _parse_time_of_day(hours: str, minutes: str, part: str) -> int:
     second = int(hours) * 3600 + int(minutes) * 60
     if int(minutes) > 59 or second > DAY_SECONDS:
         raise ValueError(f"{part!r} has an invalid time: write 00:00 to 24:00")
     return second
 
 
-def _within(second: float, begin: int, end: int) -> bool:
+def _is_within(second: float, begin: int, end: int) -> bool:
     return begin <= second < end if begin < end else second >= begin or second < end
 
 
-def _clock(second: float) -> str:
+def _format_clock(second: float) -> str:
     return f"{int(second) // 3600:02d}:{int(second) % 3600 // 60:02d}"
 
 
@@ -150,85 +150,85 @@ class SharingState:
 SHARED = SharingState()
 
 
-def in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
+def get_pause_in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
     """Return the pause if it has not expired at `now` (Unix seconds); None if it has, or without a pause."""
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
 def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     """Decide whether this Mac shares at `now` (Unix seconds), with the reason and the end if it does not."""
-    pause = in_force(facts.pause, now)
+    pause = get_pause_in_force(facts.pause, now)
     if pause is not None:
         return SharingState(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
-    ruled = _ruled(rule, facts, now)
-    return _charged(rule, facts) if ruled.shared else ruled
+    ruled = _decide_by_rule(rule, facts, now)
+    return _decide_by_charge(rule, facts) if ruled.shared else ruled
 
 
 def too_low(rule: SharingRule, facts: SharingInputs) -> bool:
     """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
-    return facts.battery < (recovery_percent(rule.battery) if facts.low else rule.battery)
+    return facts.battery < (compute_recovery_percent(rule.battery) if facts.low else rule.battery)
 
 
-def recovery_percent(least: int) -> int:
+def compute_recovery_percent(least: int) -> int:
     """Return the charge in percent at which a battery that fell below `least` allows sharing again."""
     return min(100, least + BATTERY_HYSTERESIS_PERCENT)
 
 
-def _ruled(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
+def _decide_by_rule(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     match rule.when:
         case ShareWhen.ALWAYS:
             return SHARED
         case ShareWhen.PLUGGED_IN:
-            return _plugged(facts.plugged)
+            return _decide_by_power(facts.plugged)
         case ShareWhen.IDLE:
-            return _idle(facts.idle, rule.idle)
+            return _decide_by_idle_time(facts.idle, rule.idle)
         case ShareWhen.HOURS:
-            return _hours(rule.hours, facts.second, now)
+            return _decide_by_hours(rule.hours, facts.second, now)
 
 
-def _plugged(plugged: bool | None) -> SharingState:
+def _decide_by_power(plugged: bool | None) -> SharingState:
     if plugged is None:
-        return _unread("the power source", ShareWhen.PLUGGED_IN)
+        return _refuse_unreadable("the power source", ShareWhen.PLUGGED_IN)
     return SHARED if plugged else SharingState(False, "the Mac is on battery and shares only on mains power")
 
 
-def _idle(idle: float | None, least: float) -> SharingState:
+def _decide_by_idle_time(idle: float | None, least: float) -> SharingState:
     if idle is None:
-        return _unread("the time of the last input", ShareWhen.IDLE)
+        return _refuse_unreadable("the time of the last input", ShareWhen.IDLE)
     return (
         SHARED
         if idle >= least
-        else SharingState(False, f"the Mac is in use and shares after {_span(least)} without input")
+        else SharingState(False, f"the Mac is in use and shares after {_format_duration(least)} without input")
     )
 
 
-def _hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
+def _decide_by_hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
     if hours is None:
-        return _unread("sharing.hours", ShareWhen.HOURS)
-    wait = hours.opens_in(second)
+        return _refuse_unreadable("sharing.hours", ShareWhen.HOURS)
+    wait = hours.compute_wait_seconds(second)
     return SharingState(False, f"the Mac shares only within {hours}", float(round(now + wait))) if wait else SHARED
 
 
-def _charged(rule: SharingRule, facts: SharingInputs) -> SharingState:
+def _decide_by_charge(rule: SharingRule, facts: SharingInputs) -> SharingState:
     least, charge = rule.battery, facts.battery
     if least and charge is None and not facts.plugged:
         needs = f"which sharing.min_battery_percent = {least} needs: remove that setting"
         return SharingState(False, f"the battery charge cannot be read, {needs}")
     if not too_low(rule, facts):
         return SHARED
-    again = f"the Mac shares again from {recovery_percent(least)} %, or on mains power"
+    again = f"the Mac shares again from {compute_recovery_percent(least)} %, or on mains power"
     return SharingState(
         False, f"the battery is at {charge:.0f} %, below sharing.min_battery_percent = {least}; {again}"
     )
 
 
-def _unread(what: str, when: ShareWhen) -> SharingState:
+def _refuse_unreadable(what: str, when: ShareWhen) -> SharingState:
     return SharingState(False, f'{what} cannot be read, which sharing.when = "{when}" needs: choose another value')
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
-from node.models.catalogue import hub_folder
+from node.models.catalogue import get_hub_folder
 from node.settings import NodeSettings
 from node.video import environment, packages
 from node.video.packages import Package
@@ -41,11 +41,11 @@ class VideoCapability:
 
     def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
-        self.environments = environments_folder(settings, state)
-        self._hub = hub_folder(environ) if settings.models.use_huggingface_cache else None
+        self.environments = get_environments_folder(settings, state)
+        self._hub = get_hub_folder(environ) if settings.models.use_huggingface_cache else None
         self._found = NOTHING
         self._task: asyncio.Task[None] | None = None
-        self.looked = asyncio.Event()
+        self.checked = asyncio.Event()
         """Set once the first check is done, or at `start` if video is disabled."""
         self.changed: Callable[[], None] = lambda: None
 
@@ -62,7 +62,9 @@ class VideoCapability:
     @property
     def python(self) -> Path:
         """Path of the Python of the video worker's environment, which may not be installed yet."""
-        return environment.interpreter(environment.named(self.environments, environment.locks()))
+        return environment.get_interpreter(
+            environment.get_environment_path(self.environments, environment.find_requirement_files())
+        )
 
     @property
     def unready(self) -> str:
@@ -77,11 +79,11 @@ class VideoCapability:
 
     def start(self) -> None:
         """Start the periodic check if video is enabled, without waiting for the first result."""
-        self.looked.clear()
+        self.checked.clear()
         if self.enabled:
-            self._task = asyncio.create_task(self._keep())
+            self._task = asyncio.create_task(self._check_periodically())
         else:
-            self.looked.set()
+            self.checked.set()
 
     async def stop(self) -> None:
         """Stop the periodic check."""
@@ -89,26 +91,26 @@ class VideoCapability:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
-            found = await asyncio.to_thread(self._look)
+            found = await asyncio.to_thread(self._check)
             if found != self._found:
                 self._found = found
                 log.info("video", packages=sorted(found.packages), unready=self.unready)
                 self.changed()
-            self.looked.set()
+            self.checked.set()
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
 
-    def _look(self) -> VideoCheck:
+    def _check(self) -> VideoCheck:
         try:
-            return self._seen()
+            return self._find_packages()
         except OSError as error:
             return VideoCheck({}, f"packages and environment cannot be checked: {error}")
 
-    def _seen(self) -> VideoCheck:
-        engine = environment.engine_of(environment.locks())
-        missing = environment.missing(self.environments)
-        found = packages.find(self._settings.models.folders, self._hub)
+    def _find_packages(self) -> VideoCheck:
+        engine = environment.read_engine_version(environment.find_requirement_files())
+        missing = environment.describe_missing(self.environments)
+        found = packages.find_packages(self._settings.models.folders, self._hub)
         return VideoCheck(
             {
                 name: Package(one.folder, replace(one.described, engine="" if missing else engine))
@@ -118,7 +120,7 @@ class VideoCapability:
         )
 
 
-def environments_folder(settings: NodeSettings, state: Path) -> Path:
+def get_environments_folder(settings: NodeSettings, state: Path) -> Path:
     """Return the folder of the video workers' environments: `worker.environments`, or else a folder below `state`."""
     wanted = settings.worker.environments
     return Path(wanted).expanduser() if wanted else state / "node" / "video" / "environments"

@@ -52,76 +52,84 @@ class EnvironmentBuildError(Exception):
     """Raised when the environment of the video worker cannot be built. The text is a sentence for a person."""
 
 
-def locks() -> tuple[Path, ...]:
-    """Return the existing lock files for this machine's platform; empty if the engine does not run on it."""
+def find_requirement_files() -> tuple[Path, ...]:
+    """Return the requirement files of the video worker for this machine's platform.
+
+    They are `<name>.lock`, and `<name>.torch` if it exists. Return an empty tuple for a platform on which `mlx-gen`
+    does not run.
+    """
     name = LOCKS.get((platform.system(), platform.machine()))
     files = (HERE / f"{name}.lock", HERE / f"{name}.torch") if name else ()
     return tuple(file for file in files if file.exists())
 
 
-def named(folder: Path, files: Sequence[Path]) -> Path:
-    """Return the path below `folder` of the environment for these lock files and this version of Python."""
+def get_environment_path(folder: Path, files: Sequence[Path]) -> Path:
+    """Return the path below `folder` of the environment for these requirement files and this version of Python."""
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return folder / f"py{sys.version_info.major}.{sys.version_info.minor}-{digest[:20]}"
 
 
-def engine_of(files: Sequence[Path]) -> str:
-    """Return the version of the engine `mlx-gen` that the lock files require; empty if they do not require it."""
+def read_engine_version(files: Sequence[Path]) -> str:
+    """Return the version of `mlx-gen` that the requirement files name; empty if they do not name it."""
     found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
     return next((match[1] for match in found if match), "")
 
 
-def interpreter(environment: Path) -> Path:
+def get_interpreter(environment: Path) -> Path:
     """Return the path of the environment's Python."""
     return environment / "bin" / "python"
 
 
-def missing(folder: Path) -> str:
-    """Return why `folder` has no complete environment for this machine; empty if it has one."""
-    files = locks()
+def describe_missing(folder: Path) -> str:
+    """Return the reason why `folder` has no complete environment for this machine; empty if it has one."""
+    files = find_requirement_files()
     if not files:
         return f"the video engine does not run on {platform.system()} {platform.machine()}"
-    environment = named(folder, files)
-    if (environment / READY).exists() and interpreter(environment).exists():
+    environment = get_environment_path(folder, files)
+    if (environment / READY).exists() and get_interpreter(environment).exists():
         return ""
     return "the worker's environment is not installed: run `cluster video install` on this machine"
 
 
-def install(folder: Path, wheelhouse: Path | None = None) -> Path:
+def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
     """Build the environment below `folder` unless it exists, and return its path.
 
     With `wheelhouse`, take all packages from that folder. Raise `EnvironmentBuildError` or `OSError` if the environment
     cannot be built. A failed build leaves no files of the new environment.
     """
-    files = locks()
+    files = find_requirement_files()
     if not files:
-        raise EnvironmentBuildError(missing(folder))
-    environment = named(folder, files)
-    if not missing(folder):
+        raise EnvironmentBuildError(describe_missing(folder))
+    environment = get_environment_path(folder, files)
+    if not describe_missing(folder):
         return environment
     private_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
         built = Path(making) / "environment"
-        build(built, files, wheelhouse, Path(making) / "wheels")
-        _probe(built)
-        facts = {"engine": engine_of(files), "python": platform.python_version(), "locks": [one.name for one in files]}
+        build_environment(built, files, wheelhouse, Path(making) / "wheels")
+        _probe_import(built)
+        facts = {
+            "engine": read_engine_version(files),
+            "python": platform.python_version(),
+            "locks": [one.name for one in files],
+        }
         write_private(built / READY, json.dumps(facts).encode())
         shutil.rmtree(environment, ignore_errors=True)
         built.rename(environment)
     return environment
 
 
-def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
+def build_environment(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
     """Create a virtual environment in `built` with the packages of the requirement `files`.
 
     With `wheelhouse`, take all packages from that folder. Otherwise download builds of torch to `wheels`. Raise
     `EnvironmentBuildError` if a command fails.
     """
-    run([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
+    run_command([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
-        run(
+        run_command(
             [
-                *_pip(built),
+                *_build_pip_command(built),
                 "download",
                 "--quiet",
                 "--no-deps",
@@ -136,23 +144,31 @@ def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: P
         )
     where = ["--find-links", str(wheelhouse or wheels)] if wheelhouse or wheels.exists() else []
     where += ["--no-index"] if wheelhouse else []
-    uv = _uv()
+    uv = _find_uv_command()
     if uv:
-        install = [*uv, "pip", "sync", "--quiet", "--python", str(interpreter(built)), "--require-hashes"]
-        run([*install, *where, *map(str, files)], "the packages could not be installed")
+        install = [*uv, "pip", "sync", "--quiet", "--python", str(get_interpreter(built)), "--require-hashes"]
+        run_command([*install, *where, *map(str, files)], "the packages could not be installed")
     else:
-        install = [*_pip(built), "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", *where]
-        run(
+        install = [
+            *_build_pip_command(built),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--require-hashes",
+            *where,
+        ]
+        run_command(
             [*install, *(word for file in files for word in ("--requirement", str(file)))],
             "the packages could not be installed",
         )
 
 
-def _pip(built: Path) -> list[str]:
-    return [str(interpreter(built)), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+def _build_pip_command(built: Path) -> list[str]:
+    return [str(get_interpreter(built)), "-m", "pip", "--disable-pip-version-check", "--no-input"]
 
 
-def _uv() -> list[str]:
+def _find_uv_command() -> list[str]:
     """Return the command that starts uv; empty if uv is not available."""
     found = shutil.which("uv")
     if found:
@@ -160,12 +176,14 @@ def _uv() -> list[str]:
     return [sys.executable, "-m", "uv"] if importlib.util.find_spec("uv") else []
 
 
-def _probe(built: Path) -> None:
+def _probe_import(built: Path) -> None:
     """Import the engine in the same way as the worker."""
-    run([str(interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment")
+    run_command(
+        [str(get_interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment"
+    )
 
 
-def run(command: Sequence[str], otherwise: str) -> None:
+def run_command(command: Sequence[str], otherwise: str) -> None:
     """Run a command without the variables of this process that start with `MACPOOL_`, `PYTHON` or `VIRTUAL_`.
 
     Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails.
@@ -194,11 +212,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wheelhouse", type=Path, help="install all packages from this folder, without the network")
     options = parser.parse_args(arguments)
     try:
-        environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())
+        environment = install_environment(
+            options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute()
+        )
     except (EnvironmentBuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(json.dumps({"schema": 1, "environment": str(environment), "engine": engine_of(locks())}))
+    print(
+        json.dumps(
+            {"schema": 1, "environment": str(environment), "engine": read_engine_version(find_requirement_files())}
+        )
+    )
     return 0
 
 

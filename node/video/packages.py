@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from node.models.catalogue import PACKAGE, Digest, read_header, roots, snapshots
+from node.models.catalogue import PACKAGE, Digest, find_model_folders, find_snapshots, read_header
 from wire.identity import valid_model
 from wire.video import VideoPackage
 
@@ -34,7 +34,7 @@ class Package:
 
 
 @dataclass(frozen=True, slots=True)
-class Component:
+class PackageComponent:
     """Weights of one component of a video package, such as a transformer or the VAE."""
 
     size: int = 0
@@ -45,48 +45,48 @@ class Component:
     """Reason why the weights cannot be used; empty if they can."""
 
 
-def find(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
+def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
     """Return all packages of the model folders and the Hugging Face cache `hub` by name.
 
     Packages that cannot be used are included; their `cause` has the reason. Of equal names the first wins.
     """
     found: dict[str, Package] = {}
-    for name, folder in _places(folders, hub):
+    for name, folder in _find_folders(folders, hub):
         if name not in found and valid_model(name):
-            described = _described(name, folder)
+            described = _describe_safely(name, folder)
             if described is not None:
                 found[name] = Package(folder, described)
     return found
 
 
-def _places(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, Path]]:
+def _find_folders(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, Path]]:
     for folder in folders:
-        yield from roots(Path(folder).expanduser(), PACKAGE)
+        yield from find_model_folders(Path(folder).expanduser(), PACKAGE)
     if hub is not None:
-        yield from snapshots(hub, PACKAGE)
+        yield from find_snapshots(hub, PACKAGE)
 
 
-def _described(name: str, folder: Path) -> VideoPackage | None:
+def _describe_safely(name: str, folder: Path) -> VideoPackage | None:
     try:
-        return describe(name, folder)
+        return describe_package(name, folder)
     except Exception as error:  # unknown files may raise any error; all other packages stay available
         return VideoPackage(name, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
 
 
-def describe(name: str, folder: Path) -> VideoPackage | None:
+def describe_package(name: str, folder: Path) -> VideoPackage | None:
     """Return the description of a package without loading it; None if `folder` has no supported package."""
     try:
-        index = _object(folder / PACKAGE)
+        index = _read_object(folder / PACKAGE)
     except (OSError, ValueError, RecursionError):
         return None
     pipeline = index.get("_class_name")
     if not isinstance(pipeline, str) or pipeline not in PIPELINES:
         return None
     digest = hashlib.sha256(json.dumps(index, sort_keys=True).encode())
-    parts = {part: _component(folder / part, digest) for part in sorted({*EXPERTS, *NEEDED})}
+    parts = {part: _read_component(folder / part, digest) for part in sorted({*EXPERTS, *NEEDED})}
     experts = [parts[part] for part in EXPERTS if parts[part].size]
     two = len(experts) == len(EXPERTS)
-    side = _token_side(folder, two=two)
+    side = _compute_token_side(folder, two=two)
     return VideoPackage(
         name,
         digest.hexdigest()[:32],
@@ -97,19 +97,19 @@ def describe(name: str, folder: Path) -> VideoPackage | None:
         max((one.size for one in experts), default=0),
         max(1, len(experts)),
         side,
-        _vae(folder).get("scale_factor_temporal", 4),
+        _read_vae_config(folder).get("scale_factor_temporal", 4),
         16 if two else 24,
         40 if two else 50,
         81 if two else 121,
-        _cause(folder, index, parts),
+        _find_cause(folder, index, parts),
     )
 
 
-def _cause(folder: Path, index: dict[str, Any], parts: dict[str, Component]) -> str:
+def _find_cause(folder: Path, index: dict[str, Any], parts: dict[str, PackageComponent]) -> str:
     """Return why a package cannot be used; empty when it can."""
     broken = next((f"{part}: {one.cause}" for part, one in parts.items() if one.cause), "")
     missing = [part for part in NEEDED if not parts[part].size]
-    if _named(index, "transformer_2") and not parts["transformer_2"].size:
+    if _is_named(index, "transformer_2") and not parts["transformer_2"].size:
         missing.append("transformer_2")
     if not any((folder / "tokenizer" / name).exists() for name in TOKENIZERS):
         missing.append("tokenizer")
@@ -118,49 +118,49 @@ def _cause(folder: Path, index: dict[str, Any], parts: dict[str, Component]) -> 
     return f"it has no {', '.join(missing)}: download it again"
 
 
-def _named(index: dict[str, Any], part: str) -> bool:
+def _is_named(index: dict[str, Any], part: str) -> bool:
     """Return whether the index names a component, and not as null."""
     named: object = index.get(part)
     words = cast("list[object]", named) if isinstance(named, list) else []
     return bool(words) and words[0] is not None
 
 
-def _token_side(folder: Path, *, two: bool) -> int:
+def _compute_token_side(folder: Path, *, two: bool) -> int:
     """Return the side of a spatial token in pixels: the VAE's spatial scale times patches of two."""
-    scale = _vae(folder).get("scale_factor_spatial", 8 if two else 16)
+    scale = _read_vae_config(folder).get("scale_factor_spatial", 8 if two else 16)
     return 2 * scale
 
 
-def _vae(folder: Path) -> dict[str, int]:
+def _read_vae_config(folder: Path) -> dict[str, int]:
     try:
-        config = _object(folder / "vae" / "config.json")
+        config = _read_object(folder / "vae" / "config.json")
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in config.items() if isinstance(value, int) and 0 < value <= 64}
 
 
-def _component(folder: Path, digest: Digest) -> Component:
+def _read_component(folder: Path, digest: Digest) -> PackageComponent:
     """Read the headers of a component's weights, and none of the weights."""
     size = bits = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
             raw, end = read_header(file)
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            return Component(size, bits, f"{file.name}: {error}")
+            return PackageComponent(size, bits, f"{file.name}: {error}")
         digest.update(folder.name.encode() + b"\0" + raw)
         size += end
-        bits = max(bits, _bits(raw))
-    return Component(size, bits)
+        bits = max(bits, _parse_bits(raw))
+    return PackageComponent(size, bits)
 
 
-def _bits(raw: bytes) -> int:
+def _parse_bits(raw: bytes) -> int:
     """Return the quantization bits that the engine wrote to a header; 0 without quantization."""
     metadata: object = json.loads(raw).get("__metadata__")
     level = cast("dict[str, object]", metadata).get("quantization_level") if isinstance(metadata, dict) else None
     return int(level) if isinstance(level, str) and level.isdigit() else 0
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raise `ValueError` for any other JSON value."""
     with path.open("rb") as file:
         raw = file.read(MAX_INDEX_BYTES)

@@ -55,7 +55,7 @@ def digest_of(pepper: bytes, key: bytes) -> bytes:
 
 
 def new_secret(pepper: bytes, key_id: str) -> tuple[bytes, str]:
-    """Return the digest of a new secret of a key, and the key's text `mp_<id>_<43 characters>`."""
+    """Create a secret for a key. Return its digest to store, and the key's text `mp_<id>_<43 characters>`."""
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
     text = f"mp_{key_id}_{secret}"
     return digest_of(pepper, text.encode()), text
@@ -130,11 +130,11 @@ class KeyRing:
         return None if key is None else key.limits
 
     def check(self, presented: bytes | str) -> ApiKey | None:
-        """Return the key that a client presented; None if it is unknown, wrong or expired, which is counted in
-        `refused`.
+        """Return the key whose text a client `presented`; None if the text is unknown, wrong or expired.
 
-        If `anonymous` is set, it is returned for every text that is not a Macpool key. A key that was verified before
-        is recognized by a salted hash of its whole text, which costs a tenth of the HMAC.
+        A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that is not a
+        Macpool key. A key that was verified before is recognized by a salted hash of its whole text, which costs a
+        tenth of the HMAC.
         """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key

@@ -54,11 +54,11 @@ class CacheScopes:
 
     @property
     def scope(self) -> str:
-        """Scope that requests send to a node; empty stands for the request's own key."""
+        """Scope in the frame of a request (`Generate.cache_scope`); empty for the scope of the request's own key."""
         return SHARED_SCOPE if self._pool else ""
 
     def of(self, key: str) -> str:
-        """Return the scope of a key's prefixes: `SHARED_SCOPE` if the whole pool shares them, else the key."""
+        """Return the scope of the prefixes of a key (by its id): `SHARED_SCOPE` if all keys share them, else the id."""
         return SHARED_SCOPE if self._pool else key
 
     def shares(self, messages: Sequence[Message]) -> bool:
@@ -69,7 +69,10 @@ class CacheScopes:
 
 
 def open_scopes(settings: CacheSettings) -> CacheScopes:
-    """Read the files of shared system prompts. Raise `SettingsError` for an unreadable, empty or too long file."""
+    """Return the rule of the settings, with the shared system prompts from their files.
+
+    Raise `SettingsError` for a file that is unreadable, empty, no UTF-8 text or longer than `MAX_PROMPT_BYTES`.
+    """
     prompts: set[str] = set()
     for name in settings.shared_prompts:
         text = _text(Path(name).expanduser())

@@ -30,7 +30,7 @@ class LoadShare:
         self._parts += weight - before
 
     def drop(self, owner: WeightedKey, tokens: int) -> None:
-        """Remove a request of a key. `tokens` must be those of its `add`."""
+        """Remove an ended request of a key. `tokens` must equal that of its `add`."""
         here, weight = self._tokens[owner.name]
         self._total -= tokens
         if here > tokens:

@@ -1,15 +1,15 @@
 """Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
-Theory. A queued request has no node: an entry is placed when it is tried, with current numbers. Between keys the queue
+Theory. A queued request has no node: a request is placed when it is tried, with current numbers. Between keys the queue
 is a deficit round robin over tokens: every key earns QUANTUM_TOKENS times its weight per round. A key with long prompts
 or with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
-out, but an entry that does not fit now does not block the entries behind it. After MAX_OVERTAKES overtakes or
-HOLD_HEADROOM_AFTER_SECONDS, room is held for a large request (`keep` of an attempt), because it would otherwise be
+out, but a request that does not fit now does not block the requests behind it. After MAX_OVERTAKES overtakes or
+HOLD_HEADROOM_AFTER_SECONDS, room is kept for a large request (`keep` of an attempt), because it would otherwise be
 overtaken without end.
 
-The queue is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer queue
+The queue is short on purpose: max(64, 4 × nodes) requests, a quarter of that per key but at least 16. A longer queue
 only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
-as long as the recent pace serves all its entries in time. Simulated, bursts of thirty by one key: a third fewer are
+as long as the recent pace serves all its requests in time. Simulated, bursts of thirty by one key: a third fewer are
 refused.
 """
 
@@ -24,13 +24,13 @@ from wire.refusals import RefusalCode, Refused
 QUANTUM_TOKENS = 256
 """Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
 MAX_OVERTAKES = 8
-"""Number of overtakes after which room is held for a request."""
+"""Number of overtakes after which room is kept for a request."""
 HOLD_HEADROOM_AFTER_SECONDS = 5.0
-"""Seconds in the queue after which room is held for a request."""
+"""Seconds in the queue after which room is kept for a request."""
 MIN_QUEUE_LENGTH = 64
 """Minimum length of the queue."""
 ENTRIES_PER_NODE = 4
-"""Entries per node in the default length of the queue."""
+"""Requests per node in the default length of the queue."""
 KEY_SHARE_DIVISOR = 4
 """Divisor of the queue's length for the share of one key."""
 MIN_KEY_SHARE = 16
@@ -76,10 +76,10 @@ class _KeyQueue(Generic[T]):
 
 
 class AdmissionQueue(Generic[T]):
-    """Bounded queue of requests before placement, fair between API keys. `limit` is its length; 0: by the number of
-    nodes.
+    """Bounded queue of requests before placement, fair between API keys.
 
-    The caller places the requests: `place_waiting` calls it for each entry.
+    `limit` is the maximum length of the queue; 0: by the number of nodes. The caller places the requests:
+    `place_waiting` calls a function of the caller for each queued request.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -94,8 +94,10 @@ class AdmissionQueue(Generic[T]):
         return self._count
 
     def oldest(self, now: float) -> float:
-        """Return the seconds for which the oldest entry has waited; 0 for an empty queue. `now` is in monotonic
-        seconds."""
+        """Return the seconds for which the oldest queued request has waited at `now` (monotonic seconds).
+
+        Return 0 for an empty queue.
+        """
         return max((now - lane.entries[0].arrived for lane in self._lanes.values()), default=0.0)
 
     def depth(self, key: str) -> int:
@@ -107,7 +109,7 @@ class AdmissionQueue(Generic[T]):
         return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
-        """Return the maximum number of entries of one key in a cluster of this many nodes."""
+        """Return the maximum number of queued requests of one key in a cluster of this many nodes."""
         return max(MIN_KEY_SHARE, self.limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
@@ -123,12 +125,11 @@ class AdmissionQueue(Generic[T]):
         share: int | None = None,
         begun: bool = False,
     ) -> QueuedRequest[T] | Refused:
-        """Enqueue an item. Return its entry, or the refusal: the key is over its share (429), or the queue is full
-        (503).
+        """Enqueue a request (`item`) of an API key. Return the queued request, or the refusal.
 
-        `cost` is in tokens, `now` and `deadline` in monotonic seconds. `weight` is the key's weight against the other
-        queued keys. `share` overrides the key's maximum number of entries. A `begun` item was admitted before and is
-        never refused.
+        Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
+        `deadline` in monotonic seconds. `weight` is the key's weight against the other queued keys. `share` overrides
+        the key's maximum number of queued requests. A `begun` request was admitted before and is never refused.
         """
         if begun:
             return self._enter(item, key, cost, now, deadline, weight)
@@ -142,9 +143,9 @@ class AdmissionQueue(Generic[T]):
         return self._enter(item, key, cost, now, deadline, weight)
 
     def _lends(self, key: str, nodes: int, now: float, deadline: float) -> bool:
-        """Return whether a key may have entries beyond its share.
+        """Return whether a key may have queued requests beyond its share.
 
-        No other key may be waiting, and a share's worth of entries must stay free. At the recent pace all entries
+        No other key may be waiting, and a share's worth of places must stay free. At the recent pace all requests
         before the new one must leave by its deadline.
         """
         alone = self.depth(key) == self._count < self.limit(nodes) - self.share(nodes)
@@ -160,7 +161,7 @@ class AdmissionQueue(Generic[T]):
         return entry
 
     def _retry_after(self, before: int, now: float) -> float:
-        """Return the seconds until `before` entries have left at the recent pace, at least 1 and at most 60.
+        """Return the seconds until `before` requests have left at the recent pace, at least 1 and at most 60.
 
         Without a known pace it is half the time until the earliest deadline.
         """
@@ -168,11 +169,11 @@ class AdmissionQueue(Generic[T]):
         return min(60.0, max(1.0, (oldest - now) / 2 if self._pace is None else self._wait(before, now)))
 
     def _wait(self, places: int, now: float) -> float:
-        """Return the seconds until `places` entries have left at the recent pace, infinite without a known pace."""
+        """Return the seconds until `places` requests have left at the recent pace, infinite without a known pace."""
         return math.inf if self._pace is None else places * max(self._pace, now - self._left_at)
 
     def _note_leaving(self, left: int, now: float) -> None:
-        """Update the average pace, in seconds per placed entry."""
+        """Update the average pace, in seconds per placed request."""
         if left and self._left_at:
             pace = (now - self._left_at) / left
             self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACE_ROUNDS
@@ -180,7 +181,7 @@ class AdmissionQueue(Generic[T]):
             self._left_at = now
 
     def remove(self, entry: QueuedRequest[T]) -> bool:
-        """Remove an entry. Return False if the entry is not queued."""
+        """Remove a request. Return False if the request is not queued."""
         lane = self._lanes.get(entry.key)
         if lane is None or entry not in lane.entries:
             return False
@@ -191,21 +192,22 @@ class AdmissionQueue(Generic[T]):
         return True
 
     def entries(self) -> list[QueuedRequest[T]]:
-        """Return all entries, the oldest of each key first."""
+        """Return all queued requests, grouped by API key; those of a key oldest first."""
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
-        """Remove and return all items whose deadline has passed at `now` (monotonic seconds), oldest first."""
+        """Remove all requests whose deadline has passed at `now` (monotonic seconds). Return their items, oldest
+        first."""
         late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)
         return [entry.item for entry in late]
 
     def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
-        """Try every entry once in fair order; return the number of entries that were placed.
+        """Try every queued request once in fair order. Return the number of requests that were placed.
 
-        `attempt(item, keep)` returns whether it placed the item. With `keep` it should hold room for an item that does
-        not fit.
+        `attempt(item, keep)` returns whether it placed the request. With `keep`, it should keep room on a node for a
+        request that does not fit yet. `now` is in monotonic seconds.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[QueuedRequest[T]] = []
@@ -227,16 +229,19 @@ class AdmissionQueue(Generic[T]):
         return left
 
     def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
-        """Return whether room must now be held for an entry, because it was overtaken too often or waits too long."""
+        """Return whether room must be kept for a request, because it was overtaken too often or has waited too long.
+
+        `now` is in monotonic seconds.
+        """
         return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_HEADROOM_AFTER_SECONDS
 
     def count_overtake(self) -> None:
-        """Count an overtake for every queued entry, because a request was placed without queueing."""
+        """Count an overtake for every queued request, because another request was placed without queueing."""
         for entry in self.entries():
             entry.overtake()
 
     def _turn(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
-        """Return the next entry, and the number of rounds that every key must earn first.
+        """Return the next request, and the number of rounds that every key must earn first.
 
         Nothing changes: a turn without a placement costs no key anything.
         """
@@ -250,7 +255,7 @@ class AdmissionQueue(Generic[T]):
         return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
     def _pay(self, entry: QueuedRequest[T], rounds: int, untried: dict[str, deque[QueuedRequest[T]]]) -> None:
-        """Credit `rounds` to every competing key and charge the entry's key; that key stays at the front until its
+        """Credit `rounds` to every competing key and charge the request's key; that key stays at the front until its
         credit is spent."""
         if entry.key not in self._lanes:
             return

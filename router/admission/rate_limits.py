@@ -108,8 +108,8 @@ class _KeyMeter:
 class RateLimits:
     """Meters of the requests and tokens of all API keys, with which requests are admitted.
 
-    `limits_of` returns a key's limits by its id; None where it has none. They may change while the key has open
-    requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
+    `limits_of` returns a key's limits by its id; None for a key without limits. Limits may change while the key has
+    open requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RateLimits:
     def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
         """Admit a request and return its charge in tokens, or return the refusal with the exceeded limit and the wait.
 
-        After an admission `record_end` must follow.
+        The charge is 0 for a key without a limit of tokens. After an admission `record_end` must follow.
         """
         limits = self.limits(key)
         if not limits.allows(demand.model):

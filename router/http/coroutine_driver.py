@@ -29,8 +29,10 @@ class CoroutineDriver:
         self._future: asyncio.Future[Any] | None = None
 
     def wait_for(self, coroutine: Step, future: "asyncio.Future[Any] | None") -> None:
-        """Continue a coroutine when `future` is done. The caller has run the coroutine's first step, which returned
-        `future`."""
+        """Continue a coroutine when `future` is done, or at the next iteration of the loop if `future` is None.
+
+        The caller has run the coroutine's first step, which yielded `future`.
+        """
         self._coroutine = coroutine
         if future is None:  # a bare yield: continue at the next iteration of the loop
             asyncio.get_running_loop().call_soon(self._step)

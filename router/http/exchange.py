@@ -69,7 +69,7 @@ class Exchange:
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
     async def respond(self, found: bytes | Problem) -> None:
-        """Send a JSON body with status 200, or a problem."""
+        """Send `found`: a JSON body with status 200, or a problem with its status."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
     async def body(self, settings: RouterSettings, reserve: ReserveBody | None = None) -> bytes | Problem | None:

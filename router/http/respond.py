@@ -28,9 +28,10 @@ Answered = ActiveRequest | MergedRequest
 async def generate(
     exchange: Exchange, dispatcher: Dispatcher, parsed: ParsedRequest, jobs: Sequence[RequestSpec]
 ) -> None:
-    """Answer a request with a valid body: submit one job per prompt, and send the combined answer.
+    """Answer a request with a valid body: submit one request per prompt, and send the combined answer.
 
-    `parsed` encodes the answer in the client's dialect. A job that is refused or fails is answered with the problem.
+    `jobs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
+    request is refused or fails, the answer is the problem.
     """
     requests: list[ActiveRequest] = []
 

@@ -72,7 +72,7 @@ class EventSource(Protocol):
 
     @property
     def pending(self) -> Sequence[Delta] | bool:
-        """Whether there are deltas to take."""
+        """Deltas that `take` has not returned, or whether there are any."""
         ...
 
     @property

@@ -140,10 +140,12 @@ def hard_line(memory: Memory) -> int:
 
 
 class Fits(WireStruct, frozen=True, gc=False):
-    """Result of a check that passed: the predicted peak and the remaining headroom, in bytes."""
+    """Result of a check that passed, in bytes."""
 
     predicted: int
+    """Predicted peak: current + reserved + estimate + margin; without the margin if the guard is off."""
     spare: int
+    """Headroom that remains; 0 if the guard is off."""
 
 
 def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str = "") -> Fits | Refused:
@@ -178,10 +180,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
     """Check whether the bytes of a model load (weights, fixed state, transient) fit, without the margin.
 
-    Return `Fits`, or the refusal with all numbers.
-
-    The margin covers transients of forwards, and a load runs only a warm-up. Requests to the loaded model are checked
-    with the margin.
+    Return `Fits`, or the refusal with all numbers. The margin covers transients of forwards, and a load runs
+    only a warm-up. Requests to the loaded model are checked with the margin.
     """
     return judge(replace(memory, margin=0), estimate)
 
@@ -215,7 +215,7 @@ def row_bytes(kv: KvParameters, tokens: int) -> int:
     """Return the maximum KV bytes of a row of `tokens` tokens.
 
     A cache grows `step` tokens at a time, and can have room for up to step − 1 unused tokens. A sliding-window cache
-    holds at most its window. `fixed` bytes are taken from the first token.
+    holds at most its window. A row with at least one token also takes `fixed` bytes. Without tokens, return 0.
     """
     if tokens <= 0:
         return 0
@@ -245,8 +245,10 @@ def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
 
 
 def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
-    """Return the KV bytes that a row of `length` tokens adds, with padding, in the best of `groups` or in a new
-    batch."""
+    """Return the KV bytes that a row of `length` tokens adds, with padding, in the batch where they are fewest.
+
+    The row forms a new batch if it may join none of `groups` (`joinable`).
+    """
     return _joined(tuple(groups), length, kv)[1]
 
 
@@ -392,7 +394,10 @@ def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: i
 
 
 def max_context(memory: Memory, model: Model) -> int:
-    """Return the maximum tokens of prompt and answer together on the idle node; 0 if not even one token fits."""
+    """Return the maximum tokens of prompt and answer together on the idle node, at most the model's context length.
+
+    Return 0 if not even one token fits.
+    """
     return _most(model.context, lambda tokens: alone_bytes(model, tokens - 1, 1) <= most_bytes(memory))
 
 

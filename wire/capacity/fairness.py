@@ -122,8 +122,8 @@ class PrefillFairness:
     def next(self, waiting: Sequence[WeightedKey]) -> int:
         """Return the index of the prompt to prefill next. `waiting` has the key of each waiting prompt, oldest first.
 
-        The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the key with the fewest
-        prefilled tokens per weight is next. `waiting` must not be empty.
+        The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the oldest prompt of the key
+        with the fewest prefilled tokens per weight is next. `waiting` must not be empty.
         """
         prompts = Counter(one.name for one in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)

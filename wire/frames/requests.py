@@ -155,7 +155,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
 
     def known(self, choice: int) -> tuple[int, ...]:
-        """Return the token ids of a choice that another node has generated; empty if there are none."""
+        """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""
         return self.resume[choice] if choice < len(self.resume) else ()
 
 

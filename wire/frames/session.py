@@ -160,7 +160,7 @@ class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: request a window of a file or of measurements.
+    """Coordinator → node: request a window of a file or of measurements: the bytes from `offset`, at most `limit`.
 
     Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
     """

@@ -55,7 +55,7 @@ class RayHead(Frame, frozen=True, array_like=True, gc=False):
 
 
 class AllowVideo(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: whether the node may make videos. A node starts without permission."""
+    """Coordinator → node: allow or forbid the node to generate videos. A node starts without permission."""
 
     allowed: bool
 

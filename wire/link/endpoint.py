@@ -74,11 +74,14 @@ class Outbox:
         self._pumping = False
 
     def send(self, frame: Frame) -> None:
-        """Send a frame: write a short one, queue a long one as pieces. Raise the exceptions of `encode`."""
+        """Encode a frame and send it as `forward` does. Raise the exceptions of `encode`."""
         self.forward(encode(frame))
 
     def forward(self, encoded: bytes) -> None:
-        """Send an encoded frame: write a short one, queue a long one (above MAX_PLAIN_BYTES) as pieces."""
+        """Send an encoded frame. A short frame is written at the next `flush`, a long one is queued as pieces.
+
+        A frame is long above MAX_PLAIN_BYTES.
+        """
         if len(encoded) <= MAX_PLAIN_BYTES:
             self._turn.append(encoded)
             if not self._leaving:
@@ -120,7 +123,7 @@ class Outbox:
             self._wait(self.flush)
 
     def flush(self) -> None:
-        """Write the short frames of this turn of the loop."""
+        """Write all short frames sent since the last call, in one piece."""
         self._leaving = False
         if self._turn:
             gathered, self._turn = self._turn, []
@@ -192,7 +195,7 @@ class Transport(Protocol):
         ...
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        """Set the buffer size above which `pause_writing` is called, in bytes."""
+        """Set the sizes of the buffer in bytes: `pause_writing` is called above `high`, `resume_writing` at `low`."""
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
         """Return a property of the connection by its name, such as `socket`; `default` if it is unknown."""
@@ -210,7 +213,7 @@ class EventLoop(Protocol):
         ...
 
     def call_at(self, when: float, callback: Callable[[], None], /) -> object:
-        """Call a function at a time of the loop's clock."""
+        """Call a function at `when`, in seconds of the clock of `time`."""
         ...
 
 
@@ -308,7 +311,7 @@ class LinkEndpoint:
             self.outbox.pause()
 
     def resume_writing(self) -> None:
-        """Continue with long frames."""
+        """Continue to send long frames after `pause_writing`."""
         self._paused = False
         if self.outbox is not None:
             self.outbox.resume()
@@ -336,7 +339,7 @@ class LinkEndpoint:
             self.outbox.send_with_next(encoded)
 
     def send_background(self, frames: Iterator[Frame]) -> None:
-        """Send frames of low priority; see `Outbox.send_background`."""
+        """Send frames of low priority as `Outbox.send_background` does; discard them if the connection is not open."""
         if self.outbox is not None and self.open:
             self.outbox.send_background(frames)
 

@@ -83,7 +83,7 @@ def up(
 
     from coordinator.run import RunOptions
     from coordinator.state.config_file import redact_rows
-    from host.settings_loader import setting_rows
+    from host.settings_loader import build_setting_rows
 
     folder = state or get_default_state()
     resolved = _resolve_settings(folder, pairs)
@@ -96,7 +96,13 @@ def up(
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
     options = RunOptions(
-        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, redact_rows(setting_rows(resolved))
+        folder,
+        listen,
+        cluster_listen,
+        with_node,
+        tuple(arguments),
+        resolved.value,
+        redact_rows(build_setting_rows(resolved)),
     )
 
     waiting = ExitStack()
@@ -164,7 +170,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
 def _resolve_settings(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
     """Merge the settings of file, environment and command line, in this order. Raise `CommandError` if one is wrong."""
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
-    from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
+    from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve_layers
 
     try:
         flags = from_pairs(pairs)
@@ -173,7 +179,7 @@ def _resolve_settings(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings
             ("environment", from_environment(os.environ)),
             ("--set", flags),
         ]
-        return resolve(CoordinatorSettings, layers, NODE_SECTIONS)
+        return resolve_layers(CoordinatorSettings, layers, NODE_SECTIONS)
     except SettingsError as error:
         raise CommandError(2, str(error)) from None
 

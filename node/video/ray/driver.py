@@ -29,7 +29,7 @@ from node.video.ray.driver_link import (
     KillActor,
     MessageReader,
     ToDriver,
-    encode,
+    encode_message,
 )
 from node.video.worker.actor import WorkerHost
 
@@ -42,9 +42,10 @@ CLOSED, FAILED = 3, 4
 
 
 class Driver:
-    """Creates and ends Ray actors at the agent's request, and answers over `writer`.
+    """Server for the agent that creates and ends Ray actors, and answers over `writer`.
 
-    `create(wanted)` ends once the actor of a lease has started. `kill(lease)` ends once the lease has no actor.
+    `create` and `kill` replace the calls of Ray in tests. `create` returns once the actor of a lease has started,
+    `kill` once the lease has no actor.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class Driver:
         kill: Callable[[str], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._writer = writer
-        self._start = create or _create
-        self._kill = kill or _kill
+        self._start = create or _create_ray_actor
+        self._kill = kill or _kill_ray_actor
         self._tasks: set[asyncio.Task[None]] = set()
         self._creating: dict[str, asyncio.Task[None]] = {}
 
@@ -66,7 +67,7 @@ class Driver:
 
     def send(self, message: DriverMessage) -> None:
         """Send a message to the agent."""
-        self._writer.write(encode(message))
+        self._writer.write(encode_message(message))
 
     async def serve(self, stream: asyncio.StreamReader) -> None:
         """Handle messages of the agent until the socket ends.
@@ -91,19 +92,19 @@ class Driver:
                 if isinstance(message, ConnectDriver):
                     connecting = asyncio.create_task(self._connect(message))
                 else:
-                    self._spawn(message)
+                    self._start_task(message)
 
     async def _connect(self, message: ConnectDriver) -> None:
-        await _connect(message)
+        await _connect_to_ray(message)
         self.send(DriverConnected())
 
-    def _spawn(self, message: CreateActor | KillActor) -> None:
+    def _start_task(self, message: CreateActor | KillActor) -> None:
         if isinstance(message, KillActor):
             creating = self._creating.pop(message.lease, None)
             if creating is not None:
                 creating.cancel()
         task = asyncio.create_task(
-            self._create(message) if isinstance(message, CreateActor) else self._kill(message.lease)
+            self._create_actor(message) if isinstance(message, CreateActor) else self._kill(message.lease)
         )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -111,7 +112,7 @@ class Driver:
             self._creating[message.lease] = task
             task.add_done_callback(lambda _: self._creating.pop(message.lease, None))
 
-    async def _create(self, wanted: CreateActor) -> None:
+    async def _create_actor(self, wanted: CreateActor) -> None:
         try:
             async with asyncio.timeout(wanted.seconds):
                 await self._start(wanted)
@@ -125,10 +126,10 @@ class Driver:
             self.send(ActorCreated(wanted.lease))
 
 
-async def _connect(wanted: ConnectDriver) -> None:
+async def _connect_to_ray(wanted: ConnectDriver) -> None:
     host = wanted.address.rpartition(":")[0]
 
-    def init() -> None:
+    def init_ray() -> None:
         ray.init(
             address=wanted.address,
             namespace=NAMESPACE,
@@ -139,10 +140,10 @@ async def _connect(wanted: ConnectDriver) -> None:
         )
 
     async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-        await asyncio.to_thread(init)
+        await asyncio.to_thread(init_ray)
 
 
-async def _create(wanted: CreateActor) -> None:
+async def _create_ray_actor(wanted: CreateActor) -> None:
     kind: Any = ray.remote(WorkerHost)
     actor = kind.options(
         name=wanted.lease,
@@ -158,13 +159,13 @@ async def _create(wanted: CreateActor) -> None:
     await actor.begun.remote()
 
 
-async def _kill(lease: str) -> None:
+async def _kill_ray_actor(lease: str) -> None:
     with contextlib.suppress(ValueError):  # there is none of this name
         actor: Any = await asyncio.to_thread(ray.get_actor, lease, NAMESPACE)
         await asyncio.to_thread(ray.kill, actor)
 
 
-async def _run(descriptor: int) -> None:
+async def _serve_socket(descriptor: int) -> None:
     """Serve, then exit at once: the shutdown of Ray, or its start, may take seconds."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     try:
@@ -177,7 +178,7 @@ async def _run(descriptor: int) -> None:
 
 def main() -> None:
     """Serve the agent on the socket whose descriptor is the argument of the command line."""
-    asyncio.run(_run(int(sys.argv[1])))
+    asyncio.run(_serve_socket(int(sys.argv[1])))
 
 
 if __name__ == "__main__":

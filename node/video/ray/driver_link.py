@@ -61,14 +61,14 @@ class DriverLinkError(ValueError):
     """Raised for bytes that are no message of this link."""
 
 
-def encode(message: DriverMessage) -> bytes:
+def encode_message(message: DriverMessage) -> bytes:
     """Return a message as bytes, with its length first."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 class MessageReader:
-    """Splits a byte stream into messages of `kinds`, a union of message types."""
+    """Parser that splits a byte stream into messages of `kinds`, a union of message types."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)

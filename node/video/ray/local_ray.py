@@ -42,7 +42,7 @@ from node.video.ray.driver_link import (
     FromDriver,
     KillActor,
     MessageReader,
-    encode,
+    encode_message,
 )
 from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELAYS_SECONDS, STARTED
 from wire.units import GIB
@@ -60,14 +60,14 @@ EXIT_GRACE_SECONDS = 2.0
 log = structlog.get_logger("node.ray")
 
 
-def missing() -> str:
-    """Return why Ray cannot run on this Mac; empty if it can."""
+def describe_missing() -> str:
+    """Return the reason why Ray cannot run on this Mac; empty if it can."""
     if importlib.util.find_spec("ray") is None:
         return "Ray is not installed on this node: install macpool with its extra `video`"
     return ""
 
 
-def command(ports: int, folder: Path, gib: int) -> list[str]:
+def build_command(ports: int, folder: Path, gib: int) -> list[str]:
     """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`.
 
     `ports` is the first of `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB.
@@ -86,31 +86,32 @@ def command(ports: int, folder: Path, gib: int) -> list[str]:
         "num-gpus": 0,
         "object-store-memory": ray_process.OBJECT_STORE_BYTES,
     }
-    return ray_process.command(
+    return ray_process.build_command(
         "--head",
         f"--node-ip-address={HOST}",
-        *ray_process.numbered(numbers),
+        *ray_process.format_options(numbers),
         f"--temp-dir={folder}",
         f'--resources={{"{RESOURCE}": {gib}}}',
     )
 
 
-def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
+def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
     """Return the environment variables of this Mac's Ray.
 
     The folder `files` has the token. `node` becomes the id of Ray's only node.
     """
-    found = ray_process.environment(inherited, files)
+    found = ray_process.build_environment(inherited, files)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
     return found
 
 
 class LocalRay:
-    """Runs Ray and its driver while they are needed.
+    """Manager of this Mac's Ray and its driver, which run only while they are needed.
 
-    `changed` is called when `node` or `cause` changes. `failed` is called with the lease and the reason when its actor
-    could not be started.
+    `files` is the folder of the token. `log_file` gets Ray's output until Ray is up. `gib` is the amount of Ray's
+    resource for leases, in GiB. `changed` is called when `node` or `cause` changes. `failed` is called with the lease
+    and the reason when its actor could not be started.
     """
 
     def __init__(self, settings: WorkerSettings, files: Path, log_file: Path, gib: int) -> None:
@@ -120,9 +121,9 @@ class LocalRay:
         self._gib = gib
         self._allowed = self._offered = self._lent = False
         self._task: asyncio.Task[None] | None = None
-        self._again = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
-        self._driver = DriverProcess(files, self._actor_failed)
+        self._driver = DriverProcess(files, self._report_actor_failure)
         self.node = ""
         """Id of this Mac's node in Ray; empty while Ray is not up."""
         self.cause = ""
@@ -141,7 +142,7 @@ class LocalRay:
         return self._process.pid if self._process is not None else None
 
     @property
-    def busy(self) -> bool:
+    def active(self) -> bool:
         """Whether the task that runs and restarts Ray is active."""
         return self._task is not None and not self._task.done()
 
@@ -149,28 +150,30 @@ class LocalRay:
         """Set whether the coordinator allows this Mac to make videos."""
         if on != self._allowed:
             self._allowed = on
-            self._change()
+            self._signal_change()
             self.changed()
 
     def offer(self, *, wanted: bool) -> None:
         """Set whether this Mac offers video."""
         if wanted != self._offered:
             self._offered = wanted
-            self._change()
+            self._signal_change()
 
     def set_running(self, *, on: bool) -> None:
-        """Set whether a lease is held on this Mac. A running Ray is not stopped while a lease is held."""
+        """Set whether this Mac has a granted lease. A running Ray is not stopped while it has one."""
         if on != self._lent:
             self._lent = on
-            self._change()
+            self._signal_change()
 
     def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
         """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
-        self._driver.create(CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout_seconds))
+        self._driver.create_actor(
+            CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout_seconds)
+        )
 
     def end(self, lease: str) -> None:
         """End the actor of a lease, if there is one."""
-        self._driver.kill(lease)
+        self._driver.kill_actor(lease)
 
     async def stop(self) -> None:
         """End Ray and its driver."""
@@ -183,91 +186,91 @@ class LocalRay:
     def _wanted(self) -> bool:
         return self._offered and self._allowed
 
-    def _change(self) -> None:
-        self._again.set()
-        if self._wanted and not self.busy:
-            self._task = asyncio.get_running_loop().create_task(self._keep())
+    def _signal_change(self) -> None:
+        self._state_changed.set()
+        if self._wanted and not self.active:
+            self._task = asyncio.get_running_loop().create_task(self._run_while_needed())
 
-    def _actor_failed(self, lease: str, why: str) -> None:
+    def _report_actor_failure(self, lease: str, why: str) -> None:
         log.warning("actor not started", lease=lease, why=why)
         self.failed(lease, why)
 
-    async def _keep(self) -> None:
+    async def _run_while_needed(self) -> None:
         """Run Ray for as long as it is needed."""
         wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._wanted:
-            self._again.clear()
+            self._state_changed.clear()
             began = loop.time()
             try:
-                cause = missing() or await self._live()
+                cause = describe_missing() or await self._run_once()
             except OSError as error:
                 cause = f"Ray could not be started: {error}"
-            self._set("", cause if self._wanted else "")
+            self._set_state("", cause if self._wanted else "")
             if not self._wanted:
                 continue
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
             log.warning("ray ended", cause=cause, retry_in=wait)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._again.wait(), wait)
+                await asyncio.wait_for(self._state_changed.wait(), wait)
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
-    async def _live(self) -> str:
+    async def _run_once(self) -> str:
         """Run Ray once, from start to end; return why it ended."""
         node = secrets.token_hex(28)
-        variables = environment(os.environ, self._files, node)
-        process = self._process = await self._start(variables)
-        again = asyncio.create_task(self._again.wait())
+        variables = build_environment(os.environ, self._files, node)
+        process = self._process = await self._start_ray(variables)
+        again = asyncio.create_task(self._state_changed.wait())
         ended = asyncio.create_task(process.wait())
         try:
-            output = await ray_process.until_started(process, START_TIMEOUT_SECONDS)
-            self._keep_output(output)
+            output = await ray_process.read_until_started(process, START_TIMEOUT_SECONDS)
+            self._store_output(output)
             if STARTED not in output:
-                return f"Ray did not start: {ray_process.last_words(output)}"
-            reading = asyncio.create_task(ray_process.discard(process))
+                return f"Ray did not start: {ray_process.summarize_output(output)}"
+            reading = asyncio.create_task(ray_process.discard_output(process))
             self._driver.start(f"{HOST}:{self._settings.ray_ports + 6}", variables)
-            self._set(node, "")
+            self._set_state(node, "")
             try:
                 while not ended.done() and (self._lent or self._wanted):
                     await asyncio.wait({again, ended}, return_when=asyncio.FIRST_COMPLETED)
-                    again = self._renewed(again)
+                    again = self._renew_wait(again)
             finally:
                 reading.cancel()
                 await self._driver.stop()
             return "Ray has ended: see its log" if ended.done() else ""
         finally:
             again.cancel()
-            await ray_process.end(process, ended)
+            await ray_process.end_ray(process, ended)
             self._process = None
 
-    def _renewed(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
+    def _renew_wait(self, again: asyncio.Task[Literal[True]]) -> asyncio.Task[Literal[True]]:
         """Return the task that waits for the next change."""
         if not again.done():
             return again
-        self._again.clear()
-        return asyncio.create_task(self._again.wait())
+        self._state_changed.clear()
+        return asyncio.create_task(self._state_changed.wait())
 
-    async def _start(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
-        folder = self._folder()
+    async def _start_ray(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
+        folder = self._create_ray_folder()
         for session in folder.glob("session_*"):
             if not session.is_symlink():
                 shutil.rmtree(session, ignore_errors=True)
         (folder / CURRENT).unlink(missing_ok=True)
         private_folder(self._files)
         write_private(self._files / "token", secrets.token_hex(32).encode())
-        words = command(self._settings.ray_ports, folder, self._gib)
-        return await ray_process.start(words, variables, self._files)
+        words = build_command(self._settings.ray_ports, folder, self._gib)
+        return await ray_process.start_ray(words, variables, self._files)
 
-    def _folder(self) -> Path:
+    def _create_ray_folder(self) -> Path:
         """Return Ray's own folder: the one in the settings, else one below /tmp that belongs to this node's state."""
         wanted = self._settings.ray_folder
-        return private_folder(Path(wanted).expanduser()) if wanted else ray_process.short_folder(self._files)
+        return private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
 
-    def _keep_output(self, output: bytes) -> None:
+    def _store_output(self, output: bytes) -> None:
         """Keep the output until Ray was up; later output is in the logs of its session."""
         private_folder(self._log_file.parent)
         write_private(self._log_file, output)
 
-    def _set(self, node: str, cause: str) -> None:
+    def _set_state(self, node: str, cause: str) -> None:
         if (node, cause) != (self.node, self.cause):
             self.node, self.cause = node, cause
             log.info("ray", node=node, cause=cause)
@@ -275,7 +278,7 @@ class LocalRay:
 
 
 class DriverProcess:
-    """Runs the driver between `start` and `stop`, and restarts it after each end.
+    """Manager of the driver's process, which runs between `start` and `stop` and is restarted after each end.
 
     Requests without an answer are sent again to the next driver. `failed` is called with the lease and the reason when
     its actor could not be started.
@@ -290,7 +293,7 @@ class DriverProcess:
 
     def start(self, address: str, variables: Mapping[str, str]) -> None:
         """Run a driver for the Ray at `address` (host:port), with the environment `variables`, until `stop`."""
-        self._task = asyncio.get_running_loop().create_task(self._keep(address, variables))
+        self._task = asyncio.get_running_loop().create_task(self._run_repeatedly(address, variables))
 
     async def stop(self) -> None:
         """End the driver."""
@@ -303,24 +306,24 @@ class DriverProcess:
         """Leases whose actor was requested, without an answer so far."""
         return frozenset(self._pending)
 
-    def create(self, wanted: CreateActor) -> None:
+    def create_actor(self, wanted: CreateActor) -> None:
         """Start the actor of a lease, now or as soon as a driver is connected."""
         self._pending[wanted.lease] = wanted
         if self._writer is not None:
-            self._writer.write(encode(wanted))
+            self._writer.write(encode_message(wanted))
 
-    def kill(self, lease: str) -> None:
+    def kill_actor(self, lease: str) -> None:
         """End the actor of a lease. Without a connected driver send nothing, because the actor ends with its lease."""
         self._pending.pop(lease, None)
         if self._writer is not None:
-            self._writer.write(encode(KillActor(lease)))
+            self._writer.write(encode_message(KillActor(lease)))
 
-    async def _keep(self, address: str, variables: Mapping[str, str]) -> None:
+    async def _run_repeatedly(self, address: str, variables: Mapping[str, str]) -> None:
         wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while True:
             began = loop.time()
             try:
-                code = await self._live(address, variables)
+                code = await self._run_once(address, variables)
             except (OSError, DriverLinkError) as error:
                 code = str(error)
             wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
@@ -328,7 +331,7 @@ class DriverProcess:
             await asyncio.sleep(wait)
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
-    async def _live(self, address: str, variables: Mapping[str, str]) -> int:
+    async def _run_once(self, address: str, variables: Mapping[str, str]) -> int:
         """Run one driver from start to end; return its exit code."""
         own_end, child_end = socket.socketpair()
         with child_end:
@@ -347,11 +350,11 @@ class DriverProcess:
             )
         reader, writer = await asyncio.open_connection(sock=own_end)
         try:
-            writer.write(encode(ConnectDriver(address)))
+            writer.write(encode_message(ConnectDriver(address)))
             messages = MessageReader(FromDriver)
             while data := await reader.read(65536):
                 for message in messages.feed(data):
-                    self.receive(message, writer)
+                    self.handle_message(message, writer)
             async with asyncio.timeout(EXIT_GRACE_SECONDS):
                 return await process.wait()
         except TimeoutError:
@@ -359,16 +362,16 @@ class DriverProcess:
         finally:
             self._writer = None
             writer.close()
-            await _end(process)
+            await _end_driver(process)
 
-    def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
+    def handle_message(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
         """Handle a message of the driver. Send to this driver over `writer`, once it is connected to Ray."""
         match message:
             case DriverConnected():
                 log.info("driver connected")
                 self._writer = writer
                 for wanted in self._pending.values():
-                    writer.write(encode(wanted))
+                    writer.write(encode_message(wanted))
             case ActorCreated(lease):
                 self._pending.pop(lease, None)
             case ActorNotCreated(lease, why):
@@ -376,7 +379,7 @@ class DriverProcess:
                     self._failed(lease, why)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end_driver(process: asyncio.subprocess.Process) -> None:
     """Wait for a driver whose socket is closed, and kill it after `EXIT_GRACE_SECONDS`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EXIT_GRACE_SECONDS):

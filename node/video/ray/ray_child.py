@@ -12,7 +12,7 @@ EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that Ray has to end its processes before the launcher exits."""
 
 
-def _hold_on() -> None:
+def _end_at_end_of_stdin() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -22,7 +22,7 @@ def _hold_on() -> None:
 
 def main() -> None:
     """Run Ray's command line with the arguments of this process. End Ray when stdin ends."""
-    threading.Thread(target=_hold_on, daemon=True).start()
+    threading.Thread(target=_end_at_end_of_stdin, daemon=True).start()
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 
 

@@ -55,24 +55,27 @@ loopback as the address of the machine, on Linux as on macOS.
 """
 
 
-def command(*words: str) -> list[str]:
+def build_command(*words: str) -> list[str]:
     """Return the command line that starts Ray with these arguments."""
     return [sys.executable, *CHILD, *words, *QUIET]
 
 
-def numbered(numbers: Mapping[str, int]) -> list[str]:
+def format_options(numbers: Mapping[str, int]) -> list[str]:
     """Return numbers as options of Ray's command line, `--NAME=NUMBER`."""
     return [f"--{name}={number}" for name, number in numbers.items()]
 
 
-def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
+def build_environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
     """Return the environment of the processes of Ray: named variables only, and the path of the token in `files`."""
     found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
     return found | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
 
 
-async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
-    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started."""
+async def start_ray(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
+    """Start Ray in its own session and return the process. Raise `OSError` if the process cannot be started.
+
+    `words` is the command line, `variables` the environment, `folder` the working folder.
+    """
     return await asyncio.create_subprocess_exec(
         *words,
         stdin=asyncio.subprocess.PIPE,
@@ -84,12 +87,12 @@ async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path
     )
 
 
-async def until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
+async def read_until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
     """Return the output of Ray until Ray is up, has ended, or `seconds` have passed.
 
     The output contains `STARTED` only if Ray is up.
     """
-    output, out = bytearray(), _out(process)
+    output, out = bytearray(), _get_stdout(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while STARTED not in output and len(output) < MAX_OUTPUT_BYTES:
@@ -100,29 +103,29 @@ async def until_started(process: asyncio.subprocess.Process, seconds: float) -> 
     return bytes(output)
 
 
-async def discard(process: asyncio.subprocess.Process) -> None:
+async def discard_output(process: asyncio.subprocess.Process) -> None:
     """Read and discard the output, because a full pipe would block the process."""
-    while await _out(process).read(4096):
+    while await _get_stdout(process).read(4096):
         pass
 
 
-def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
+def _get_stdout(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
     assert process.stdout is not None  # noqa: S101  it was asked for
     return process.stdout
 
 
-def last_words(output: bytes) -> str:
+def summarize_output(output: bytes) -> str:
     """Return the last lines of Ray's output, for a person."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[:500] or "it printed nothing"
 
 
-async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
+async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
     """End Ray and the remaining processes of its group. `ended` is the task that waits for the end of `process`.
 
     The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """
-    reading = asyncio.create_task(discard(process))
+    reading = asyncio.create_task(discard_output(process))
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
@@ -133,7 +136,7 @@ async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -
     await reading
 
 
-def short_folder(files: Path) -> Path:
+def create_short_folder(files: Path) -> Path:
     """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes.
 
     The name of the folder derives from `files`. Raise `OSError` if the folder belongs to another user.
@@ -142,7 +145,7 @@ def short_folder(files: Path) -> Path:
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     return private_folder(folder)

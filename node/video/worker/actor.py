@@ -32,15 +32,15 @@ class WorkerHost:
     """
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
-        self._attendant = WorkerParent(Path(folder), lease, generation)
+        self._parent = WorkerParent(Path(folder), lease, generation)
         self._ended = threading.Event()
         self._why = ""
-        threading.Thread(target=_leave_with, args=(os.getppid(),), name="parent", daemon=True).start()
-        threading.Thread(target=self._attend, name="attendant", daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(os.getppid(),), name="parent", daemon=True).start()
+        threading.Thread(target=self._run_worker, name="attendant", daemon=True).start()
 
-    def _attend(self) -> None:
+    def _run_worker(self) -> None:
         try:
-            self._why = f"exit {self._attendant.run()}"
+            self._why = f"exit {self._parent.run()}"
         except (LeaseFenced, OSError) as error:
             self._why = str(error)
         finally:
@@ -53,16 +53,16 @@ class WorkerHost:
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:
-        """Wait for the end of the worker. Return `exit CODE`, or why no worker ran."""
+        """Wait for the end of the worker. Return `exit CODE`, or the reason why no worker ran."""
         self._ended.wait()
         return self._why
 
     def stop(self) -> None:
         """Kill the worker at once."""
-        self._attendant.stop()
+        self._parent.stop()
 
 
-def _leave_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Exit when the parent process has ended. The worker then ends as well, because its stdin closes."""
     pause = threading.Event()
     while os.getppid() == parent:

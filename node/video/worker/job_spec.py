@@ -37,7 +37,10 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Maximum seconds without progress; None for the node's setting."""
 
     def job(self, package: VideoPackage) -> dict[str, object]:
-        """Return the job as the worker's input, with the package's defaults for fields that are not set."""
+        """Return the job as the worker's input, without `timeout` and `stall`.
+
+        Fields that are not set get the defaults of `package`.
+        """
         fields = cast("dict[str, object]", msgspec.to_builtins(self))
         known = {
             name: value for name, value in fields.items() if value is not None and name not in ("timeout", "stall")

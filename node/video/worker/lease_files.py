@@ -53,7 +53,7 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
     """Start time of the worker, which distinguishes it from a later process with the same id."""
 
 
-def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
+def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
     """Lock a file and return the descriptor that holds the lock; None if another process holds it.
 
     Create the file if it is missing. With `wait`, block until the lock is free. Raise `OSError` if the file cannot be
@@ -71,9 +71,9 @@ def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
     return descriptor
 
 
-def locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return whether another process holds the exclusive lock of a file. Create the file if it is missing."""
-    descriptor = lock(path, shared=True)
+    descriptor = lock_file(path, shared=True)
     if descriptor is None:
         return True
     os.close(descriptor)
@@ -82,27 +82,27 @@ def locked(path: Path) -> bool:
 
 def write_new(path: Path, content: bytes) -> None:
     """Create a file of mode 0600 atomically. Raise `FileExistsError` if it exists."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-        os.link(beside, path)
+        os.link(temporary, path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def read_grant(folder: Path) -> LeaseGrant | None:
     """Read the granted lease of a lease's folder; None if it is missing, invalid or no longer granted."""
-    return _read(folder / GRANT, LeaseGrant)
+    return _read_struct(folder / GRANT, LeaseGrant)
 
 
 def read_claim(folder: Path) -> WorkerClaim | None:
     """Read the claim of a lease's folder; None if the lease is not claimed or the claim is invalid."""
-    return _read(folder / CLAIM, WorkerClaim)
+    return _read_struct(folder / CLAIM, WorkerClaim)
 
 
-def _read(path: Path, kind: type[T]) -> T | None:
+def _read_struct(path: Path, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
@@ -114,21 +114,21 @@ class FileTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._at = 0
+        self._offset = 0
         self._rest = b""
 
-    def lines(self) -> list[bytes]:
+    def read_lines(self) -> list[bytes]:
         """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`.
 
         A call reads at most `16 * MAX_LINE_BYTES` bytes. Return an empty list if the file cannot be read.
         """
         try:
             with self._path.open("rb") as file:
-                file.seek(self._at)
+                file.seek(self._offset)
                 data = file.read(16 * MAX_LINE_BYTES)
         except OSError:
             return []
-        self._at += len(data)
+        self._offset += len(data)
         *complete, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""

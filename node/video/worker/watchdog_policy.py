@@ -65,6 +65,7 @@ class WatchdogState:
     moved: float
     """Last sign of progress, in seconds of the same clock."""
     mark: object = None
+    """`WorkerObservation.mark` at the last check."""
     failed: int = 0
     """Failed readings in a row."""
     peak: int = 0
@@ -81,7 +82,7 @@ class EndWorker:
     """Whether the worker is killed without a grace period."""
 
 
-def begin(now: float) -> WatchdogState:
+def create_state(now: float) -> WatchdogState:
     """Return the initial state for a worker that starts at `now`, in seconds of a monotonic clock."""
     return WatchdogState(now, now)
 
@@ -96,19 +97,19 @@ def step(
     if seen.mark != state.mark:
         state = replace(state, mark=seen.mark, moved=now)
     if not seen.alive:
-        return state, _gone(seen)
+        return state, _describe_end(seen)
     failed = state.failed + 1 if seen.footprint is None else 0
     state = replace(state, failed=failed, peak=max(state.peak, seen.footprint or 0))
-    return state, _beyond(state, seen, bounds, now)
+    return state, _check_bounds(state, seen, bounds, now)
 
 
-def _gone(seen: WorkerObservation) -> EndWorker:
+def _describe_end(seen: WorkerObservation) -> EndWorker:
     if seen.attended:
         return EndWorker(CRASHED, "the worker ended without a message: see its log")
     return EndWorker(LOST, "the parent process of the worker ended, and the worker with it")
 
 
-def _beyond(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
+def _check_bounds(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
     """Return the end for the bound that a living worker has exceeded; None if it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"the worker used {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"

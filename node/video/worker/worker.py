@@ -57,7 +57,7 @@ EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
 class EventWriter:
-    """Output of the worker: one JSON object a line, from several threads."""
+    """Writer of the worker's events to a file descriptor, as one JSON object a line. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
@@ -74,33 +74,33 @@ class EventWriter:
 class ProgressReporter:
     """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`.
 
-    `peak` returns the peak memory of MLX in bytes, which is reported as well.
+    `blocks` is the count. `peak` returns the peak memory of MLX in bytes, which is reported as well.
     """
 
-    def __init__(self, line: EventWriter) -> None:
-        self._line = line
+    def __init__(self, writer: EventWriter) -> None:
+        self._writer = writer
         self.blocks = 0
         self.peak: Callable[[], int] = lambda: 0
 
-    def count(self, kind: Any) -> None:
-        """Patch the class `kind` so that every later call of its instances is counted."""
+    def count_calls(self, kind: Any) -> None:
+        """Patch the class `kind` (a transformer block) so that every later call of its instances is counted."""
         call: Callable[..., object] = kind.__call__
 
-        def counted(this: object, *given: object, **named: object) -> object:
+        def call_and_count(this: object, *given: object, **named: object) -> object:
             result = call(this, *given, **named)
             self.blocks += 1
             return result
 
-        kind.__call__ = counted
+        kind.__call__ = call_and_count
 
     def run(self) -> None:
         """Write the count as `beat` events until the process ends."""
         pause = threading.Event()
         while not pause.wait(PROGRESS_INTERVAL_SECONDS):
-            self._line.write_event("beat", blocks=self.blocks, peak=self.peak())
+            self._writer.write_event("beat", blocks=self.blocks, peak=self.peak())
 
 
-def private_descriptor() -> int:
+def redirect_stdout() -> int:
     """Return a duplicate of stdout for events, and redirect fd 1 to stderr for libraries that print."""
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -122,7 +122,7 @@ def read_job() -> dict[str, Any] | None:
     return json.loads(data)
 
 
-def hold_on() -> None:
+def exit_at_end_of_stdin() -> None:
     """Read stdin until it ends, then exit the process at once."""
     while os.read(0, 4096):
         pass
@@ -135,7 +135,7 @@ def call_supported(call: Callable[..., Any], **named: object) -> Any:
     return call(**{name: value for name, value in named.items() if name in known})
 
 
-def package_config(root: Path, config_class: Any) -> Any:
+def build_package_config(root: Path, config_class: Any) -> Any:
     """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
 
     `root` is the folder of the package, `config_class` is the engine's `ModelConfig`. A quantized package has no
@@ -144,12 +144,12 @@ def package_config(root: Path, config_class: Any) -> Any:
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
     base = config_class.wan2_2_t2v_a14b() if two else config_class.wan2_2_ti2v_5b()
-    shape, vae, text = (_config(root, part) for part in ("transformer", "vae", "text_encoder"))
+    shape, vae, text = (_read_config(root, part) for part in ("transformer", "vae", "text_encoder"))
     known = dict(base.transformer_overrides)
     known |= {name: shape[name] for name in TRANSFORMER if name in shape}
     known |= {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name) is not None}
     known["has_transformer_2"] = two
-    known["vae_config"] = _narrowed(known["vae_config"], vae)
+    known["vae_config"] = _override_known(known["vae_config"], vae)
     return call_supported(
         config_class,
         priority=base.priority,
@@ -163,20 +163,20 @@ def package_config(root: Path, config_class: Any) -> Any:
         supports_guidance=True,
         requires_sigma_shift=False,
         transformer_overrides=known,
-        text_encoder_overrides=_narrowed(base.text_encoder_overrides, text),
+        text_encoder_overrides=_override_known(base.text_encoder_overrides, text),
     )
 
 
-def _config(root: Path, part: str) -> dict[str, Any]:
+def _read_config(root: Path, part: str) -> dict[str, Any]:
     file = root / part / "config.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _narrowed(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _override_known(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given.get(name, value) for name, value in known.items()}
 
 
-def bound(mx: Any, size: int, *, wire: bool = True) -> int:
+def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
     """Set the limits of MLX for a lease of `size` bytes. Call before any weight is loaded.
 
     Return the wired limit in bytes; 0 without `wire`, because none is set then.
@@ -196,11 +196,14 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
     return wired
 
 
-def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dict[str, Any]:
-    """Make the clip of a job and write its progress as events. Return the properties of the clip, as `save_clip`."""
+def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReporter) -> dict[str, Any]:
+    """Generate the clip of a job with MLX, and write its progress as events to `writer`.
+
+    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the result of `save_clip`.
+    """
     mx: Any = importlib.import_module("mlx.core")
-    wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
-    line.write_event(
+    wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))
+    writer.write_event(
         "start",
         pid=os.getpid(),
         wired=wired,
@@ -208,28 +211,28 @@ def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dic
         names=sorted(os.environ),
         device=str(mx.default_device()),
     )
-    pulse.peak = mx.get_peak_memory
-    threading.Thread(target=pulse.run, daemon=True).start()
+    reporter.peak = mx.get_peak_memory
+    threading.Thread(target=reporter.run, daemon=True).start()
     engine: Any = importlib.import_module("mflux.models.wan.variants")
     blocks: Any = importlib.import_module("mflux.models.wan.model.wan_transformer.wan_transformer_block")
     configs: Any = importlib.import_module("mflux.models.common.config")
 
-    pulse.count(blocks.WanTransformerBlock)
-    line.write_event("loading")
+    reporter.count_calls(blocks.WanTransformerBlock)
+    writer.write_event("loading")
     root = Path(job["package"])
     model = call_supported(
         engine.Wan2_2_TI2V,
         model_path=str(root),
-        model_config=package_config(root, configs.ModelConfig),
+        model_config=build_package_config(root, configs.ModelConfig),
         quantize=job.get("quantize"),
         prompt_embed_disk_cache=False,
     )
-    line.write_event(
+    writer.write_event(
         "loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"), mlx=importlib.metadata.version("mlx")
     )
 
-    def got_on(event: Any) -> None:
-        line.write_event("progress", phase=event.phase, step=event.step, steps=event.total_steps)
+    def report_progress(event: Any) -> None:
+        writer.write_event("progress", phase=event.phase, step=event.step, steps=event.total_steps)
 
     wanted = {name: job[name] for name in ("guidance", "guidance_2", "negative_prompt") if job.get(name) is not None}
     video = call_supported(
@@ -241,19 +244,19 @@ def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dic
         num_frames=job["frames"],
         fps=job["fps"],
         num_inference_steps=job["steps"],
-        progress_callback=got_on,
+        progress_callback=report_progress,
         release_inactive_denoiser=True,
         release_denoisers_before_decode=True,
         clear_cache_each_step=True,
         clear_cache_each_transformer_block=True,
         **wanted,
     )
-    line.write_event("progress", phase="save", step=job["steps"], steps=job["steps"])
+    writer.write_event("progress", phase="save", step=job["steps"], steps=job["steps"])
     return save_clip(video, job, mx)
 
 
 def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip.
+    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip by name.
 
     Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
     """
@@ -284,7 +287,7 @@ def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
         return {"width": stream.width, "height": stream.height, "frames": frames, "fps": rate}
 
 
-def code_of(error: BaseException, *, began: bool) -> str:
+def classify_error(error: BaseException, *, began: bool) -> str:
     """Return the code of a failure: invalid output, full disk, failed generation, or a broken package.
 
     `began`: a transformer block was computed. Before that, any error but `ValueError` counts as a broken package.
@@ -297,25 +300,25 @@ def code_of(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Make the clip of the job on stdin and return the exit code."""
-    line = EventWriter(private_descriptor())
+    """Generate the clip of the job on stdin. Return the exit code: 0, EXIT_NO_JOB or EXIT_FAILED."""
+    writer = EventWriter(redirect_stdout())
     try:
         job = read_job()
     except ValueError:
         job = None
     if job is None:
         return EXIT_NO_JOB
-    threading.Thread(target=hold_on, daemon=True).start()
-    pulse = ProgressReporter(line)
+    threading.Thread(target=exit_at_end_of_stdin, daemon=True).start()
+    reporter = ProgressReporter(writer)
     try:
-        made = make(job, line, pulse)
+        made = make_clip(job, writer, reporter)
     except BaseException as error:
-        code = code_of(error, began=pulse.blocks > 0)
-        line.write_event(
+        code = classify_error(error, began=reporter.blocks > 0)
+        writer.write_event(
             "failed", code=code, message=f"{type(error).__name__}: {error}"[:600], trace=traceback.format_exc()[-4000:]
         )
         return EXIT_FAILED
-    line.write_event("done", made=made)
+    writer.write_event("done", made=made)
     return 0
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from host.private_files import private_folder, write_private
-from node.memory.sensor import born, footprint_of, members
+from node.memory.sensor import footprint_of, members, read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import watchdog_policy
 from node.video.worker.lease_files import (
@@ -32,8 +32,8 @@ from node.video.worker.lease_files import (
     SCRATCH,
     FileTail,
     LeaseGrant,
-    lock,
-    locked,
+    is_locked,
+    lock_file,
     read_claim,
     write_new,
 )
@@ -71,19 +71,20 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 
 @dataclass(slots=True)
 class WorkerJob:
-    """State of a job, by the worker's events.
-
-    `mark` changes with each sign of progress. `end` is None until an event ends the job. `made` is the properties of
-    the finished clip.
-    """
+    """State of a video job, by the events of its worker."""
 
     phase: LeasePhase = LeasePhase.GRANTED
     step: int = 0
+    """Current denoising step of `steps`."""
     steps: int = 0
     mark: tuple[object, ...] = ()
+    """Value that changes with each sign of progress."""
     end: EndWorker | None = None
+    """End of the job; None until an event ends the job."""
     made: dict[str, Any] | None = None
+    """Properties of the finished clip by name; None before."""
     ended_at: float = 0.0
+    """Monotonic seconds at which `end` was set; 0 before."""
 
     def handle_event(self, line: bytes, now: float) -> None:
         """Apply one event of the worker, a line of JSON. Ignore an invalid event. `now` is in monotonic seconds."""
@@ -92,17 +93,17 @@ class WorkerJob:
         except msgspec.DecodeError:
             return
         if isinstance(event, dict):
-            self._take(cast("dict[str, Any]", event), now)
+            self._apply_event(cast("dict[str, Any]", event), now)
 
-    def _take(self, event: dict[str, Any], now: float) -> None:
+    def _apply_event(self, event: dict[str, Any], now: float) -> None:
         match event:
             case {"event": "start"}:
-                self._move(LeasePhase.STARTING)
+                self._set_phase(LeasePhase.STARTING)
             case {"event": "loading" | "loaded"}:
-                self._move(LeasePhase.LOADING, event["event"])
+                self._set_phase(LeasePhase.LOADING, event["event"])
             case {"event": "progress", "phase": str(phase), "step": int(step), "steps": int(steps)}:
                 self.step, self.steps = max(0, min(step, steps)), max(0, steps)
-                self._move(PHASES.get(phase, self.phase), phase, step)
+                self._set_phase(PHASES.get(phase, self.phase), phase, step)
             case {"event": "beat", "blocks": int(blocks)}:
                 self.mark = (*self.mark[:3], blocks)
             case {"event": "done", "made": dict()}:
@@ -111,20 +112,20 @@ class WorkerJob:
                 self.end = EndWorker(code if code in CODES else "generation_failed", message[:1000])
             case {"event": "exit", "code": int(code)}:
                 self.end = self.end or EndWorker(
-                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it finished"
+                    watchdog_policy.CRASHED, f"the worker ended {_describe_exit(code)} before it finished"
                 )
             case _:
                 return
         if self.end is not None and not self.ended_at:
             self.ended_at = now
 
-    def _move(self, phase: LeasePhase, *what: object) -> None:
+    def _set_phase(self, phase: LeasePhase, *what: object) -> None:
         blocks = self.mark[3:] if len(self.mark) > 3 else (0,)
         self.phase = phase
         self.mark = (phase, what[0] if what else "", what[1] if len(what) > 1 else 0, *blocks)
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     names = {int(one): one.name for one in signal.Signals}
     return f"with exit code {code}" if code >= 0 else f"by {names.get(-code, f'signal {-code}')}"
 
@@ -132,7 +133,9 @@ def _how(code: int) -> str:
 class WorkerMonitor:
     """Monitor of one granted lease, from the creation of its folder to the end of its worker.
 
-    `footprint` is the bytes of the worker's processes at the last check.
+    `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
+    `grace` is the time in seconds between SIGTERM and SIGKILL. The attribute `footprint` is the bytes of the worker's
+    processes at the last check.
     """
 
     def __init__(
@@ -161,7 +164,7 @@ class WorkerMonitor:
         private_folder(self.folder)
         private_folder(self.folder / OUT)
         private_folder(self.folder / SCRATCH)
-        self._guard = lock(self.folder / GUARD)
+        self._guard = lock_file(self.folder / GUARD)
         write_private(self.folder / GRANT, msgspec.json.encode(grant))
 
     @property
@@ -184,7 +187,7 @@ class WorkerMonitor:
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)
-        for line in self._tail.lines():
+        for line in self._tail.read_lines():
             self.job.handle_event(line, now)
         return self._judge(self.worker, now)
 
@@ -192,7 +195,7 @@ class WorkerMonitor:
         claim = read_claim(self.folder)
         if claim is not None:
             self.worker = WorkerGroup(pid=claim.worker, born=claim.born)
-            self.state = watchdog_policy.begin(now)
+            self.state = watchdog_policy.create_state(now)
             self.job.phase = LeasePhase.STARTING
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
@@ -202,12 +205,12 @@ class WorkerMonitor:
 
     def _judge(self, worker: WorkerGroup, now: float) -> EndWorker | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
-        attended = locked(self.folder / ATTENDED)  # read first: worker and attendant may both end, done, in between
-        alive = living(worker)
+        attended = is_locked(self.folder / ATTENDED)  # read first: worker and attendant may both end, done, in between
+        alive = find_living_processes(worker)
         read = footprint_of(alive)
         self.footprint = read or 0
         if not alive or not attended:
-            for line in self._tail.lines():  # the last events may have arrived by now
+            for line in self._tail.read_lines():  # the last events may have arrived by now
                 self.job.handle_event(line, now)
         if self.job.end is not None and (not alive or now - self.job.ended_at >= EXIT_TIMEOUT_SECONDS):
             return self.job.end
@@ -237,9 +240,9 @@ class WorkerMonitor:
         shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
 
 
-def living(worker: WorkerGroup) -> tuple[int, ...]:
+def find_living_processes(worker: WorkerGroup) -> tuple[int, ...]:
     """Return the ids of a worker's living processes; empty if its process id belongs to a later process by now."""
-    if worker.born and (now := born(worker.pid)) and now != worker.born:
+    if worker.born and (now := read_process_identity(worker.pid)) and now != worker.born:
         return ()
     return members(worker.pid)
 
@@ -247,7 +250,7 @@ def living(worker: WorkerGroup) -> tuple[int, ...]:
 async def kill(worker: WorkerGroup, grace: float) -> None:
     """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when all processes have ended."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
-    while living(worker):
+    while find_living_processes(worker):
         if time.monotonic() >= deadline:
             number = signal.SIGKILL
         with suppress(ProcessLookupError, PermissionError):

@@ -20,7 +20,7 @@ from typing import IO
 
 import msgspec
 
-from node.memory.sensor import born
+from node.memory.sensor import read_process_identity
 from node.video.worker.lease_files import (
     ATTENDED,
     CLAIM,
@@ -33,13 +33,13 @@ from node.video.worker.lease_files import (
     SCRATCH,
     LeaseGrant,
     WorkerClaim,
-    lock,
+    lock_file,
     read_grant,
     write_new,
 )
 
 WORKER = Path(__file__).with_name("worker.py")
-LOOK = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 GO_SECONDS = 30.0
 """Seconds that a started worker waits for the agent's `go` file before it is ended."""
 
@@ -65,36 +65,36 @@ class WorkerParent:
         Raise `LeaseFenced` if the lease is not granted or already has a parent process. Raise `OSError` if the worker
         cannot be started.
         """
-        grant = self._granted()
-        self._lock = lock(self._folder / ATTENDED)
+        grant = self._read_own_grant()
+        self._lock = lock_file(self._folder / ATTENDED)
         if self._lock is None:
             raise LeaseFenced(f"{self._lease} already has a parent process")
         try:
-            return self._attend(grant)
+            return self._run_worker(grant)
         finally:
             os.close(self._lock)
 
     def stop(self) -> None:
         """Kill the worker at once, from any thread."""
         self._stopped.set()
-        self._kill()
+        self._kill_worker()
 
-    def _granted(self) -> LeaseGrant:
+    def _read_own_grant(self) -> LeaseGrant:
         grant = read_grant(self._folder)
         if grant is None or (grant.lease, grant.generation) != (self._lease, self._generation):
             raise LeaseFenced(f"generation {self._generation} of {self._lease} is not granted on this node")
         return grant
 
-    def _attend(self, grant: LeaseGrant) -> int:
-        process = self._process = self._start(grant)
+    def _run_worker(self, grant: LeaseGrant) -> int:
+        process = self._process = self._start_worker(grant)
         try:
-            self._claim(process.pid)
-            threading.Thread(target=self._until_unguarded, daemon=True).start()
-            if self._may_go():
+            self._write_claim(process.pid)
+            threading.Thread(target=self._stop_when_unguarded, daemon=True).start()
+            if self._wait_for_go():
                 self._send_job(process, grant)
-                self._forward(process)
+                self._forward_events(process)
         finally:
-            self._kill()
+            self._kill_worker()
             code = process.wait()
             self._write_exit(code)
             for pipe in (process.stdin, process.stdout):
@@ -103,7 +103,7 @@ class WorkerParent:
                         pipe.close()
         return code
 
-    def _start(self, grant: LeaseGrant) -> subprocess.Popen[bytes]:
+    def _start_worker(self, grant: LeaseGrant) -> subprocess.Popen[bytes]:
         scratch = self._folder / SCRATCH
         with (self._folder / LOG).open("ab") as errors:
             return subprocess.Popen(
@@ -117,26 +117,30 @@ class WorkerParent:
                 close_fds=True,
             )
 
-    def _claim(self, pid: int) -> None:
+    def _write_claim(self, pid: int) -> None:
         try:
             write_new(
                 self._folder / CLAIM,
-                msgspec.json.encode(WorkerClaim(attendant=os.getpid(), worker=pid, born=born(pid))),
+                msgspec.json.encode(WorkerClaim(attendant=os.getpid(), worker=pid, born=read_process_identity(pid))),
             )
         except FileExistsError:
             raise LeaseFenced(f"{self._lease} was already claimed") from None
 
-    def _until_unguarded(self) -> None:
+    def _stop_when_unguarded(self) -> None:
         """Wait for the end of the agent, or of its lease, then end the worker, because its memory is unguarded."""
-        descriptor = lock(self._folder / GUARD, wait=True, shared=True)
+        descriptor = lock_file(self._folder / GUARD, wait=True, shared=True)
         if descriptor is not None:
             os.close(descriptor)
         self.stop()
 
-    def _may_go(self) -> bool:
+    def _wait_for_go(self) -> bool:
         """Wait until the agent watches the worker. Return False at a stop, a timeout or the end of the lease."""
         deadline = time.monotonic() + GO_SECONDS
-        while not self._stopped.wait(LOOK) and time.monotonic() < deadline and (self._folder / GRANT).exists():
+        while (
+            not self._stopped.wait(POLL_INTERVAL_SECONDS)
+            and time.monotonic() < deadline
+            and (self._folder / GRANT).exists()
+        ):
             if (self._folder / GO).exists():
                 return True
         return False
@@ -147,11 +151,11 @@ class WorkerParent:
             process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
             process.stdin.flush()
 
-    def _forward(self, process: subprocess.Popen[bytes]) -> None:
+    def _forward_events(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None  # noqa: S101  it was asked for
         descriptor = os.open(self._folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "ab", buffering=0) as events:
-            _copy(process.stdout, events)
+            _copy_lines(process.stdout, events)
 
     def _write_exit(self, code: int) -> None:
         """Write an exit event, unless this process itself ended the worker."""
@@ -159,7 +163,7 @@ class WorkerParent:
             with (self._folder / EVENTS).open("ab") as events:
                 events.write(msgspec.json.encode({"event": "exit", "code": code}) + b"\n")
 
-    def _kill(self) -> None:
+    def _kill_worker(self) -> None:
         """Kill the worker's process group. Its leader is our child and not yet waited for, hence the id is not
         reused."""
         process = self._process
@@ -168,7 +172,7 @@ class WorkerParent:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _copy(source: IO[bytes], target: IO[bytes]) -> None:
+def _copy_lines(source: IO[bytes], target: IO[bytes]) -> None:
     while line := source.readline(MAX_LINE_BYTES):
         target.write(line)
 

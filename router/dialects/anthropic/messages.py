@@ -29,7 +29,10 @@ _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
 def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
-    """Convert Anthropic's messages, or return a 400 problem with the path of the wrong block. `system` comes first."""
+    """Convert Anthropic's messages to those of a frame, or return a 400 problem with the path of the wrong block.
+
+    The system prompt `system` comes first. Neighbours of one role are merged, except tool results.
+    """
     messages: list[Message] = []
     if system:
         messages.append(Message("system", joined(system, _JOINT["system"])))

@@ -45,7 +45,7 @@ def error_of(problem: Problem, request_id: str) -> bytes:
 
 
 def event(kind: str, **parts: object) -> bytes:
-    """Encode one server-sent event of this kind, with its type in the data."""
+    """Encode one server-sent event of type `kind`, whose data is a JSON object of `parts` and the type."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **parts}))
 
 

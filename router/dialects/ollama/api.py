@@ -44,7 +44,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
     """Raw prompt without a template; empty for a conversation."""
 
     def job(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Return the job for the dispatcher; see `ConversationRequest`."""
+        """Return the request for the dispatcher; see `ConversationRequest`."""
         return RequestSpec(
             self.demand,
             key,

@@ -44,7 +44,10 @@ class AnswerShape:
     def line(
         self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
     ) -> Line:
-        """Return a whole answer, or one line of a stream. `end` are the additional fields of the last line."""
+        """Return a whole answer, or one line of a stream, as a JSON object.
+
+        `end` are the additional fields of a whole answer and of the last line, as from the method `end`.
+        """
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             message["thinking"] = thinking
@@ -82,7 +85,7 @@ class OllamaChunks:
         return _written(self._shape.line(""))
 
     def opening(self) -> bytes:
-        """Return nothing, because no bytes precede the first text."""
+        """Return empty bytes, because no bytes precede the first text."""
         return b""
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:

@@ -1,4 +1,4 @@
-"""`/v1/completions`: one job for each prompt, combined into one answer with consecutive choices.
+"""`/v1/completions`: one request for each prompt, combined into one answer with consecutive choices.
 
 A prompt is text or token ids and goes to the model unchanged. The answer is plain text: neither reasoning nor calls are
 parsed in it.
@@ -40,7 +40,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
-        """Return one job for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
         return [self._job(prompt, key, request_id, created) for prompt in self.prompts]
 
     def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> RequestSpec:

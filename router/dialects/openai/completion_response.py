@@ -16,8 +16,10 @@ from wire.frames import Channel, Delta, Finished, Logprob
 
 
 class CompletionChunks:
-    """Encoder of one streamed answer into OpenAI's older chunks. `echoes` precede the text of each choice; may be empty
-    texts."""
+    """Encoder of one streamed answer into OpenAI's older chunks.
+
+    `echoes` has for each choice the text that precedes the choice, or an empty text.
+    """
 
     def __init__(self, job: RequestSpec, echoes: Sequence[str]) -> None:
         self._job = job
@@ -72,8 +74,8 @@ class CompletionChunks:
 
 
 def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
-    """Encode the whole answer to a request without a stream. `echoes` precede the text of each choice; may be empty
-    texts."""
+    """Encode the whole answer to a request without a stream. `echoes` has for each choice the text that precedes it, or
+    an empty text."""
     reasons = _reasons(finished, len(echoes))
     choices = [
         {

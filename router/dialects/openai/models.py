@@ -24,7 +24,10 @@ _BY_FEATURE = {
 
 
 def listing(view: ClusterView, created: int) -> bytes:
-    """Return every model that a member can serve, by name, as JSON in OpenAI's shape. `created` is in Unix seconds."""
+    """Return every model that a member can serve, sorted by name, as JSON in OpenAI's shape.
+
+    `created` is in Unix seconds.
+    """
     served, loaded = view.served(), view.loaded()
     models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
     return msgspec.json.encode({"object": "list", "data": models})

@@ -23,8 +23,10 @@ from wire.frames import Message, ToolCall
 
 
 def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
-    """Convert the items of a body to messages, or return a 400 problem with the surplus item. A text is one user
-    message."""
+    """Convert the items of a body to messages. A text is one user message.
+
+    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls.
+    """
     if isinstance(found, str):
         return [Message("user", found)]
     messages: list[Message] = []

@@ -136,7 +136,7 @@ def response(
 class ResponseChunks:
     """Encoder of one streamed answer into numbered events.
 
-    `kept` is called at the end of a complete answer, with its JSON and its content.
+    `kept` is called at the end of an answer that has not failed, with its JSON and its content.
     """
 
     def __init__(

@@ -234,7 +234,7 @@ class ResponsesCustomTool(CustomToolSpec):
 
 
 class Namespace(StrictPart):
-    """Group of tools under one name. The client accepts calls by both names."""
+    """Group of tools under one name. A call in an answer names the namespace and the tool."""
 
     type: Literal["namespace"]
     name: FunctionName

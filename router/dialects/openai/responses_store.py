@@ -25,22 +25,29 @@ MESSAGE_BYTES = 256
 
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
-    """Stored answer: its JSON as sent, and the conversation up to and including it, without the instructions."""
+    """Stored answer of `/v1/responses`."""
 
     body: bytes
+    """JSON of the answer as sent."""
     messages: tuple[Message, ...]
+    """Conversation up to and including the answer, without the instructions."""
     nbytes: int
+    """Size that counts towards the limits of the store (`entry`)."""
 
 
 class KeyResponses(msgspec.Struct):
-    """Stored answers of one API key, by id, oldest first. `nbytes` is their size in bytes."""
+    """Stored answers of one API key, by id, oldest first. `nbytes` is the sum of their sizes."""
 
     entries: OrderedDict[str, StoredResponse]
     nbytes: int = 0
 
 
 def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
-    """Return an answer to store, with its size in bytes."""
+    """Build the stored form of an answer, with the size that counts towards the limits of the store.
+
+    `body` is the answer's JSON as sent. `messages` is the conversation up to and including the answer. The size is the
+    bytes of `body`, plus the characters of the messages, plus `MESSAGE_BYTES` for each message.
+    """
     size = sum(
         MESSAGE_BYTES + len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.tool_calls)
         for one in messages
@@ -49,8 +56,11 @@ def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
 
 
 class ResponseStore:
-    """Store of the answers of all API keys, with limits in answers and bytes. The limits are parameters for the
-    tests."""
+    """Store of the answers of all API keys, in memory.
+
+    `most` and `nbytes` are the maximum number and size of all answers, `of_key` and `key_bytes` those of one key. The
+    attribute `nbytes` is the present size of all answers. Sizes are those of `entry`.
+    """
 
     def __init__(
         self,
@@ -69,7 +79,7 @@ class ResponseStore:
         return len(self._order)
 
     def put(self, key: str, name: str, kept: StoredResponse) -> None:
-        """Store an answer of a key under its id, and remove the oldest answers above the limits.
+        """Store an answer (`kept`) of a key under its id (`name`), and delete the oldest answers above the limits.
 
         An answer that is larger than a limit is not stored.
         """

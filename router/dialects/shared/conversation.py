@@ -8,7 +8,7 @@ from wire.frames import GenerationParams, Message
 
 
 class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of a conversation: the base of `ParsedRequest` implementations with a single job."""
+    """Parsed body of a conversation, the base of each `ParsedRequest` with a single request for the dispatcher."""
 
     demand: ResourceDemand
     messages: tuple[Message, ...]
@@ -26,7 +26,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     """Fields and tools of the body that have no effect."""
 
     def job(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Return the job for the dispatcher. `key` is the id of the API key, `created` is in Unix seconds."""
+        """Return the request for the dispatcher. `key` is the id of the API key, `created` is in Unix seconds."""
         return RequestSpec(
             self.demand,
             key,
@@ -43,5 +43,5 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
         )
 
     def jobs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:
-        """Return the single job; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Return the single request of `job`; see `router.dialects.shared.interface.ParsedRequest`."""
         return (self.job(key, request_id, created),)

@@ -77,7 +77,7 @@ class FieldTable(Generic[B]):
         return found if isinstance(found, Problem) else self.parse(found, strict=strict)
 
     def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Parse a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
+        """Validate a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
         fields = self._strip(found)
         if isinstance(fields, Problem):
             return fields
@@ -118,7 +118,7 @@ class FieldTable(Generic[B]):
 def nameable(names: Iterable[str]) -> tuple[str, ...]:
     """Return names that fit into a header: without duplicates, at most `MAX_IGNORED`.
 
-    A name with unusual characters becomes `(unprintable)`. A last entry has the number of further names.
+    A name with unusual characters becomes `(unprintable)`. If names are left out, the last text says how many.
     """
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)

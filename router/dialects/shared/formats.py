@@ -195,7 +195,7 @@ def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
 
 
 def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
-    """Convert every given field to a grammar or a 400 problem, by the name of the field with `prefix`."""
+    """Convert every given field to a grammar or a 400 problem. Return them by field name, with `prefix` before it."""
     found: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
         name, schema = f"{prefix}json", options.json_

@@ -1,6 +1,6 @@
 """Interface between the HTTP routes and a dialect.
 
-    body ─ parse ─┬─► ParsedRequest ─ jobs ─► dispatcher ─┬─ whole answer ─► whole ─► one JSON answer
+    body ─ parse ─┬─► ParsedRequest ─ jobs ─► dispatcher ─┬─ whole answer ─► render_complete ─► one JSON answer
                   └─► Problem ─ style.error               └─ streamed ─► chunks ─► opening, deltas …, closing or failing
 
 The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. A `ParsedRequest`
@@ -42,7 +42,7 @@ class AnswerReader(Protocol):
 
     @property
     def job(self) -> RequestSpec:
-        """Request with all choices together."""
+        """Request of the client, with the choices of all its prompts together."""
         ...
 
     @property
@@ -60,9 +60,9 @@ class Chunks(Protocol):
     """Encoder of one streamed answer into the bytes of a dialect."""
 
     def keepalive(self, why: str) -> bytes:
-        """Encode bytes that no client takes for an answer.
+        """Encode a keep-alive, which no client takes for a part of the answer.
 
-        Where the format has comments they carry `why`, the reason of the wait; it is empty without a special reason.
+        `why` is the reason of the wait, empty without a special reason. Formats with comments send the reason.
         """
         ...
 
@@ -84,17 +84,20 @@ class Chunks(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """Valid request of a client, which a dialect has parsed. It creates the jobs and encodes the answer."""
+    """Valid request of a client, which a dialect has parsed.
+
+    A parsed request creates the requests for the dispatcher, and encodes the answer.
+    """
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
-        """Return the jobs for the dispatcher: one, or several with consecutive choices.
+        """Return the requests for the dispatcher: one, or several whose choices are numbered consecutively.
 
-        `key` is the id of the API key, `created` is in Unix seconds.
+        `key` is the id of the API key, `created` is the time of arrival in Unix seconds.
         """
         ...
 
     def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the answer to a request without a stream. `job` has all choices together."""
+        """Encode the answer to a request without a stream. `job` is the request with all choices together."""
         ...
 
     def chunks(self, reader: AnswerReader) -> Chunks:

@@ -25,9 +25,10 @@ class StreamSplitter:
         self.calls = 0
 
     def of(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, AnswerToolCall | None]]:
-        """Yield the parts of the first choice: a text with its channel, or a call.
+        """Yield the parts of the first choice as (channel, text, call).
 
-        Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+        The call is None for a text, the text is empty for a call. Invalid calls, and calls above `MAX_CALLS_SENT`, are
+        left out.
         """
         for delta in deltas:
             if delta.choice:

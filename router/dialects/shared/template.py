@@ -67,7 +67,7 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
 
 
 class RequestedReasoning(NamedTuple):
-    """Reasoning that a client requests, combined from all of its fields."""
+    """Reasoning that a client requests, combined from all reasoning fields of its body."""
 
     effort: str | None
     """Reasoning effort; None without a choice."""

@@ -27,23 +27,24 @@ _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
 class ClientTool(NamedTuple):
-    """Tool as its client knows it, where that differs from the function that the model gets. `namespace` may be
-    empty."""
+    """Tool as its client knows it, if that differs from the function that the model gets."""
 
     name: str
     custom: bool = False
+    """Whether the tool is a custom tool, whose input is a text."""
     namespace: str = ""
+    """Name of the tool's namespace; empty without one."""
 
 
 class OfferedTool(NamedTuple):
-    """Tool of a request as the model gets it: a function in OpenAI's JSON.
-
-    `origin` is None if the client knows the tool as the same function.
-    """
+    """Tool of a request as the model gets it."""
 
     body: Body
+    """Function in OpenAI's JSON."""
     strict: bool = False
+    """Whether the arguments of a call must follow the schema."""
     origin: ClientTool | None = None
+    """Tool as its client knows it; None if that is the same function."""
 
     @property
     def name(self) -> str:
@@ -70,14 +71,21 @@ NO_TOOLS = ToolSet()
 
 
 def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
-    """Return a function in OpenAI's shape. Members without a value are left out; a missing schema has no parameters."""
+    """Return a function in OpenAI's shape.
+
+    `more` are further members, such as `strict`. Members that are None are left out, except `parameters`, whose default
+    is the schema without parameters.
+    """
     named = {"name": name, "description": description, **more}
     named["parameters"] = NO_PARAMETERS if parameters is None else parameters
     return {"type": "function", "function": {key: value for key, value in named.items() if value is not None}}
 
 
 def custom(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
-    """Return a custom tool as a function with a text. A grammar of its input is shown to the model and not enforced."""
+    """Return a custom tool as a function with the one text parameter `input`.
+
+    `form` is the format of the input. A grammar becomes a part of the description, and is not enforced.
+    """
     texts = [description] if description else []
     if isinstance(form, GrammarFormat):
         texts.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
@@ -85,9 +93,9 @@ def custom(name: str, description: str | None, form: TextFormat | GrammarFormat 
 
 
 def as_written(tool: Body) -> Body:
-    """Return a function in OpenAI's shape without its empty and unknown parts.
+    """Return a function of a body in OpenAI's shape without unknown members and members that are null.
 
-    Its keys keep their order, because templates print them.
+    A missing schema becomes that of a function without parameters. Keys keep their order, because templates print them.
     """
     given = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
     return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 
-from node.memory.sensor import born, members
+from node.memory.sensor import members, read_process_identity
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
 from node.video.worker import worker_monitor as watch
 from node.video.worker.lease_files import WorkerClaim
@@ -147,7 +147,7 @@ async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, 
     assert "SafetensorError" in ended.message
     await node.studio.offer.stop()
     node.studio.offer.start()
-    await node.studio.offer.looked.wait()
+    await node.studio.offer.checked.wait()
     node.ask(lease="l-2")
     refused = await node.answer("l-2")
     assert isinstance(refused, LeaseRefused)
@@ -299,7 +299,7 @@ async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(
     (place / "l-1.1" / "scratch").mkdir(parents=True)
     held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model="tiny-wan", size=LEASE)
     (place / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
-    claim = WorkerClaim(attendant=1, worker=sleeper.pid, born=born(sleeper.pid))
+    claim = WorkerClaim(attendant=1, worker=sleeper.pid, born=read_process_identity(sleeper.pid))
     (place / "l-1.1" / "claim.json").write_bytes(msgspec.json.encode(claim))
     (place / "l-1.1" / "lease.json").write_text("{}")
     node = Node(tmp_path / "node", settings)

@@ -150,7 +150,7 @@ async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_w
     try:
         await node.start()
         ray.allow(on=True)
-        assert not ray.busy, "nothing is even tried"
+        assert not ray.active, "nothing is even tried"
         assert node.lender.video().ready is False
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         ray.offer(wanted=True)

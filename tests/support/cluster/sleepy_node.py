@@ -19,5 +19,5 @@ class Signals(NoSleepNotices):
 
 
 if __name__ == "__main__":
-    sleep_watch.open_notice = Signals
+    sleep_watch.open_sleep_notices = Signals
     sys.exit(main(sys.argv[1:]))

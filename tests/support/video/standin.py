@@ -75,10 +75,13 @@ class Gate:
 
 def standin(folder: Path) -> Gate:
     """Write the environment into a folder."""
-    gates, made = folder / "gates", environment.named(folder / "environments", environment.locks())
+    gates, made = (
+        folder / "gates",
+        environment.get_environment_path(folder / "environments", environment.find_requirement_files()),
+    )
     (made / "bin").mkdir(parents=True)
     gates.mkdir()
-    script = environment.interpreter(made)
+    script = environment.get_interpreter(made)
     script.write_text(SCRIPT.format(python=sys.executable, gates=str(gates), clip=CLIP))
     script.chmod(0o755)
     (made / environment.READY).write_text(json.dumps({"engine": "stand-in"}))

@@ -62,7 +62,7 @@ def environments() -> Path:
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(beside)]))
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if environment.missing(CACHE):
+        if environment.describe_missing(CACHE):
             command = [sys.executable, "-m", "node.video.environment", "--folder", str(CACHE)]
             done = subprocess.run(command, capture_output=True, text=True, env=clean(PATH=path), cwd=ROOT)
             assert done.returncode == 0, done.stderr
@@ -71,7 +71,9 @@ def environments() -> Path:
 
 def python() -> Path:
     """Return the interpreter of the environment."""
-    return environment.interpreter(environment.named(environments(), environment.locks()))
+    return environment.get_interpreter(
+        environment.get_environment_path(environments(), environment.find_requirement_files())
+    )
 
 
 @functools.cache
@@ -213,7 +215,7 @@ class Node:
         self.poll.start()
         await self.supervisor.start()
         await self.studio.start()
-        await self.studio.offer.looked.wait()
+        await self.studio.offer.checked.wait()
         await self.until(
             lambda: (
                 self.supervisor.ready and self.supervisor.reports.limits_number >= self.supervisor.orders.limits_number

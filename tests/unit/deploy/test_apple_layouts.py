@@ -140,7 +140,7 @@ def test_every_file_that_uses_ctypes_and_every_structure_is_checked():
 def test_calls_of_the_frameworks_are_checked_where_their_headers_are(compiles: Compile, tmp_path: Path):
     library = standin(tmp_path, "iokit_standin")
     kit, core = ctypes.CDLL(library), ctypes.CDLL(library)
-    iokit.declare(kit, core)
+    iokit.declare_functions(kit, core)
     for name, text in FRAMEWORKS.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import structlog
 
-from host.log_setup import MAX_LOG_BYTES, hide_warnings, log_to_stderr, open_journal, shorten, terminal_line
+from host.log_setup import (
+    MAX_LOG_BYTES,
+    empty_if_longer,
+    hide_warnings,
+    log_to_stderr,
+    open_journal,
+    render_terminal_line,
+)
 
 
 @pytest.fixture
@@ -154,7 +161,7 @@ def test_a_line_for_a_terminal_is_short_and_harmless():
         "node": "studio",
         "reason": "\x1b[2Jstopped",
     }
-    line = terminal_line(None, "", event)
+    line = render_terminal_line(None, "", event)
     assert line[2] == line[5] == ":"
     assert line[8:] == r"  warning  node gone  node=studio  reason='\x1b[2Jstopped'"
     assert len(line) < 80
@@ -162,8 +169,8 @@ def test_a_line_for_a_terminal_is_short_and_harmless():
 
 def test_a_line_for_a_terminal_ends_with_its_exception():
     event = {"timestamp": "never", "level": "info", "event": "a\nb", "exception": "KeyError: k\nx.py:1 f"}
-    assert terminal_line(None, "", event) == "never  info     'a\\nb'\nKeyError: k\nx.py:1 f"
-    assert terminal_line(None, "", {}) == ""
+    assert render_terminal_line(None, "", event) == "never  info     'a\\nb'\nKeyError: k\nx.py:1 f"
+    assert render_terminal_line(None, "", {}) == ""
 
 
 def test_a_file_without_rotation_is_truncated(tmp_path: Path):
@@ -171,9 +178,9 @@ def test_a_file_without_rotation_is_truncated(tmp_path: Path):
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         os.write(descriptor, b"x" * 100)
-        assert not shorten(descriptor, 100)
+        assert not empty_if_longer(descriptor, 100)
         os.write(descriptor, b"x")
-        assert shorten(descriptor, 100)
+        assert empty_if_longer(descriptor, 100)
         os.write(descriptor, b"new")
         assert file.read_bytes() == b"new"
     finally:
@@ -183,7 +190,7 @@ def test_a_file_without_rotation_is_truncated(tmp_path: Path):
 def test_what_is_no_file_is_left_alone():
     read, write = os.pipe()
     try:
-        assert not shorten(write, -1)
+        assert not empty_if_longer(write, -1)
     finally:
         os.close(read)
         os.close(write)

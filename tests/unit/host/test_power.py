@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import host.power
-from host.power import TOUCHED, Battery, PowerState, idle_in, read_battery, read_power
+from host.power import TOUCHED, Battery, PowerState, parse_idle_seconds, read_battery, read_power
 
 IOREG = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000b2c, registered, matched, active, busy 0 (0 ms), retain 18>
     {
@@ -22,13 +22,13 @@ IOREG = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000b2c, registered, matc
 
 
 def test_idle_time_is_in_nanoseconds():
-    assert idle_in(IOREG) == 62.017345875
-    assert idle_in("") is None
+    assert parse_idle_seconds(IOREG) == 62.017345875
+    assert parse_idle_seconds("") is None
 
 
 @given(st.text(max_size=300))
 def test_no_text_breaks_the_parser(text: str):
-    assert idle_in(text) is None or isinstance(idle_in(text), float)
+    assert parse_idle_seconds(text) is None or isinstance(parse_idle_seconds(text), float)
 
 
 def battery(percent: float, plugged: bool | None) -> Battery:

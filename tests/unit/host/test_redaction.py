@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from host import log_setup
 from host.log_dedup import BURST_EVENTS, MAX_SUBJECTS, WINDOW_SECONDS, LogDeduplicator
-from host.redaction import HIDDEN, hide, hide_in_line, redact, trace
+from host.redaction import HIDDEN, format_exception, hide_secrets, hide_secrets_in_line, redact_fields
 from router.admission.api_keys import new_key
 from wire.identity import new_token
 
@@ -43,7 +43,7 @@ TOKEN = str(new_token(b"ca"))
     ids=["ours", "openai", "huggingface", "github", "pem", "join", "pem of a curve", "github's of an app"],
 )
 def test_what_looks_like_a_secret_is_hidden(secret: str):
-    told = hide(f"before {secret} after")
+    told = hide_secrets(f"before {secret} after")
     assert told == f"before {HIDDEN} after"
 
 
@@ -58,12 +58,12 @@ def test_what_looks_like_a_secret_is_hidden(secret: str):
     ],
 )
 def test_what_is_called_a_secret_is_hidden(line: str, left: str):
-    assert hide_in_line(line) == left
+    assert hide_secrets_in_line(line) == left
 
 
 def test_a_line_of_json_stays_one():
     event = {"a": f"Bearer {KEY}", "b": "password: hunter22", "secret": "x", "c": '{"api_key": "abcdef99"}'}
-    line = hide_in_line(json.dumps(redact(event)))
+    line = hide_secrets_in_line(json.dumps(redact_fields(event)))
     assert set(json.loads(line)) == {"a", "b", "secret", "c"}
     for secret in (KEY, "hunter22", "abcdef99"):
         assert secret not in line
@@ -71,17 +71,17 @@ def test_a_line_of_json_stays_one():
 
 @given(st.text(max_size=200))
 def test_hiding_twice_is_hiding_once(text: str):
-    assert hide_in_line(hide_in_line(text)) == hide_in_line(text)
+    assert hide_secrets_in_line(hide_secrets_in_line(text)) == hide_secrets_in_line(text)
 
 
 @given(st.dictionaries(st.text(max_size=5), st.text(max_size=50)))
 def test_any_line_of_json_stays_one(event: dict[str, str]):
-    assert isinstance(json.loads(hide_in_line(json.dumps(event))), dict)
+    assert isinstance(json.loads(hide_secrets_in_line(json.dumps(event))), dict)
 
 
 def test_fields_are_hidden_at_any_depth():
     event = {"event": "x", "messages": [PROMPT], "body": {"a": 1}, "deep": [{"prompt": PROMPT, "n": 1}], "Api-Key": "k"}
-    told = redact(event)
+    told = redact_fields(event)
     assert PROMPT not in repr(told)
     assert told["deep"] == [{"prompt": HIDDEN, "n": 1}]
     assert told["Api-Key"] == HIDDEN
@@ -96,7 +96,7 @@ def broken(private: bool) -> str:
     try:
         fail(f"cannot read {KEY} in {prompt}")
     except ValueError as error:
-        return trace((type(error), error, error.__traceback__), private=private)
+        return format_exception((type(error), error, error.__traceback__), private=private)
     raise AssertionError("nothing failed")
 
 
@@ -108,8 +108,8 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
         except ValueError as error:
             raise KeyError("a \n  b" + "x" * 400) from error
     except KeyError as error:
-        told = trace((type(error), error, error.__traceback__), private=False)
-        hidden = trace((type(error), error, None), private=True)
+        told = format_exception((type(error), error, error.__traceback__), private=False)
+        hidden = format_exception((type(error), error, None), private=True)
     message, where = told.split("\n")
     assert message == "KeyError from ValueError: " + ("'a \\n b" + "x" * 400)[:300]
     assert re.fullmatch(r"test_redaction\.py:\d+ test_an_exception_\w+", where)
@@ -126,7 +126,7 @@ def test_no_message_is_kept_of_an_exception_about_a_clients_text(log_file: Path,
 
 
 def test_a_private_key_that_is_cut_off_is_hidden_to_the_end():
-    assert hide("see -----BEGIN PRIVATE KEY-----\nMIGHAg\nMEYC") == f"see {HIDDEN}"
+    assert hide_secrets("see -----BEGIN PRIVATE KEY-----\nMIGHAg\nMEYC") == f"see {HIDDEN}"
 
 
 def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
@@ -153,10 +153,10 @@ def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
         "tools",
         "body",
     ):
-        assert redact({name: 1}) == {name: HIDDEN}
+        assert redact_fields({name: 1}) == {name: HIDDEN}
     event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}, "note": f"by {KEY}"}
     told = {"n": 1, "list": ["a", ["b", {"c": None}]], "map": {"1": {"key": HIDDEN}}, "note": f"by {HIDDEN}"}
-    assert redact(event) == told
+    assert redact_fields(event) == told
 
 
 def test_an_exception_is_told_without_values_and_without_code():

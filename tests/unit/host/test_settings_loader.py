@@ -8,11 +8,11 @@ import pytest
 from host.settings_loader import (
     Section,
     SettingsError,
-    describe,
     from_environment,
     from_pairs,
     from_tree,
-    resolve,
+    list_settings,
+    resolve_layers,
 )
 
 
@@ -32,13 +32,13 @@ def test_file_is_weaker_than_environment_is_weaker_than_flag() -> None:
         ("environment", from_environment({"MACPOOL_MEMORY__CAP": "2GiB", "MACPOOL_STATE": "/x", "HOME": "/"})),
         ("--set", from_pairs(["memory.cap=3GiB"])),
     ]
-    resolved = resolve(Outer, layers)
+    resolved = resolve_layers(Outer, layers)
     assert resolved.value == Outer(memory=Inner(cap="3GiB", steps=1), quiet=True)
     assert resolved.origins == {"memory.cap": "--set", "memory.steps": "config.toml", "quiet": "config.toml"}
 
 
 def test_texts_become_numbers_and_booleans() -> None:
-    assert resolve(Outer, [("--set", from_pairs(["memory.steps=7", "quiet=true"]))]).value == Outer(
+    assert resolve_layers(Outer, [("--set", from_pairs(["memory.steps=7", "quiet=true"]))]).value == Outer(
         memory=Inner(steps=7), quiet=True
     )
 
@@ -56,15 +56,15 @@ def test_texts_become_numbers_and_booleans() -> None:
 )
 def test_what_is_wrong_is_named_with_its_origin(pair: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
-        resolve(Outer, [("--set", from_pairs([pair]))])
+        resolve_layers(Outer, [("--set", from_pairs([pair]))])
 
 
 def test_sections_of_the_other_process_are_skipped_by_name() -> None:
-    assert resolve(Outer, [("f", {"router.policy": "balanced"})], others={"router"}).value == Outer()
+    assert resolve_layers(Outer, [("f", {"router.policy": "balanced"})], others={"router"}).value == Outer()
 
 
 def test_every_leaf_is_described() -> None:
-    assert [(s.key, s.default, s.description) for s in describe(Outer)] == [
+    assert [(s.key, s.default, s.description) for s in list_settings(Outer)] == [
         ("memory.cap", "auto", "the most"),
         ("memory.steps", 3, "how many"),
         ("quiet", False, "say less"),

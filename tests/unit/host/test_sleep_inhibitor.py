@@ -25,14 +25,14 @@ while os.getppid() == int(sys.argv[2]):
 def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated without waiting for it
     awake = SleepInhibitor(SLEEPER)
-    awake.hold(False)
+    awake.set_held(False)
     assert not awake.held
-    awake.hold(True)
+    awake.set_held(True)
     child = awake.pid
-    awake.hold(True)
+    awake.set_held(True)
     assert awake.held
     assert awake.pid == child
-    awake.hold(False)
+    awake.set_held(False)
     assert not awake.held
     assert child is not None
     assert not psutil.pid_exists(child)
@@ -40,10 +40,10 @@ def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_ended_one_is_held_again():
     awake = SleepInhibitor((sys.executable, "-IS", "-c", "pass"))
-    awake.hold(True)
+    awake.set_held(True)
     until(lambda: not awake.held, 10)
-    awake.hold(True)
-    awake.hold(False)
+    awake.set_held(True)
+    awake.set_held(False)
 
 
 @pytest.mark.parametrize(("command", "warnings"), [((), 0), (("/nonexistent/caffeinate",), 1)])
@@ -51,7 +51,7 @@ def test_a_system_without_it_is_left_alone_and_a_missing_tool_is_logged_once(com
     awake = SleepInhibitor(command)
     with capture_logs() as logs:
         for _ in range(2):
-            awake.hold(True)
+            awake.set_held(True)
             assert not awake.held
     assert [line["event"] for line in logs] == ["idle sleep not prevented"] * warnings
 
@@ -71,10 +71,10 @@ def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
 ):
     monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 0.1)
     awake, note = SleepInhibitor((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
-    awake.hold(True)
+    awake.set_held(True)
     until(note.exists, 20)
     pid, session = map(int, note.read_text().split())
-    awake.hold(False)
+    awake.set_held(False)
     assert session == pid, "an interrupt at the terminal does not reach it"
     assert not psutil.pid_exists(pid)
 
@@ -83,7 +83,7 @@ def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
     note = tmp_path / "pid"
     code = (
         "import sys, time; from host.sleep_inhibitor import SleepInhibitor; "
-        f"SleepInhibitor((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).hold(True); time.sleep(60)"
+        f"SleepInhibitor((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).set_held(True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
     try:
@@ -109,10 +109,10 @@ def test_a_mac_is_held_awake_by_caffeinate_for_our_process(
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(host.sleep_inhibitor, "CAFFEINATE", (str(tool), "-i", "-w"))
     awake = SleepInhibitor()
-    awake.hold(True)
+    awake.set_held(True)
     assert awake.held is held
     if held:
         until(note.exists, 10)
         assert note.read_text() == f"-i -w {os.getpid()}\n"
-    awake.hold(False)
+    awake.set_held(False)
     assert not awake.held

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from host import sleep_watch
-from host.iokit import PowerNotice
-from host.sleep_watch import Acknowledge, NoSleepNotices, SleepWatch, open_notice, system_clocks
+from host.iokit import SleepNotificationListener
+from host.sleep_watch import Acknowledge, NoSleepNotices, SleepWatch, open_sleep_notices, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -73,7 +73,7 @@ class Owner:
 
 async def test_a_sleep_is_found_when_it_is_over():
     clocks, owner = Clocks(), Owner()
-    watch = SleepWatch(owner.slept, owner.woke, notice=NoSleepNotices(), clocks=clocks.pair())
+    watch = SleepWatch(owner.slept, owner.woke, notices=NoSleepNotices(), clocks=clocks.pair())
     watch.start()
     clocks.sleep(2.0)  # too short to be noticed
     await asyncio.sleep(0.05)
@@ -89,7 +89,7 @@ async def test_a_sleep_is_found_when_it_is_over():
 
 async def test_a_sleep_that_is_told_is_told_once_each_way():
     clocks, owner, system, said = Clocks(), Owner(), Told(), threading.Event()
-    watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=clocks.pair())
+    watch = SleepWatch(owner.slept, owner.woke, notices=system, clocks=clocks.pair())
     watch.start()
     await asyncio.to_thread(system.sleep, said.set)
     await owner.next()
@@ -105,7 +105,7 @@ async def test_a_sleep_that_is_told_is_told_once_each_way():
 async def test_a_sleep_that_was_called_off_ends_too():
     clocks, owner, system, failed = Clocks(), Owner(), Told(), list[object]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-    watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=clocks.pair())
+    watch = SleepWatch(owner.slept, owner.woke, notices=system, clocks=clocks.pair())
     watch.start()
     system.wake()
     system.sleep(lambda: None)
@@ -136,7 +136,7 @@ def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
     owner, system = Owner(), Told()
 
     async def begin():
-        watch = SleepWatch(owner.slept, owner.woke, notice=system, clocks=Clocks().pair())
+        watch = SleepWatch(owner.slept, owner.woke, notices=system, clocks=Clocks().pair())
         watch.start()
         watch.stop()
 
@@ -149,9 +149,9 @@ def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
 
 def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert isinstance(open_notice(), PowerNotice)
+    assert isinstance(open_sleep_notices(), SleepNotificationListener)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert isinstance(open_notice(), NoSleepNotices)
+    assert isinstance(open_sleep_notices(), NoSleepNotices)
     assert NoSleepNotices().start(lambda _: None, lambda: None) is False
 
 
@@ -198,7 +198,7 @@ def test_macos_is_answered_after_the_goodbye(library: Path):
         heard.append("wakes")
         woke.set()
 
-    notice = PowerNotice(str(library), str(library))
+    notice = SleepNotificationListener(str(library), str(library))
     assert notice.start(sleeps, wakes)
     assert woke.wait(10)
     notice.stop()
@@ -211,7 +211,7 @@ def test_macos_is_answered_after_the_goodbye(library: Path):
 
 def test_a_system_that_does_not_let_us_listen_is_none_that_tells(library: Path, tmp_path: Path):
     ctypes.CDLL(str(library)).refuse_all()
-    assert not PowerNotice(str(library), str(library)).start(lambda _: None, lambda: None)
-    missing = PowerNotice(str(tmp_path / "none"), str(tmp_path / "none"))
+    assert not SleepNotificationListener(str(library), str(library)).start(lambda _: None, lambda: None)
+    missing = SleepNotificationListener(str(tmp_path / "none"), str(tmp_path / "none"))
     assert not missing.start(lambda _: None, lambda: None)
     missing.stop()

@@ -1,6 +1,6 @@
 import pytest
 
-from host.settings_loader import SettingsError, describe
+from host.settings_loader import SettingsError, list_settings
 from node.settings import SECTIONS, NodeSettings, node_name, resolve
 from wire.identity import valid_name
 
@@ -10,7 +10,7 @@ def resolved(**flat: object) -> NodeSettings:
 
 
 def test_every_setting_is_described_and_the_sections_are_known():
-    settings = describe(NodeSettings)
+    settings = list_settings(NodeSettings)
     assert all(len(setting.description) > 20 for setting in settings)
     sections = {setting.key.split(".")[0] for setting in settings}
     assert sections == SECTIONS == {"memory", "engine", "models", "node", "sharing", "worker"}

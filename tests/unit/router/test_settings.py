@@ -1,23 +1,23 @@
 import pytest
 
-from host.settings_loader import SettingsError, describe, resolve
+from host.settings_loader import SettingsError, list_settings, resolve_layers
 from router.placement.policies import POLICIES
 from router.settings import RouterSettings
 
 
 def test_every_setting_says_what_it_means():
-    for setting in describe(RouterSettings):
+    for setting in list_settings(RouterSettings):
         assert setting.description.endswith("."), setting.key
 
 
 def test_every_policy_can_be_chosen_and_no_other():
     for name in POLICIES:
-        assert resolve(RouterSettings, [("--set", {"policy": name})]).value.policy == name
+        assert resolve_layers(RouterSettings, [("--set", {"policy": name})]).value.policy == name
     with pytest.raises(SettingsError, match="policy"):
-        resolve(RouterSettings, [("--set", {"policy": "luck"})])
+        resolve_layers(RouterSettings, [("--set", {"policy": "luck"})])
 
 
 @pytest.mark.parametrize("key", ["queue_timeout_seconds", "keepalive_seconds", "max_body_bytes", "slow_client_bytes"])
 def test_nothing_can_be_set_to_zero_that_would_switch_a_guard_off(key: str):
     with pytest.raises(SettingsError):
-        resolve(RouterSettings, [("--set", {key: "0"})])
+        resolve_layers(RouterSettings, [("--set", {key: "0"})])

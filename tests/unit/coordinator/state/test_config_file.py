@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from coordinator.cli import cluster
 from coordinator.state.config_file import build_syntax_fault, find_line_number, find_line_numbers, redact_value
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
-from host.settings_loader import changed_settings, describe, faults, from_tree, resolve, setting_rows
-from node.settings import COORDINATOR_SECTIONS, NodeSettings, check
+from host.settings_loader import (
+    build_setting_rows,
+    find_changed_settings,
+    find_invalid_settings,
+    from_tree,
+    list_settings,
+    resolve_layers,
+)
+from node.settings import COORDINATOR_SECTIONS, NodeSettings, check_settings
 
 ROOT = Path(__file__).parents[4]
 FILE = """# of the household
@@ -84,19 +91,19 @@ def test_a_parsers_complaint_gives_its_line():
 
 @pytest.mark.parametrize("kind", [CoordinatorSettings, NodeSettings])
 def test_defaults_have_no_fault(kind: type):
-    known = {one.key: one.default for one in describe(kind)}
-    assert faults(kind, known, NODE_SECTIONS) == []
+    known = {one.key: one.default for one in list_settings(kind)}
+    assert find_invalid_settings(kind, known, NODE_SECTIONS) == []
 
 
 def test_each_fault_of_a_layer_is_found():
     flat = from_tree(tomllib.loads(FILE))
-    assert {one.key for one in faults(NodeSettings, flat, COORDINATOR_SECTIONS, check)} == {
+    assert {one.key for one in find_invalid_settings(NodeSettings, flat, COORDINATOR_SECTIONS, check_settings)} == {
         "memory.cap",
         "node.report_busy_seconds",
         "node.log_level",
         "node.name",
     }
-    assert [(one.key, one.near) for one in faults(CoordinatorSettings, flat, NODE_SECTIONS)] == [
+    assert [(one.key, one.near) for one in find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)] == [
         ("cluster.nme", "cluster.name")
     ]
 
@@ -146,7 +153,7 @@ def test_show_gives_every_setting_its_origin(tmp_path: Path, monkeypatch: pytest
     )
     told = json.loads(done.stdout)
     origins = {row["key"]: (row["value"], row["origin"]) for row in told["settings"]}
-    assert set(origins) == {one.key for kind in (CoordinatorSettings, NodeSettings) for one in describe(kind)}
+    assert set(origins) == {one.key for kind in (CoordinatorSettings, NodeSettings) for one in list_settings(kind)}
     assert origins["engine.mlx.max_batch_size"] == (8, str(tmp_path / "config.toml"))
     assert origins["engine.mlx.prefill_step_size"] == (1024, "environment")
     assert origins["router.policy"] == ("most_headroom", "--set")
@@ -176,20 +183,24 @@ def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch
 
 def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
     flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
-    rows = setting_rows(
-        resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], NODE_SECTIONS)
+    rows = build_setting_rows(
+        resolve_layers(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], NODE_SECTIONS)
     )
-    assert changed_settings(rows, CoordinatorSettings, flat, NODE_SECTIONS) == []
-    found = changed_settings(
+    assert find_changed_settings(rows, CoordinatorSettings, flat, NODE_SECTIONS) == []
+    found = find_changed_settings(
         rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, NODE_SECTIONS
     )
     assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
-    given = changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, NODE_SECTIONS)
+    given = find_changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, NODE_SECTIONS)
     assert given == [], "a flag overrides the file"
     node = json.loads(
-        json.dumps(setting_rows(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], COORDINATOR_SECTIONS)))
+        json.dumps(
+            build_setting_rows(
+                resolve_layers(NodeSettings, [("file", {"models.preload": "a,b"})], COORDINATOR_SECTIONS)
+            )
+        )
     )
-    assert changed_settings(node, NodeSettings, {"models.preload": ["a", "b"]}, COORDINATOR_SECTIONS) == [], (
+    assert find_changed_settings(node, NodeSettings, {"models.preload": ["a", "b"]}, COORDINATOR_SECTIONS) == [], (
         "JSON knows no tuples"
     )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from host.private_files import private_folder
-from node.inspect.running_settings import FILE, published, running
+from node.inspect.running_settings import FILE, published, read_running_settings
 from node.settings import COORDINATOR_SECTIONS, resolve
 
 SETTINGS = resolve(
@@ -30,13 +30,13 @@ def locked(folder: Path, pid: int = 7) -> Generator[None]:
 
 def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
-    assert running(folder, COORDINATOR_SECTIONS) is None
+    assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
     with locked(folder):
-        assert running(folder, COORDINATOR_SECTIONS) is None
+        assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
         with published(folder, 7, SETTINGS):
-            found = running(folder, COORDINATOR_SECTIONS)
+            found = read_running_settings(folder, COORDINATOR_SECTIONS)
             assert (folder / FILE).stat().st_mode & 0o777 == 0o600
-        assert running(folder, COORDINATOR_SECTIONS) is None
+        assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
     assert found == SETTINGS
     assert found is not None
     assert found.value.memory.tier == "custom"
@@ -46,12 +46,12 @@ def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
     with locked(folder), published(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")
-        assert running(tmp_path / "copy", COORDINATOR_SECTIONS) is None
+        assert read_running_settings(tmp_path / "copy", COORDINATOR_SECTIONS) is None
         left = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(left)
-    assert running(folder, COORDINATOR_SECTIONS) is None, "its process has ended"
+    assert read_running_settings(folder, COORDINATOR_SECTIONS) is None, "its process has ended"
     with locked(folder, 8):
-        assert running(folder, COORDINATOR_SECTIONS) is None, (
+        assert read_running_settings(folder, COORDINATOR_SECTIONS) is None, (
             "another process runs, and has not written its settings yet"
         )
 
@@ -60,7 +60,7 @@ def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
 def test_what_is_damaged_is_not_believed(tmp_path: Path, content: bytes) -> None:
     with locked(tmp_path):
         (tmp_path / FILE).write_bytes(content)
-        assert running(tmp_path, COORDINATOR_SECTIONS) is None
+        assert read_running_settings(tmp_path, COORDINATOR_SECTIONS) is None
 
 
 def test_a_node_starts_where_nothing_can_be_told(tmp_path: Path) -> None:

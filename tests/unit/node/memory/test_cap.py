@@ -16,13 +16,13 @@ from node.memory.cap import (
     MemoryTier,
     MetalDevice,
     ceiling,
-    default_metal,
+    compute_reserve,
+    compute_safe_wired_limit,
     dynamic,
+    estimate_metal_limit,
     limits,
-    reserve,
     resolve_cap,
     resolve_margin,
-    safe_wired_limit,
     with_device,
 )
 from wire.capacity.arithmetic import UNREADABLE, default_margin
@@ -306,12 +306,12 @@ def test_limits_carry_what_is_in_force():
 def test_the_guess_of_metals_limit_is_what_macs_report_and_lies_between_them_elsewhere(
     ram: int, system: str, limit: float
 ):
-    assert abs(default_metal(ram * GIB, system) - limit * GIB) < MIB
+    assert abs(estimate_metal_limit(ram * GIB, system) - limit * GIB) < MIB
 
 
 @given(st.integers(1, 2**41), st.sampled_from(["", "macOS 15.5", "macOS 26.0", "macOS ", "Linux 6.8"]))
 def test_the_guess_is_between_two_thirds_and_the_highest_share_that_was_seen(ram: int, system: str):
-    assert int(ram * 2 / 3) <= default_metal(ram, system) <= ram * 0.84
+    assert int(ram * 2 / 3) <= estimate_metal_limit(ram, system) <= ram * 0.84
 
 
 GUESSED = MachineBounds(128 * GIB, 100 * GIB)
@@ -368,16 +368,16 @@ def test_a_settled_value_is_replaced_and_never_changed(
 @pytest.mark.parametrize("tier", sorted(TIERS))
 @pytest.mark.parametrize("total", [1, 8 * GIB, 16 * GIB, 64 * GIB, 512 * GIB])
 def test_a_safe_wired_limit_leaves_the_system_its_reserve_and_a_share(tier: str, total: int):
-    limit = safe_wired_limit(tier, total)
-    assert limit in (0, total - reserve(tier, total), int(total * MAX_WIRED_SHARE))
+    limit = compute_safe_wired_limit(tier, total)
+    assert limit in (0, total - compute_reserve(tier, total), int(total * MAX_WIRED_SHARE))
     assert 0 <= limit <= total * MAX_WIRED_SHARE
-    assert limit == 0 or total - limit >= reserve(tier, total)
+    assert limit == 0 or total - limit >= compute_reserve(tier, total)
 
 
 def test_a_safe_wired_limit_is_the_lower_of_reserve_and_share():
-    assert safe_wired_limit("balanced", 16 * GIB) == 16 * GIB - reserve("balanced", 16 * GIB)
-    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * MAX_WIRED_SHARE)
-    assert safe_wired_limit("safe", 1) == 0
+    assert compute_safe_wired_limit("balanced", 16 * GIB) == 16 * GIB - compute_reserve("balanced", 16 * GIB)
+    assert compute_safe_wired_limit("aggressive", 2**50) == int(2**50 * MAX_WIRED_SHARE)
+    assert compute_safe_wired_limit("safe", 1) == 0
 
 
 def test_a_container_above_the_ram_adds_no_ram():

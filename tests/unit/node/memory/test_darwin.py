@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from node.memory.cap import MachineBounds, default_metal
+from node.memory.cap import MachineBounds, estimate_metal_limit
 from node.memory.darwin import DarwinFootprint, LibSystem, ProcBsdInfo, RusageV4
 from node.memory.reading import HighWaterMarks
 from node.memory.sensor import Mac
@@ -57,7 +57,7 @@ def test_the_footprint_of_a_process_is_read_and_that_of_none_is_unknown(system: 
 def test_a_footprint_of_zero_is_unknown(system: LibSystem):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert system.phys(child.pid) is None
+    assert system.read_footprint(child.pid) is None
     child.wait()
 
 
@@ -108,14 +108,14 @@ def test_a_system_without_the_reset_reads_everything_else(tmp_path: Path):
 def test_the_pressure_is_the_systems_own_word(
     system: LibSystem, monkeypatch: pytest.MonkeyPatch, level: str, word: str
 ):
-    assert system.pressure() == ""
+    assert system.read_pressure() == ""
     monkeypatch.setenv("STANDIN_PRESSURE", level)
-    assert system.pressure() == word
+    assert system.read_pressure() == word
 
 
 def test_a_mac_reads_its_limits_at_each_poll(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
-    assert mac.bounds() == MachineBounds(128 * GIB, default_metal(128 * GIB))
+    assert mac.bounds() == MachineBounds(128 * GIB, estimate_metal_limit(128 * GIB))
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
     assert mac.bounds() == MachineBounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
     monkeypatch.delenv("STANDIN_WIRED_MB")
@@ -136,18 +136,18 @@ def test_a_macs_memory_is_psutils_counts(system: LibSystem):
 
 
 def test_the_machine_is_described(system: LibSystem):
-    assert system.chip_name() == "Apple M5 Max"
+    assert system.read_chip_name() == "Apple M5 Max"
 
 
 def test_a_wired_limit_is_a_configured_one(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
-    assert system.wired_limit() is None
+    assert system.read_wired_limit() is None
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
-    assert system.wired_limit() == 110000 * MIB
+    assert system.read_wired_limit() == 110000 * MIB
     monkeypatch.setenv("STANDIN_WIRED_FAIL", "1")
-    assert system.wired_limit() == 110000 * MIB, "one that cannot be read for once is what it was"
+    assert system.read_wired_limit() == 110000 * MIB, "one that cannot be read for once is what it was"
     monkeypatch.delenv("STANDIN_WIRED_FAIL")
     monkeypatch.setenv("STANDIN_WIRED_MB", "0")
-    assert system.wired_limit() is None
+    assert system.read_wired_limit() is None
 
 
 def test_a_missing_library_is_an_error():
@@ -159,9 +159,9 @@ def test_a_start_tells_namesakes_apart(system: LibSystem):
     assert ctypes.sizeof(ProcBsdInfo) == 136
     assert _offset(ProcBsdInfo, "start_seconds") == 120
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert system.born(child.pid)
+    assert system.read_process_identity(child.pid)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert system.born(child.pid) == "", "a zombie counts as ended"
+    assert system.read_process_identity(child.pid) == "", "a zombie counts as ended"
     child.communicate()
-    assert system.born(child.pid) == ""
+    assert system.read_process_identity(child.pid) == ""

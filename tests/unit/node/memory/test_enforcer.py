@@ -14,7 +14,7 @@ from node.memory.enforcer import (
     EnforcerInput,
     EnforcerState,
     SendOrder,
-    pause,
+    compute_pause_seconds,
     step,
 )
 from node.memory.reading import POLL_PERIOD_SECONDS
@@ -234,10 +234,10 @@ def test_with_the_guard_off_by_name_it_only_counts():
 
 
 def test_polls_are_quick_where_it_matters():
-    assert pause(EnforcerState(), busy=False, loaded=False) == 5.0
-    assert pause(EnforcerState(), busy=False, loaded=True) == 1.0
-    assert pause(EnforcerState(), busy=True, loaded=False) == 0.25
-    assert pause(EnforcerState(over=1), busy=False, loaded=False) == 0.25
+    assert compute_pause_seconds(EnforcerState(), busy=False, loaded=False) == 5.0
+    assert compute_pause_seconds(EnforcerState(), busy=False, loaded=True) == 1.0
+    assert compute_pause_seconds(EnforcerState(), busy=True, loaded=False) == 0.25
+    assert compute_pause_seconds(EnforcerState(over=1), busy=False, loaded=False) == 0.25
 
 
 SIZES = st.integers(0, 2**40)

@@ -10,14 +10,14 @@ import pytest
 from node.memory import linux
 from node.memory.linux import (
     LinuxFootprint,
-    chip_name,
-    container_free_bytes,
-    container_limit,
-    pressure,
-    unevictable_memory,
+    read_chip_name,
+    read_container_free_bytes,
+    read_container_limit,
+    read_pressure,
+    read_unevictable_bytes,
 )
 from node.memory.reading import HighWaterMarks
-from node.memory.sensor import LinuxMachine, machine, members
+from node.memory.sensor import LinuxMachine, describe_machine, members
 from wire.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -87,10 +87,10 @@ def test_marks_of_a_process_that_is_gone_are_unknown(tmp_path: Path):
     ("some", "word"), [("0.00", "normal"), ("9.99", "normal"), ("10.00", "warn"), ("60.00", "critical"), ("x", "")]
 )
 def test_pressure_is_a_word_for_how_long_tasks_waited(tmp_path: Path, some: str, word: str):
-    assert pressure(tmp_path) == ""
+    assert read_pressure(tmp_path) == ""
     (tmp_path / "pressure").mkdir()
     (tmp_path / "pressure" / "memory").write_text(f"some avg10={some} avg60=0.00 avg300=0.00 total=0\nfull avg10=99\n")
-    assert pressure(tmp_path) == word
+    assert read_pressure(tmp_path) == word
 
 
 @pytest.fixture
@@ -112,21 +112,21 @@ def write(folder: Path, **values: object) -> None:
 
 
 def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(proc: Path):
-    assert unevictable_memory(proc) is None
+    assert read_unevictable_bytes(proc) is None
     with (proc / "meminfo").open("a") as file:
         file.write("Unevictable:      2048 kB\nMlocked:          1024 kB\n")
-    assert unevictable_memory(proc) == 2 * MIB, "what is locked is part of it"
-    assert unevictable_memory(proc / "nowhere") is None
+    assert read_unevictable_bytes(proc) == 2 * MIB, "what is locked is part of it"
+    assert read_unevictable_bytes(proc / "nowhere") is None
 
 
 def test_the_chip_is_named(proc: Path):
-    assert chip_name(proc) == "A Fine Chip"
-    assert chip_name(proc / "missing") == ""
+    assert read_chip_name(proc) == "A Fine Chip"
+    assert read_chip_name(proc / "missing") == ""
 
 
 def test_without_a_cgroup_the_machine_counts(proc: Path, tmp_path: Path):
-    assert container_limit(proc, tmp_path / "none") is None
-    assert container_free_bytes(proc, tmp_path / "none") is None
+    assert read_container_limit(proc, tmp_path / "none") is None
+    assert read_container_free_bytes(proc, tmp_path / "none") is None
 
 
 def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
@@ -134,32 +134,32 @@ def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
     cgroups = tmp_path / "cgroup"
     write(cgroups / "outer" / "inner", memory__max="max", memory__current=GIB)
     write(cgroups / "outer", memory__max=8 * GIB, memory__current=5 * GIB)
-    assert container_limit(proc, cgroups) == 8 * GIB
-    assert container_free_bytes(proc, cgroups) == 3 * GIB
+    assert read_container_limit(proc, cgroups) == 8 * GIB
+    assert read_container_free_bytes(proc, cgroups) == 3 * GIB
     write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
-    assert container_free_bytes(proc, cgroups) == 4 * GIB
+    assert read_container_free_bytes(proc, cgroups) == 4 * GIB
 
 
 def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
     (proc / "self" / "cgroup").write_text("9:name=systemd:/\n4:cpu,memory:/box\n0::/\n")
     box = tmp_path / "cgroup" / "memory" / "box"
     write(box, memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=GIB)
-    assert container_limit(proc, tmp_path / "cgroup") is None
+    assert read_container_limit(proc, tmp_path / "cgroup") is None
     write(box, memory__limit_in_bytes=2 * GIB)
-    assert container_limit(proc, tmp_path / "cgroup") == 2 * GIB
-    assert container_free_bytes(proc, tmp_path / "cgroup") == GIB
+    assert read_container_limit(proc, tmp_path / "cgroup") == 2 * GIB
+    assert read_container_free_bytes(proc, tmp_path / "cgroup") == GIB
     write(box, memory__usage_in_bytes=3 * GIB)
-    assert container_free_bytes(proc, tmp_path / "cgroup") == 0
+    assert read_container_free_bytes(proc, tmp_path / "cgroup") == 0
 
 
 def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: Path, tmp_path: Path):
     (proc / "self" / "cgroup").write_text("4:memory:/docker/abc\n")
     write(tmp_path / "cgroup" / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
-    assert container_limit(proc, tmp_path / "cgroup") == 4 * GIB
+    assert read_container_limit(proc, tmp_path / "cgroup") == 4 * GIB
 
 
 def test_this_machine_is_readable():
-    here = LinuxMachine(machine())
+    here = LinuxMachine(describe_machine())
     total, available = here.bounds().total, here.reclaimable()
     assert here.hardware.memory <= total
     assert available
@@ -169,16 +169,16 @@ def test_this_machine_is_readable():
 
 def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    here = LinuxMachine(machine())
+    here = LinuxMachine(describe_machine())
     assert (here.hardware.memory, here.bounds().total, here.reclaimable(), here.spare().available) == (0, 0, None, None)
 
 
 def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
-    monkeypatch.setattr(linux, "container_free_bytes", lambda: 3 * GIB)
-    assert LinuxMachine(machine()).reclaimable() == 3 * GIB
-    monkeypatch.setattr(linux, "container_free_bytes", lambda: None)
-    assert LinuxMachine(machine()).reclaimable() == 16 * GIB
+    monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 3 * GIB)
+    assert LinuxMachine(describe_machine()).reclaimable() == 3 * GIB
+    monkeypatch.setattr(linux, "read_container_free_bytes", lambda: None)
+    assert LinuxMachine(describe_machine()).reclaimable() == 16 * GIB
 
 
 def test_a_group_is_its_living_processes():

@@ -19,7 +19,7 @@ from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
-from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, margin_in_force
+from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
 from node.memory.reading import STALE_AFTER_SECONDS
 from node.settings import resolve
 from node.video import leases
@@ -172,7 +172,7 @@ def test_the_margin_in_force_is_the_one_that_the_gate_decided_under_this_cap(
     margin_auto: bool, said: int, cap: int, expected: int
 ):
     limits = MemoryLimits(cap, cap, 900 * MIB, "static", margin_auto=margin_auto)
-    assert margin_in_force(limits, Memory(cap=said, margin=200 * MIB)) == expected
+    assert compute_margin_in_force(limits, Memory(cap=said, margin=200 * MIB)) == expected
 
 
 @pytest.mark.slow

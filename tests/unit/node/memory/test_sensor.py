@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.memory.cap import MachineBounds
-from node.memory.sensor import born, footprint, machine, members, open_machine, open_sensor
+from node.memory.sensor import describe_machine, footprint, members, open_machine, open_sensor, read_process_identity
 from node.settings import NodeSettings, resolve
 from wire.units import GIB
 
@@ -27,7 +27,7 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     assert pretended.bounds() == MachineBounds(64 * GIB, int(51.84 * GIB))
     assert pretended.reclaimable() == 64 * GIB
     assert pretended.spare().available == 64 * GIB
-    assert open_machine(NodeSettings()).hardware == machine(), "real models are judged on the real machine"
+    assert open_machine(NodeSettings()).hardware == describe_machine(), "real models are judged on the real machine"
 
 
 def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
@@ -53,21 +53,23 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
 def test_a_real_machine_tells_what_is_wired():
     wired = open_machine(NodeSettings()).wired()
     assert wired is not None
-    assert 0 <= wired <= machine().memory
+    assert 0 <= wired <= describe_machine().memory
 
 
 def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_of_it():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     assert members(child.pid) == (child.pid,)
-    mark = born(child.pid)
+    mark = read_process_identity(child.pid)
     assert mark
-    assert mark != born(os.getpid())
+    assert mark != read_process_identity(os.getpid())
     assert footprint(child.pid) == pytest.approx(open_sensor(child.pid).phys().phys, rel=0.2)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert (members(child.pid), born(child.pid), footprint(child.pid)) == ((), "", None), "a zombie holds nothing"
+    assert (members(child.pid), read_process_identity(child.pid), footprint(child.pid)) == ((), "", None), (
+        "a zombie holds nothing"
+    )
     child.communicate()
-    assert (members(child.pid), born(child.pid), footprint(child.pid)) == ((), "", None)
+    assert (members(child.pid), read_process_identity(child.pid), footprint(child.pid)) == ((), "", None)
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():
@@ -80,11 +82,11 @@ def test_what_the_system_has_left_has_a_source_and_a_time():
 
 def test_a_real_machine_bounds_a_cap_by_its_ram():
     bounds = open_machine(NodeSettings()).bounds()
-    assert bounds.total >= bounds.ram == machine().memory
+    assert bounds.total >= bounds.ram == describe_machine().memory
 
 
 def test_this_machine_is_described():
-    hardware = machine()
+    hardware = describe_machine()
     assert hardware.memory > GIB
     assert hardware.cores >= 1
     assert hardware.chip
@@ -93,4 +95,4 @@ def test_this_machine_is_described():
 
 @pytest.mark.parametrize("memory", [1, 5 * GIB])
 def test_the_ram_can_be_overridden(memory: int):
-    assert machine(memory).memory == memory
+    assert describe_machine(memory).memory == memory

@@ -18,13 +18,13 @@ from node.models.catalogue import (
     MAX_DEPTH,
     ModelCatalogue,
     describe,
-    hub_folder,
+    find_model_folders,
+    find_snapshots,
+    find_unknown_dimensions,
+    get_hub_folder,
     predict_kv,
     predict_transient,
     read_header,
-    roots,
-    snapshots,
-    unknown,
 )
 from node.settings import ModelSettings
 from tests import models
@@ -95,7 +95,7 @@ def test_the_first_of_two_with_one_name_is_served(tmp_path: Path):
 def test_a_diffusers_package_and_its_parts_are_never_text(tmp_path: Path):
     model(tmp_path / "wan" / "text_encoder")
     (tmp_path / "wan" / "model_index.json").write_text("{}")
-    assert list(roots(tmp_path)) == []
+    assert list(find_model_folders(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -297,12 +297,12 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     (entry / "refs").mkdir()
     (entry / "refs" / "main").write_text("bbb")
     (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
-    assert list(snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
+    assert list(find_snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
     assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
     unused = ModelCatalogue(ModelSettings(use_huggingface_cache=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
     assert set(unused.known()) == {EMBEDDED.name}
-    assert hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
+    assert get_hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
 
 
 def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
@@ -362,7 +362,7 @@ def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
     loop = tmp_path / "loop"
     loop.mkdir()
     os.symlink(loop, loop / "again")
-    assert list(roots(tmp_path)) == []
+    assert list(find_model_folders(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
     whole = {**LLAMA, "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
     inner = {key: whole if value is LLAMA else value for key, value in config.items()}
     assert predict_kv(inner, 2) == predict_kv(whole, 2)
-    assert unknown(inner) == ()
+    assert find_unknown_dimensions(inner) == ()
 
 
 def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
@@ -542,7 +542,7 @@ def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: py
         ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),
         ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
     ):
-        assert hub_folder(environment) == folder
+        assert get_hub_folder(environment) == folder
 
 
 def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_for_others(tmp_path: Path):
@@ -555,15 +555,15 @@ def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_f
     (tmp_path / "wan" / "model_index.json").write_text("{}")
     (tmp_path / "wan2").mkdir()
     (tmp_path / "wan2" / "x.GGUF").write_bytes(b"")
-    assert list(roots(tmp_path)) == [("wan2", tmp_path / "wan2"), ("a/b/c", tmp_path / "a" / "b" / "c")]
-    assert list(roots(tmp_path, "model_index.json")) == [("wan", tmp_path / "wan")]
+    assert list(find_model_folders(tmp_path)) == [("wan2", tmp_path / "wan2"), ("a/b/c", tmp_path / "a" / "b" / "c")]
+    assert list(find_model_folders(tmp_path, "model_index.json")) == [("wan", tmp_path / "wan")]
 
 
 def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in "abcd":
         model(tmp_path / name)
     monkeypatch.setattr("node.models.catalogue.MAX_FOLDERS", 3)
-    assert [name for name, _ in roots(tmp_path)] == ["a", "b"], "the first is the folder of all"
+    assert [name for name, _ in find_model_folders(tmp_path)] == ["a", "b"], "the first is the folder of all"
 
 
 def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_path: Path):
@@ -586,12 +586,12 @@ def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_p
     (gguf / "snapshots" / "b" / "z.gguf").write_bytes(b"")
     for name in ("models", "models--", "spaces--o--x"):
         model(tmp_path / name / "snapshots" / "a")
-    assert list(snapshots(tmp_path)) == [
+    assert list(find_snapshots(tmp_path)) == [
         ("o/named/4bit", named / "snapshots" / "c"),
         ("o/other", other / "snapshots" / "b"),
         ("o/z-gguf", gguf / "snapshots" / "b"),
     ]
-    assert list(snapshots(tmp_path, "model_index.json")) == [("o/wan", package / "snapshots" / "a")]
+    assert list(find_snapshots(tmp_path, "model_index.json")) == [("o/wan", package / "snapshots" / "a")]
 
 
 # weights
@@ -750,9 +750,16 @@ def test_a_forward_is_foreseen_in_bytes(
 
 
 def test_the_dimensions_that_miss_are_named_in_order():
-    assert unknown(LLAMA) == unknown({"text_config": {"n_layer": 2, "n_head": 4, "n_embd": 64}}) == ()
-    assert unknown({"head_dim": 64, "num_attention_heads": 0}) == ("num_hidden_layers", "num_attention_heads")
-    assert unknown({}) == ("num_hidden_layers", "num_attention_heads", "head_dim or hidden_size")
+    assert (
+        find_unknown_dimensions(LLAMA)
+        == find_unknown_dimensions({"text_config": {"n_layer": 2, "n_head": 4, "n_embd": 64}})
+        == ()
+    )
+    assert find_unknown_dimensions({"head_dim": 64, "num_attention_heads": 0}) == (
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    assert find_unknown_dimensions({}) == ("num_hidden_layers", "num_attention_heads", "head_dim or hidden_size")
 
 
 @pytest.mark.parametrize(

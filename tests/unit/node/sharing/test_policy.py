@@ -17,10 +17,10 @@ from node.sharing.policy import (
     SharingPause,
     SharingRule,
     SharingState,
+    compute_recovery_percent,
     due,
-    in_force,
+    get_pause_in_force,
     read_hours,
-    recovery_percent,
     sharing_state,
     too_low,
 )
@@ -48,7 +48,7 @@ RULES = st.builds(SharingRule, st.sampled_from(ShareWhen), st.none() | HOURS, st
 def test_a_span_over_midnight(clock: str, shared: bool) -> None:
     hours, minutes = clock.split(":")
     second = int(hours) * 3600 + int(minutes) * 60
-    assert NIGHT.inside(second) is shared
+    assert NIGHT.contains(second) is shared
     found = sharing_state(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
     assert found.shared is shared
     if not shared:
@@ -94,8 +94,8 @@ def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[
 def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
     hours = read_hours("09:00-17:00")
     seconds = (0, 32399, 32400, 61199, 61200, DAY_SECONDS - 1)
-    assert [hours.inside(second) for second in seconds] == [False, False, True, True, False, False]
-    assert [hours.opens_in(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
+    assert [hours.contains(second) for second in seconds] == [False, False, True, True, False, False]
+    assert [hours.compute_wait_seconds(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
 
 
 @given(HOURS)
@@ -107,11 +107,11 @@ def test_hours_are_read_as_they_are_written(hours: ShareHours) -> None:
 
 @given(HOURS, TIMES)
 def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> None:
-    wait = hours.opens_in(second)
+    wait = hours.compute_wait_seconds(second)
     assert 0 <= wait < DAY_SECONDS
-    assert hours.inside((second + wait) % DAY_SECONDS)
-    assert (wait == 0) is hours.inside(second)
-    assert not any(hours.inside((second + step) % DAY_SECONDS) for step in range(0, int(wait), 997))
+    assert hours.contains((second + wait) % DAY_SECONDS)
+    assert (wait == 0) is hours.contains(second)
+    assert not any(hours.contains((second + step) % DAY_SECONDS) for step in range(0, int(wait), 997))
 
 
 @given(RULES, FACTS, st.floats(0, 2e9))
@@ -120,7 +120,7 @@ def test_a_paused_node_shares_nothing_and_every_refusal_has_its_reason(
 ) -> None:
     found = sharing_state(rule, facts, now)
     assert found.shared is not bool(found.why)
-    if in_force(facts.pause, now) is not None:
+    if get_pause_in_force(facts.pause, now) is not None:
         assert not found.shared
         assert found.by_hand
     if found.until is not None:
@@ -222,7 +222,7 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
 def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
-    below = [min(charge, recovery_percent(least) - 0.5) for charge in charges]
+    below = [min(charge, compute_recovery_percent(least) - 0.5) for charge in charges]
     found = charged(below, least)
     assert found == sorted(found, reverse=True)
 

@@ -15,7 +15,7 @@ def test_every_lock_demands_hashes_and_names_no_host(lock: Path):
     wanted = [part for part in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE | re.IGNORECASE) if "==" in part]
     assert len(wanted) > 50
     assert [part.split()[0] for part in wanted if "--hash=sha256:" not in part] == []
-    assert environment.engine_of([lock]) == "0.18.14", "newer engines hold eight bits as sixteen"
+    assert environment.read_engine_version([lock]) == "0.18.14", "newer engines hold eight bits as sixteen"
     assert re.search(r"^pillow==12\.", text, re.MULTILINE), "the engine imports a private name that 13 has not"
     assert not re.search(r"^(nvidia|cuda|triton)", text, re.MULTILINE)
 
@@ -32,21 +32,21 @@ def test_there_is_a_lock_for_each_system_and_torch_comes_without_cuda_on_linux()
 def test_an_environment_is_named_by_its_locks(tmp_path: Path):
     (tmp_path / "a").write_text("x==1 --hash=sha256:0")
     (tmp_path / "b").write_text("x==2 --hash=sha256:0")
-    one, other = (environment.named(tmp_path, [tmp_path / name]) for name in "ab")
+    one, other = (environment.get_environment_path(tmp_path, [tmp_path / name]) for name in "ab")
     assert one.parent == other.parent == tmp_path
     assert one != other
-    assert one == environment.named(tmp_path, [tmp_path / "a"])
+    assert one == environment.get_environment_path(tmp_path, [tmp_path / "a"])
 
 
 def test_what_is_not_probed_is_not_there(tmp_path: Path):
-    assert "cluster video install" in environment.missing(tmp_path)
-    place = environment.named(tmp_path, environment.locks())
-    interpreter = environment.interpreter(place)
+    assert "cluster video install" in environment.describe_missing(tmp_path)
+    place = environment.get_environment_path(tmp_path, environment.find_requirement_files())
+    interpreter = environment.get_interpreter(place)
     interpreter.parent.mkdir(parents=True)
     interpreter.touch()
-    assert "cluster video install" in environment.missing(tmp_path)
+    assert "cluster video install" in environment.describe_missing(tmp_path)
     (place / environment.READY).touch()
-    assert environment.missing(tmp_path) == ""
+    assert environment.describe_missing(tmp_path) == ""
 
 
 @pytest.mark.parametrize("system", [("Windows", "AMD64"), ("Darwin", "x86_64"), ("Linux", "riscv64")])
@@ -54,20 +54,20 @@ def test_other_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("platform.system", lambda: system[0])
     monkeypatch.setattr("platform.machine", lambda: system[1])
     with pytest.raises(environment.EnvironmentBuildError, match="does not run on"):
-        environment.install(tmp_path)
+        environment.install_environment(tmp_path)
 
 
 def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "PROBE", "raise ImportError('no such engine')")
     monkeypatch.setattr(
         environment,
-        "build",
-        lambda built, *rest: environment.run(
+        "build_environment",
+        lambda built, *rest: environment.run_command(
             [environment.sys.executable, "-m", "venv", "--without-pip", str(built)], "no"
         ),
     )
     with pytest.raises(environment.EnvironmentBuildError, match=r"cannot be imported.*no such engine"):
-        environment.install(tmp_path)
+        environment.install_environment(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,10 +80,10 @@ def test_where_torch_is_only_to_be_had_with_cuda_nothing_is_pulled(tmp_path: Pat
         if "download" in command:
             raise environment.EnvironmentBuildError(otherwise)
 
-    monkeypatch.setattr(environment, "run", run)
+    monkeypatch.setattr(environment, "run_command", run)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     with pytest.raises(environment.EnvironmentBuildError, match="gigabytes of CUDA"):
-        environment.install(tmp_path)
+        environment.install_environment(tmp_path)
     assert len(asked) == 2, "no package was installed before"
     assert "--no-deps" in asked[1]

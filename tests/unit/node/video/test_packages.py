@@ -47,7 +47,7 @@ def package(folder: Path, index: dict[str, Any] = WAN, *, bits: int = 0, two: bo
 
 
 def found(top: Path) -> dict[str, packages.Package]:
-    return packages.find((str(top),), None)
+    return packages.find_packages((str(top),), None)
 
 
 def test_a_package_without_configs_of_its_components_is_one_video_model(tmp_path: Path):
@@ -121,4 +121,4 @@ def test_a_package_in_the_cache_of_downloads_is_found(tmp_path: Path):
     package(tmp_path / "models--pub--wan" / "snapshots" / "abc")
     (tmp_path / "models--pub--wan" / "refs").mkdir()
     (tmp_path / "models--pub--wan" / "refs" / "main").write_text("abc")
-    assert set(packages.find((), tmp_path)) == {"pub/wan"}
+    assert set(packages.find_packages((), tmp_path)) == {"pub/wan"}

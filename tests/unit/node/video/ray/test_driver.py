@@ -19,7 +19,7 @@ from node.video.ray.driver_link import (
     FromDriver,
     KillActor,
     MessageReader,
-    encode,
+    encode_message,
 )
 from tests.support.processes import ROOT, environment
 
@@ -45,7 +45,7 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
         )
     with ours, process:
         try:
-            ours.sendall(encode(ConnectDriver("127.0.0.1:1")))
+            ours.sendall(encode_message(ConnectDriver("127.0.0.1:1")))
             assert process.stdout is not None
             assert process.stdout.readline() == b"connecting\n"
             ours.close()
@@ -80,7 +80,7 @@ class Scene:
 
     def ask(self, *messages: CreateActor | KillActor) -> None:
         for message in messages:
-            self._stream.feed_data(encode(message))
+            self._stream.feed_data(encode_message(message))
 
     async def end(self) -> None:
         self._stream.feed_eof()

@@ -16,7 +16,7 @@ from node.video.ray.driver_link import (
     KillActor,
     MessageReader,
     ToDriver,
-    encode,
+    encode_message,
 )
 
 WORDS = st.one_of(
@@ -30,7 +30,7 @@ WORDS = st.one_of(
 
 @given(st.lists(WORDS, max_size=5), st.lists(st.integers(1, 30), max_size=20))
 def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: list[int]):
-    stream, reader, heard = b"".join(map(encode, words)), MessageReader(ToDriver), []
+    stream, reader, heard = b"".join(map(encode_message, words)), MessageReader(ToDriver), []
     for cut in cuts:
         heard += reader.feed(stream[:cut])
         stream = stream[cut:]
@@ -41,7 +41,7 @@ def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: l
     "data",
     [
         (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
-        encode(DriverConnected()),
+        encode_message(DriverConnected()),
         b"\x00\x00\x00\x01\xc1",
         len(pickle.dumps({"a": 1})).to_bytes(4, "big") + pickle.dumps({"a": 1}),
     ],
@@ -54,4 +54,4 @@ def test_what_is_no_word_of_ours_is_not_heard(data: bytes):
 
 def test_what_a_driver_sends():
     words = [DriverConnected(), ActorCreated("lease_1"), ActorNotCreated("lease_2", "why")]
-    assert MessageReader(FromDriver).feed(b"".join(map(encode, words))) == words
+    assert MessageReader(FromDriver).feed(b"".join(map(encode_message, words))) == words

@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[5] / "docs" / "video.md"
 
 
 def test_the_ports_are_sixty_in_a_row_on_loopback_and_no_secret_is_a_word():
-    words = local_ray.command(6480, Path("/tmp/mp"), 96)
+    words = local_ray.build_command(6480, Path("/tmp/mp"), 96)
     said = dict(word.removeprefix("--").split("=", 1) for word in words if "=" in word)
     ports = [int(value) for name, value in said.items() if name.endswith("port")]
     assert min(ports) == WorkerSettings().ray_ports == 6480
@@ -32,7 +32,7 @@ def test_the_ports_are_sixty_in_a_row_on_loopback_and_no_secret_is_a_word():
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
     program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
-    monkeypatch.setattr(local_ray, "command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(local_ray, "build_command", lambda *_: [sys.executable, "-c", program])
 
     def no_driver(self: local_ray.DriverProcess, address: str, variables: Mapping[str, str]) -> None:
         return
@@ -61,11 +61,11 @@ async def turns() -> None:
 async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: LocalRay):
     one.offer(wanted=True)
     await turns()
-    assert (one.pid, one.node, one.busy) == (None, "", False)
+    assert (one.pid, one.node, one.active) == (None, "", False)
     one.offer(wanted=False)
     one.allow(on=True)
     await turns()
-    assert (one.pid, one.node, one.busy) == (None, "", False)
+    assert (one.pid, one.node, one.active) == (None, "", False)
     one.offer(wanted=True)
     first = await changed(one, None)
     one.allow(on=False)
@@ -113,8 +113,8 @@ async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_
     failed: list[tuple[str, str]] = []
     driver = local_ray.DriverProcess(tmp_path, lambda lease, why: failed.append((lease, why)))
     for lease in ("a", "b", "c"):
-        driver.create(local_ray.CreateActor(lease, 1, "/f", 1.0, 9.0))
-    driver.kill("c")
+        driver.create_actor(local_ray.CreateActor(lease, 1, "/f", 1.0, 9.0))
+    driver.kill_actor("c")
     sent: list[bytes] = []
 
     class Writer:
@@ -122,9 +122,9 @@ async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_
             sent.append(data)
 
     writer: asyncio.StreamWriter = Writer()  # pyright: ignore[reportAssignmentType]
-    driver.receive(local_ray.DriverConnected(), writer)
+    driver.handle_message(local_ray.DriverConnected(), writer)
     assert len(sent) == 2
-    driver.receive(local_ray.ActorCreated("a"), writer)
-    driver.receive(local_ray.ActorNotCreated("b", "no room"), writer)
-    driver.receive(local_ray.ActorNotCreated("c", "late"), writer)
+    driver.handle_message(local_ray.ActorCreated("a"), writer)
+    driver.handle_message(local_ray.ActorNotCreated("b", "no room"), writer)
+    driver.handle_message(local_ray.ActorNotCreated("c", "late"), writer)
     assert (driver.pending, failed) == (set(), [("b", "no room")])

@@ -15,14 +15,14 @@ from node.video.ray.ray_process import STARTED
 def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
-    found = ray_process.short_folder(Path("/some/state", "x" * 90))
+    found = ray_process.create_short_folder(Path("/some/state", "x" * 90))
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
     assert found.stat().st_uid == os.getuid()
     assert len(found.name) < 24
     found.rmdir()
     found.symlink_to(tmp_path)
     with pytest.raises(PermissionError):
-        ray_process.short_folder(Path("/some/state", "x" * 90))
+        ray_process.create_short_folder(Path("/some/state", "x" * 90))
 
 
 def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(tmp_path: Path):
@@ -34,7 +34,7 @@ def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(t
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
         "RAY_AUTH_MODE": "disabled",
     }
-    found = ray_process.environment(inherited, tmp_path)
+    found = ray_process.build_environment(inherited, tmp_path)
     assert (found["PATH"], found["RAY_AUTH_TOKEN_PATH"]) == ("/bin", str(tmp_path / "token"))
     assert (found["RAY_AUTH_MODE"], found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("token", "0")
     assert not {"RAY_AUTH_TOKEN", "OPENAI_API_KEY", "RAY_ADDRESS"} & set(found)
@@ -42,13 +42,13 @@ def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(t
 
 
 async def started(script: str, folder: Path, seconds: float = 20.0) -> tuple[asyncio.subprocess.Process, bytes]:
-    process = await ray_process.start([sys.executable, "-c", script], {}, folder)
-    return process, await ray_process.until_started(process, seconds)
+    process = await ray_process.start_ray([sys.executable, "-c", script], {}, folder)
+    return process, await ray_process.read_until_started(process, seconds)
 
 
 async def ended(process: asyncio.subprocess.Process) -> int:
     waiting = asyncio.create_task(process.wait())
-    await ray_process.end(process, waiting)
+    await ray_process.end_ray(process, waiting)
     return waiting.result()
 
 
@@ -61,8 +61,8 @@ async def test_it_is_read_until_it_is_up_and_ended_with_all_of_its_group(tmp_pat
 
 async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read_no_further(tmp_path: Path):
     process, said = await started("print('one'); print('two\\n\\n three '); print('four')", tmp_path)
-    assert ray_process.last_words(said) == "two / three / four"
-    assert ray_process.last_words(b"") == "it printed nothing"
+    assert ray_process.summarize_output(said) == "two / three / four"
+    assert ray_process.summarize_output(b"") == "it printed nothing"
     await ended(process)
     process, said = await started("while True: print('x' * 4095)", tmp_path)
     assert ray_process.MAX_OUTPUT_BYTES <= len(said) < ray_process.MAX_OUTPUT_BYTES + 4096

@@ -14,10 +14,10 @@ from tests.support.processes import ROOT, environment
 CHILD = """
 import os, sys, types
 sys.modules["ray"] = types.ModuleType("ray")
-from node.video.worker.actor import _leave_with
+from node.video.worker.actor import _exit_with_parent
 parent = os.getppid()
 print(os.getpid(), flush=True)
-_leave_with(parent)
+_exit_with_parent(parent)
 """
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
 

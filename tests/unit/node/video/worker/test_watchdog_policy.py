@@ -9,7 +9,7 @@ FINE = WorkerObservation(20 * GIB, "a")
 
 
 def run(*looks: tuple[float, WorkerObservation], bounds: WorkerBounds = BOUNDS) -> tuple[WatchdogState, list[str]]:
-    state, codes = watchdog_policy.begin(0.0), list[str]()
+    state, codes = watchdog_policy.create_state(0.0), list[str]()
     for now, seen in looks:
         state, end = watchdog_policy.step(state, seen, bounds, now)
         codes.append(end.code if end is not None else "")
@@ -24,7 +24,7 @@ def test_a_worker_within_its_bounds_is_left_alone():
 
 @pytest.mark.parametrize(("taken", "code"), [(36 * GIB, ""), (36 * GIB + 1, "memory_lease_exceeded")])
 def test_one_byte_over_the_lease_is_over_and_leaves_no_time(taken: int, code: str):
-    state, end = watchdog_policy.step(watchdog_policy.begin(0.0), WorkerObservation(taken, "a"), BOUNDS, 1.0)
+    state, end = watchdog_policy.step(watchdog_policy.create_state(0.0), WorkerObservation(taken, "a"), BOUNDS, 1.0)
     assert (end.code if end is not None else "") == code
     assert end is None or end.at_once
     assert state.peak == taken
@@ -63,7 +63,7 @@ def test_the_peak_is_the_highest_footprint_of_all_looks():
 
 
 def test_a_job_has_its_time_from_its_start():
-    state, end = watchdog_policy.step(watchdog_policy.begin(100.0), WorkerObservation(GIB, 1), BOUNDS, 7299.0)
+    state, end = watchdog_policy.step(watchdog_policy.create_state(100.0), WorkerObservation(GIB, 1), BOUNDS, 7299.0)
     assert end is None
     end = watchdog_policy.step(state, WorkerObservation(GIB, 2), BOUNDS, 7300.0)[1]
     assert end is not None
@@ -79,7 +79,7 @@ def test_a_job_has_its_time_from_its_start():
     ],
 )
 def test_only_a_worker_without_a_guard_ends_at_once(seen: WorkerObservation, times: int, code: str, at_once: bool):
-    state, end = watchdog_policy.begin(0.0), None
+    state, end = watchdog_policy.create_state(0.0), None
     for _ in range(times):
         state, end = watchdog_policy.step(state, seen, BOUNDS, 300.0)
     assert end is not None

@@ -52,7 +52,7 @@ def write(path: Path, content: object) -> None:
 
 def test_a_package_without_configs_is_as_the_catalogue_says(tmp_path: Path):
     write(tmp_path / "model_index.json", {"transformer_2": ["diffusers", "X"], "boundary_ratio": 0.875})
-    found = worker.package_config(tmp_path, Config)
+    found = worker.build_package_config(tmp_path, Config)
     assert (found.base_model, found.known["num_layers"], found.known["boundary_ratio"]) == ("catalogue", 40, 0.875)
     assert found.known["has_transformer_2"] is True
     assert found.known["vae_config"] == {"base_dim": 96, "z_dim": 16}
@@ -63,7 +63,7 @@ def test_what_a_package_says_of_itself_counts(tmp_path: Path):
     write(tmp_path / "transformer" / "config.json", {"num_layers": 2, "_class_name": "X", "ffn_dim": 128})
     write(tmp_path / "vae" / "config.json", {"base_dim": 8, "other": 1})
     write(tmp_path / "text_encoder" / "config.json", {"d_model": 64, "vocab": 5})
-    found = worker.package_config(tmp_path, Config)
+    found = worker.build_package_config(tmp_path, Config)
     assert (found.known["num_layers"], found.known["ffn_dim"], found.known["has_transformer_2"]) == (2, 128, False)
     assert found.known["expand_timesteps"] is True
     assert found.known["vae_config"] == {"base_dim": 8, "z_dim": 48}
@@ -81,11 +81,11 @@ def test_failures_have_names():
     class TensorHealthError(Exception):
         pass
 
-    assert worker.code_of(TensorHealthError(), began=True) == "output_invalid"
-    assert worker.code_of(OSError(errno.ENOSPC, "full"), began=True) == "disk_full"
-    assert worker.code_of(FileNotFoundError(), began=False) == "model_invalid"
-    assert worker.code_of(ValueError(), began=False) == "generation_failed"
-    assert worker.code_of(RuntimeError(), began=True) == "generation_failed"
+    assert worker.classify_error(TensorHealthError(), began=True) == "output_invalid"
+    assert worker.classify_error(OSError(errno.ENOSPC, "full"), began=True) == "disk_full"
+    assert worker.classify_error(FileNotFoundError(), began=False) == "model_invalid"
+    assert worker.classify_error(ValueError(), began=False) == "generation_failed"
+    assert worker.classify_error(RuntimeError(), began=True) == "generation_failed"
 
 
 class Metal:
@@ -111,11 +111,11 @@ class Metal:
 
 def test_the_wired_limit_is_below_the_lease_and_below_metals():
     metal = Metal()
-    assert worker.bound(metal, 16 * 2**30) == 14 * 2**30
+    assert worker.set_memory_limits(metal, 16 * 2**30) == 14 * 2**30
     assert metal.set == {"wired": 14 * 2**30, "memory": 16 * 2**30, "cache": 10**9}
-    assert worker.bound(metal, 36 * 2**30) == 20 * 2**30
+    assert worker.set_memory_limits(metal, 36 * 2**30) == 20 * 2**30
     unwired = Metal()
-    assert worker.bound(unwired, 16 * 2**30, wire=False) == 0
+    assert worker.set_memory_limits(unwired, 16 * 2**30, wire=False) == 0
     assert unwired.set == {"memory": 16 * 2**30, "cache": 10**9}, "memory.wire = off holds for the worker, too"
 
 
@@ -128,13 +128,13 @@ class OlderMetal(Metal):
 
 def test_a_small_lease_keeps_half_wired_and_an_eighth_cached():
     metal = Metal()
-    assert worker.bound(metal, 2**30) == 2**29
+    assert worker.set_memory_limits(metal, 2**30) == 2**29
     assert metal.set == {"wired": 2**29, "memory": 2**30, "cache": 2**27}
 
 
 @pytest.mark.parametrize("metal", [Metal({}), OlderMetal()])
 def test_where_metal_names_no_limit_the_lease_alone_bounds(metal: Metal):
-    assert worker.bound(metal, 16 * 2**30) == metal.set["wired"] == 14 * 2**30
+    assert worker.set_memory_limits(metal, 16 * 2**30) == metal.set["wired"] == 14 * 2**30
 
 
 def test_it_ends_without_a_user_and_runs_without_macpool_installed():

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.memory.sensor import born
+from node.memory.sensor import read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
 from node.video.worker.watchdog_policy import CRASHED, LOST, WorkerBounds
-from node.video.worker.worker_monitor import WorkerJob, WorkerMonitor, kill, living, worker_environment
+from node.video.worker.worker_monitor import WorkerJob, WorkerMonitor, find_living_processes, kill, worker_environment
 from tests.support.readings import Later
 
 
@@ -50,11 +50,11 @@ def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
     held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
     one = WorkerMonitor(held, tmp_path / "l", WorkerBounds(2**40, 90, 50), 100, 0)
     one.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
-    attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
+    attended = lease_files.lock_file(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
     clock.by += 99
     assert one.check() is None
-    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=read_process_identity(process.pid))
     lease_files.write_new(tmp_path / "l" / lease_files.CLAIM, msgspec.json.encode(claim))
     assert one.check() is None
     clock.by += 49
@@ -140,10 +140,10 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     assert process.stdout is not None
     process.stdout.readline()
     other = WorkerGroup(pid=process.pid, born="another boot:1")
-    assert living(other) == ()
+    assert find_living_processes(other) == ()
     await kill(other, 0.0)
     assert process.poll() is None
-    await kill(WorkerGroup(pid=process.pid, born=born(process.pid)), 0.2)
+    await kill(WorkerGroup(pid=process.pid, born=read_process_identity(process.pid)), 0.2)
     assert process.wait(30) == -9
 
 
@@ -155,7 +155,7 @@ def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
     held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
     made = WorkerMonitor(held, place, WorkerBounds(2**40, 100, 100), 100, 0)
     made.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
-    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=read_process_identity(process.pid))
     lease_files.write_new(place / lease_files.CLAIM, msgspec.json.encode(claim))
     assert made.check() is None
     return made
@@ -168,7 +168,7 @@ def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well
     process = subprocess.Popen(["true"], start_new_session=True)
     process.wait()
     one = watched(tmp_path / "l", process)
-    attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
+    attended = lease_files.lock_file(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
     assert one.check() is None, "the parent process has not reported yet"
     if after == "a word":
@@ -200,13 +200,13 @@ def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_
 
 def test_a_lock_goes_with_its_holder(tmp_path: Path):
     place = tmp_path / "guard"
-    assert not lease_files.locked(place)
-    held = lease_files.lock(place)
+    assert not lease_files.is_locked(place)
+    held = lease_files.lock_file(place)
     assert held is not None
-    assert lease_files.lock(place) is None
-    assert lease_files.locked(place)
+    assert lease_files.lock_file(place) is None
+    assert lease_files.is_locked(place)
     os.close(held)
-    assert not lease_files.locked(place)
+    assert not lease_files.is_locked(place)
     assert place.stat().st_mode & 0o777 == 0o600
 
 
@@ -227,9 +227,9 @@ def test_a_grant_that_makes_no_sense_is_none(tmp_path: Path):
 def test_lines_are_read_whole_and_those_that_are_too_long_are_left_out(tmp_path: Path):
     file = tmp_path / "events"
     tail = lease_files.FileTail(file)
-    assert tail.lines() == []
+    assert tail.read_lines() == []
     file.write_bytes(b"one\ntw")
-    assert tail.lines() == [b"one"]
+    assert tail.read_lines() == [b"one"]
     with file.open("ab") as more:
         more.write(b"o\n" + b"x" * (lease_files.MAX_LINE_BYTES + 1) + b"\nthree\n")
-    assert tail.lines() == [b"two", b"three"]
+    assert tail.read_lines() == [b"two", b"three"]
