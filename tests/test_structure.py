@@ -36,9 +36,9 @@ LARGE_MODULES: dict[str, int] = {
     "coordinator/simulation/routers.py": 423,
     "coordinator/simulation/simulated_node.py": 678,
     "coordinator/state/database.py": 513,
-    "node/models/catalogue.py": 613,
+    "node/models/catalogue.py": 622,
     "node/settings.py": 627,
-    "wire/capacity/arithmetic.py": 411,
+    "wire/capacity/arithmetic.py": 416,
 }
 """Modules above the limit, with their lines."""
 FOREIGN_WRITES: dict[str, int] = {

@@ -24,7 +24,7 @@ from router.dispatch.parts.node_frames import NodeFrames
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.stream_watchdog import StreamWatchdog
 from router.dispatch.parts.swap_turns import SwapTurns
-from router.dispatch.parts.waiting import WaitingRequests
+from router.dispatch.parts.waiting import QueuedRequests
 from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
 from router.dispatch.request_events import (
     Action,
@@ -137,7 +137,7 @@ class Parts:
             crowds=self.crowds,
             endings=self.endings,
         )
-        self.waiting = WaitingRequests(
+        self.waiting = QueuedRequests(
             apply,
             clock,
             settings.queue_timeout_seconds,

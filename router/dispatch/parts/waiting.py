@@ -23,7 +23,7 @@ from wire.node_state import NodeState
 from wire.refusals import RefusalCode, Refused
 
 
-class WaitingRequests:
+class QueuedRequests:
     """Requests without a node. `apply` applies an event to a request; `timeout_seconds` is the wait of a request."""
 
     def __init__(
