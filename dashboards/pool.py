@@ -219,9 +219,9 @@ SELF = (
     ),
     create_stat_panel(
         "Illegal events",
-        "Events that a state machine did not allow, by machine. Any value but 0 is a bug.",
+        "Events in the last hour that a state machine did not allow. Any value but 0 is a bug.",
         COUNT,
-        "sum by (machine) (macpool_illegal_events_total)",
+        "sum(increase(macpool_illegal_events_total[1h]))",
         bad=1,
     ),
     create_stat_panel(
@@ -255,7 +255,7 @@ SELF = (
         ("rate(macpool_process_cpu_seconds_total[$__rate_interval])", "coordinator"),
         ("rate(macpool_node_agent_cpu_seconds_total[$__rate_interval])", "agent of {{node}}"),
     ),
-    create_label_table("Build", "Version of the coordinator and of its Python.", "macpool_build_info", 12),
+    create_label_table("Build", "Version of the coordinator and of its Python.", "macpool_build_info", 8),
 )
 BOARD = Board(
     "macpool-pool",
