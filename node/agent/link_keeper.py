@@ -273,13 +273,13 @@ class LinkKeeper:
         loop = asyncio.get_running_loop()
         while self._life.state in (LinkState.CONNECTED, LinkState.LINKED):
             link = self._links.watched
+            silent = 0.0 if link is None else loop.time() - link.received_at
+            if link is not None and silent >= SILENCE_TIMEOUT_SECONDS:
+                link.abort(f"the coordinator was silent for {silent:.0f} s")
+                link = None
             if link is None:
                 self._apply(link_state.LinkClosed(_jitter()))
                 return
-            silent = loop.time() - link.received_at
-            if silent >= SILENCE_TIMEOUT_SECONDS:
-                link.abort(f"the coordinator was silent for {silent:.0f} s")
-                continue
             await self._wait_changed(SILENCE_TIMEOUT_SECONDS - silent)
             self._renew_if_due()
 

@@ -338,7 +338,7 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
     assert len(one.placed.views) == count + 1, "two are no large cluster"
     monkeypatch.setattr("coordinator.cluster.registry.MAX_IMMEDIATE_MEMBERS", 1)
     for _ in range(2):
-        waiting = asyncio.create_task(one.registry.wait_until_node_answers(lambda: "nobody yet"))
+        waiting = asyncio.create_task(one.registry.wait_until_node_answers(lambda: "no answer yet"))
         await asyncio.sleep(0)
         count = len(one.placed.views)
         for sequence in (3, 4):

@@ -115,7 +115,7 @@ def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(p
     assert read_unevictable_bytes(proc) is None
     with (proc / "meminfo").open("a") as file:
         file.write("Unevictable:      2048 kB\nMlocked:          1024 kB\n")
-    assert read_unevictable_bytes(proc) == 2 * MIB, "what is locked is part of it"
+    assert read_unevictable_bytes(proc) == 2 * MIB, "locked pages are included"
     assert read_unevictable_bytes(proc / "nowhere") is None
 
 

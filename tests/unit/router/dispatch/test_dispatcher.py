@@ -878,7 +878,7 @@ async def test_an_illegal_event_ends_one_request_and_is_counted(two: Cluster):
     assert isinstance(wrong.outcome, RequestFailure)
     assert wrong.outcome.code == "router_error"
     assert "the request is admitted: NodeAdmitted cannot happen" in wrong.outcome.message
-    assert two.sent[-1] == (node, Cancel(number.request)), "its node is told"
+    assert two.sent[-1] == (node, Cancel(number.request)), "its node gets a cancel"
     assert two.dispatcher.counters.illegal_events == {"request": 1}
     assert two.dispatcher.counters.requests == {"router_error": 1}
     assert right.outcome is None

@@ -243,7 +243,7 @@ def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
         assert driver.engine.parts.prefix_cache.nbytes <= 3 * MIB
     assert driver.engine.report(0.0).cache.evictions > 0
     ended(driver, driver.ask("9 " + "word " * 2000, GenerationParams(temperature=0.0, max_tokens=1)))
-    assert driver.engine.parts.prefix_cache.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
+    assert driver.engine.parts.prefix_cache.nbytes <= 3 * MIB, "an entry larger than the cache is not stored"
     off = Driver(models.path("llama"), prefix_cache_size=0)
     for _ in range(2):
         assert ended(off, off.ask("Hello!")).cached_tokens == 0
