@@ -49,6 +49,7 @@ from node.memory.sensor import open_machine
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, node_name, resolve
 from node.sharing.keep_awake import SleepPolicy
 from wire.bonjour_record import BonjourRecord
+from wire.frames import GoodbyeReason
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 
@@ -185,11 +186,11 @@ async def _life(
 async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, new_identity: bool) -> int | None:
     agent = node.agent
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    reason = "leave" if options.leave else "stopping"
+    reason = GoodbyeReason.LEAVE if options.leave else GoodbyeReason.STOPPING
 
     def leave() -> None:
         nonlocal reason
-        reason = "leave"
+        reason = GoodbyeReason.LEAVE
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -213,14 +214,14 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
         limit = LEAVE_TIMEOUT_SECONDS if options.leave else None
         done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
         if not done:
-            reason, code = "stopping", 3
+            reason, code = GoodbyeReason.STOPPING, 3
             _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
             await node.video.lease_manager.stop()
             await agent.stop(drain, reason)
         await run
-        if reason == "leave":
+        if reason is GoodbyeReason.LEAVE:
             _forget(options.state / "node")
     except ExpelledError as error:
         log.warning("removed from the cluster", reason=str(error))

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from wire.refusals import FailureCode, MemoryNumbers, Refused
+from wire.refusals import FailureCode, MemoryNumbers, RefusalCode, Refused
 
 Header = tuple[bytes, bytes]
 
@@ -137,7 +137,7 @@ def failed(code: str, message: str) -> Problem:
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
-def invalid(message: str, param: str | None = None, code: str = "invalid_request") -> Problem:
+def invalid(message: str, param: str | None = None, code: str = RefusalCode.INVALID) -> Problem:
     """Build a 400 problem, by default without the name of a parameter."""
     return Problem(400, code, message, param)
 

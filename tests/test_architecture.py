@@ -15,7 +15,10 @@ import grimp
 import pytest
 
 from wire import frames
-from wire.frames import TAGS, Frame
+from wire.frames import TAGS, Frame, GrammarKind
+from wire.node_state import EngineStage, NodeState
+from wire.refusals import FailureCode, RefusalCode
+from wire.video import LeaseEndCode, LeaseRefusalCode, ReleaseCause
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("coordinator", "host", "node", "router", "wire")
@@ -330,3 +333,37 @@ def third_party() -> Iterator[tuple[str, str]]:
             for name in {module.partition(".")[0] for module in modules}:
                 if name not in PACKAGES and name not in sys.stdlib_module_names:
                     yield str(path.relative_to(ROOT)), name
+
+
+CLOSED_SETS = (
+    FailureCode,
+    RefusalCode,
+    LeaseEndCode,
+    LeaseRefusalCode,
+    ReleaseCause,
+    NodeState,
+    EngineStage,
+    GrammarKind,
+)
+LITERALS_ALLOWED = {
+    "coordinator/video/state/jobs.py": "codes of jobs, some of which have the words of a request's codes",
+    "node/engine/grammar/compiler.py": "fields of llguidance's format",
+    "node/engine/grammar/lark_builder.py": "fields of llguidance's format",
+    "node/video/worker/worker.py": "the worker's environment contains no module of the project",
+    "router/dialects/anthropic/schema.py": "types of the client's body",
+    "router/dialects/openai/responses_schema.py": "types of the client's body",
+    "router/dialects/shared/formats.py": "types and fields of the client's body",
+}
+"""Modules outside wire with texts that equal a value of a closed set, with the reason."""
+
+
+def test_values_of_closed_sets_are_written_in_wire_only():
+    values = {member.value for each in CLOSED_SETS for member in each if "_" in member.value}
+    found = {
+        str(path.relative_to(ROOT))
+        for package in ("coordinator", "host", "node", "router")
+        for path in (ROOT / package).rglob("*.py")
+        for part in ast.walk(ast.parse(path.read_text()))
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value in values
+    }
+    assert found == LITERALS_ALLOWED.keys()

@@ -3,12 +3,68 @@
 Sizes are bytes, times are seconds. Fields are only appended, never reordered, as in `wire.report`.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
 
 from wire.bounds import MAX_ITEMS, MAX_MODELS, Blob, Estimate, Natural, Number, Size, Text, Word
 from wire.report import WireStruct
+
+
+class LeaseEndCode(StrEnum):
+    """Machine-readable reason why a lease ended, in `LeaseEnded.code`."""
+
+    COMPLETED = "completed"
+    """The worker made the clip."""
+    MEMORY_LEASE_EXCEEDED = "memory_lease_exceeded"
+    WORKER_STALLED = "worker_stalled"
+    JOB_TIMEOUT = "job_timeout"
+    MONITOR_FAILED = "monitor_failed"
+    """The footprint of the worker cannot be read."""
+    WORKER_CRASHED = "worker_crashed"
+    WORKER_LOST = "worker_lost"
+    """The node or the parent process of the worker ended."""
+    START_FAILED = "start_failed"
+    OUTPUT_INVALID = "output_invalid"
+    GENERATION_FAILED = "generation_failed"
+    MODEL_INVALID = "model_invalid"
+    DISK_FULL = "disk_full"
+    NODE_PAUSED = "node_paused"
+    """The node stopped sharing."""
+    NODE_STOPPING = "node_stopping"
+
+
+class LeaseRefusalCode(StrEnum):
+    """Machine-readable reason of a refused lease, in `LeaseRefused.code`, besides `wire.refusals.RefusalCode`."""
+
+    LEASE_HELD = "lease_held"
+    """The node has granted another lease."""
+    LEASE_SUPERSEDED = "lease_superseded"
+    """The node has received a newer generation of the job."""
+    LEASE_TOO_LARGE = "lease_too_large"
+    """The lease exceeds the cap minus margin and engine."""
+    GUARD_OFF = "guard_off"
+    VIDEO_NOT_READY = "video_not_ready"
+    ENGINE_SILENT = "engine_silent"
+    """The engine has not confirmed the lower ceiling."""
+    DISK_FULL = "disk_full"
+    NODE_PAUSED = "node_paused"
+    NODE_STOPPING = "node_stopping"
+
+
+class ReleaseCause(StrEnum):
+    """Cause for which the coordinator releases a lease, in `LeaseRelease.cause`. The node ends the lease with it."""
+
+    ACKNOWLEDGED = "acknowledged"
+    """The coordinator has processed the end of the lease."""
+    CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"
+    """The job has ended, or has another lease."""
+    LEASE_TIMEOUT = "lease_timeout"
+    """The node did not answer the request for the lease."""
+    START_TIMEOUT = "start_timeout"
+    """The worker did not start."""
 
 
 class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):

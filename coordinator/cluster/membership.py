@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
+from wire.frames import GoodbyeReason
 from wire.identity import NodeId
 from wire.node_state import ALIVE, GONE, LINKED, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
@@ -241,7 +242,10 @@ TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
 }
 """For each event: the states in which it is legal, and the states that may follow."""
 
-_GOODBYE = {"asleep": (NodeState.ASLEEP, "asleep"), "leave": (NodeState.LEFT, "left")}
+_GOODBYE: Mapping[str, tuple[NodeState, str]] = {
+    GoodbyeReason.ASLEEP: (NodeState.ASLEEP, "asleep"),
+    GoodbyeReason.LEAVE: (NodeState.LEFT, "left"),
+}
 """State and reason by goodbye. Any other reason, also from a newer node, means that the node stops."""
 
 

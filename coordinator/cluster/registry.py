@@ -34,6 +34,7 @@ from wire.frames import (
     Denied,
     Frame,
     Goodbye,
+    GoodbyeReason,
     Hello,
     MemberQuery,
     PauseNode,
@@ -262,7 +263,7 @@ class Registry:
             return
         log.info("node signed off", node=node, reason=goodbye.reason)
         self._apply_event(node, membership.MemberGoodbye(number, goodbye.reason))
-        if goodbye.reason == "leave":
+        if goodbye.reason == GoodbyeReason.LEAVE:
             self._deny_member(node, "it left")
 
     def _renew_certificate(self, node: NodeId, renew: RenewCertificate) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.video.state.jobs import JobFault, StoredFile, VideoJob
+from coordinator.video.state.jobs import JobFault, JobFaultCode, StoredFile, VideoJob
 from host.private_files import private_folder
 from wire.identity import NodeId
-from wire.video import Artifact
+from wire.video import Artifact, LeaseEndCode
 
 log = structlog.get_logger("coordinator.video.artifacts")
 
@@ -65,10 +65,11 @@ class ArtifactFolder:
             most = compute_max_bytes(job, get_kind(artifact.name))
             if artifact.size > most:
                 return JobFault(
-                    "output_invalid", f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most"
+                    LeaseEndCode.OUTPUT_INVALID,
+                    f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most",
                 )
         if not any(get_kind(one.name) == VIDEO for one in wanted):
-            return JobFault("output_invalid", "its node has made no video that can be read here")
+            return JobFault(LeaseEndCode.OUTPUT_INVALID, "its node has made no video that can be read here")
         kept: list[StoredFile] = []
         for artifact in wanted:
             found = await self._fetch_file(job, artifact)
@@ -90,7 +91,7 @@ class ArtifactFolder:
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, reported=artifact.size)
                 return JobFault(
-                    "artifact_broken",
+                    JobFaultCode.ARTIFACT_BROKEN,
                     f"{artifact.name} came with {size} of {artifact.size} bytes, or a wrong checksum",
                 )
             await asyncio.to_thread(_publish_file, beside, folder / artifact.name)
@@ -99,7 +100,8 @@ class ArtifactFolder:
             full = error.errno in DISK_FULL_ERRORS
             text = "the disk of the coordinator is full" if full else f"the coordinator cannot write: {error.strerror}"
             return JobFault(
-                "storage_full" if full else "storage_failed", f"{artifact.name} could not be stored: {text}"
+                JobFaultCode.STORAGE_FULL if full else JobFaultCode.STORAGE_FAILED,
+                f"{artifact.name} could not be stored: {text}",
             )
         return StoredFile(artifact.name, artifact.size, artifact.sha256.hex())
 

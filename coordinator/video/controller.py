@@ -30,6 +30,7 @@ from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import AllowVideo, Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
+from wire.refusals import FailureCode
 from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
@@ -331,7 +332,7 @@ class VideoController:
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"
             refused = LeaseRefused(
-                job.lease, job.generation, "link_lost", why, retry_after=RETRY_SECONDS, waiting_for=why
+                job.lease, job.generation, FailureCode.LINK_LOST, why, retry_after=RETRY_SECONDS, waiting_for=why
             )
             self._events.append(events.LeaseAnswered(job.node, refused))
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.video.state.jobs import JobState, VideoJob
+from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob
 from wire.histogram import Histogram
 from wire.identity import NodeId
+from wire.video import LeaseEndCode
 
 WAIT_BOUNDS = (1, 10, 60, 300, 900, 3600)
 TIME_BOUNDS = (60, 120, 300, 600, 1200, 1800, 3600)
@@ -13,29 +14,10 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """Upper bounds of histogram buckets in seconds, as are `WAIT_BOUNDS` and `TIME_BOUNDS`."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
-REASONS = frozenset(
-    {
-        "no_headroom",
-        "memory_lease_exceeded",
-        "worker_stalled",
-        "job_timeout",
-        "monitor_failed",
-        "worker_crashed",
-        "worker_lost",
-        "node_lost",
-        "node_paused",
-        "start_failed",
-        "actor_lost",
-        "output_invalid",
-        "generation_failed",
-        "model_invalid",
-        "disk_full",
-        "artifact_broken",
-        "artifact_lost",
-        "storage_full",
-        "storage_failed",
-        OTHER,
-    }
+REASONS = (
+    frozenset[str](LeaseEndCode) - {LeaseEndCode.COMPLETED}
+    | frozenset[str](JobFaultCode) - {JobFaultCode.CANCELLED}
+    | {OTHER}
 )
 """Reasons of failed jobs, as a label of metrics. Any other reason of a node is counted as `OTHER`."""
 
@@ -69,7 +51,7 @@ class VideoCounters:
             self.ends[COMPLETED] += 1
             self.clip_seconds += job.wanted.frames / job.wanted.fps
             self.run_seconds.observe(max(0.0, (job.ended or job.created) - (job.started or job.created)))
-        elif job.fault.code == CANCELLED:
+        elif job.fault.code == JobFaultCode.CANCELLED:
             self.ends[CANCELLED] += 1
         else:
             self.ends[FAILED] += 1

@@ -36,6 +36,7 @@ from wire.frames import (
     FetchRequest,
     Frame,
     Generate,
+    GoodbyeReason,
     LeaseRelease,
     LeaseRequest,
     LoadModel,
@@ -108,7 +109,7 @@ class Agent:
         """Keep the node linked until `stop`. Raise ExpelledError if the coordinator denies the node for good."""
         await self._keeper.run()
 
-    async def stop(self, drain: float, reason: str = "stopping") -> None:
+    async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:
         """Report draining, wait at most `drain` seconds for running requests, send a goodbye and close the links.
 
         `reason` is that of the Goodbye: `stopping` or `leave`.

@@ -29,7 +29,7 @@ from node.agent.identity import (
 )
 from node.agent.link_state import LinkLife, LinkState
 from node.agent.links import CoordinatorLinks
-from wire.frames import CertificateRenewed, Denied, Goodbye, Hello, RenewCertificate, Welcome
+from wire.frames import CertificateRenewed, Denied, Goodbye, GoodbyeReason, Hello, RenewCertificate, Welcome
 from wire.identity import PROTOCOL
 from wire.report import Hardware
 
@@ -124,11 +124,8 @@ class LinkKeeper:
                 case LinkState.STOPPED:
                     return
 
-    async def stop(self, drain: float, reason: str) -> None:
-        """Wait at most `drain` seconds for open requests, send a goodbye and close the links.
-
-        `reason` is that of the Goodbye: `stopping` or `leave`.
-        """
+    async def stop(self, drain: float, reason: GoodbyeReason) -> None:
+        """Wait at most `drain` seconds for open requests, send a goodbye and close the links."""
         self._draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
@@ -144,7 +141,7 @@ class LinkKeeper:
         The coordinator resumes the requests of this node on another node, and raises no alarm.
         """
         self._apply(link_state.SleepAnnounced())
-        self._links.send(Goodbye("asleep"))
+        self._links.send(Goodbye(GoodbyeReason.ASLEEP))
         self._links.close_all()
         asyncio.get_running_loop().call_later(GOODBYE_SECONDS, acknowledge)
 

@@ -23,13 +23,12 @@ from node.video.worker.watchdog_policy import WorkerBounds
 from node.video.worker.worker_monitor import WorkerMonitor, worker_environment
 from wire.capacity.arithmetic import judge
 from wire.frames import LeaseRefused, LeaseRequest
-from wire.refusals import Refused
+from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
+from wire.video import LeaseRefusalCode
 
 CONFIRM_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
-NO_DISK = "disk_full"
-SILENT = "engine_silent"
 
 log = structlog.get_logger("node.video.lease_manager")
 
@@ -86,7 +85,9 @@ class LeaseGranter:
         record = LeaseRecord(
             lease=request.lease, generation=request.generation, job=request.job, model=request.model, size=request.size
         )
-        refused = leases.refuse(request, NO_DISK, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS)
+        refused = leases.refuse(
+            request, LeaseRefusalCode.DISK_FULL, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS
+        )
         if self._store.put(record):
             refused = await self._lower_ceiling(request) or refuse_now()
         if refused is None:
@@ -94,7 +95,7 @@ class LeaseGranter:
                 return self._open(record, spec)
             except OSError as error:
                 text = f"the folder of the job cannot be created: {error}"
-                refused = leases.refuse(request, NO_DISK, text, leases.READY_RETRY_SECONDS)
+                refused = leases.refuse(request, LeaseRefusalCode.DISK_FULL, text, leases.READY_RETRY_SECONDS)
         self.restore()
         return refused
 
@@ -110,9 +111,11 @@ class LeaseGranter:
         package = self._offer.packages.get(request.model)
         if package is None or package.described.cause:
             cause = package.described.cause if package is not None else "this node has no such package"
-            return leases.refuse(request, leases.NOT_READY, f"{request.model} cannot be used on this node: {cause}")
+            return leases.refuse(
+                request, LeaseRefusalCode.VIDEO_NOT_READY, f"{request.model} cannot be used on this node: {cause}"
+            )
         spec = read_spec(request.spec)
-        return leases.refuse(request, leases.INVALID, spec) if isinstance(spec, str) else spec
+        return leases.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
         """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
@@ -140,7 +143,7 @@ class LeaseGranter:
         await self._wait_until(lambda: self._supervisor.reports.limits_number >= number)
         if self._supervisor.reports.limits_number < number:
             message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
-            return leases.refuse(request, SILENT, message, leases.HEADROOM_RETRY_SECONDS)
+            return leases.refuse(request, LeaseRefusalCode.ENGINE_SILENT, message, leases.HEADROOM_RETRY_SECONDS)
         after = judge(self._poll.memory(), 0)
         if isinstance(after, Refused):
             headroom = after.numbers.headroom if after.numbers is not None else None

@@ -13,13 +13,11 @@ from enum import StrEnum
 
 from node.video import leases
 from node.video.leases import LeaseRecord
-from node.video.worker import watchdog_policy
 from node.video.worker.watchdog_policy import EndWorker
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.state_machine import IllegalEventError, InvariantError
+from wire.video import LeaseEndCode, LeaseRefusalCode
 
-STOPPING = "node_stopping"
-PAUSED = "node_paused"
 RETRY_SOON_SECONDS = 2.0
 
 
@@ -56,13 +54,17 @@ class LeaseLife:
         if self.order:
             return EndWorker(self.order, self._order_text())
         if self.actor_failure and not self.has_worker:
-            return EndWorker(watchdog_policy.NOT_STARTED, self.actor_failure)
+            return EndWorker(LeaseEndCode.START_FAILED, self.actor_failure)
         return None
 
     def _order_text(self) -> str:
         if self.stopping:
             return "this node is stopping"
-        return f"its node stopped sharing: {self.paused}" if self.order == PAUSED else "the coordinator ended the lease"
+        return (
+            f"its node stopped sharing: {self.paused}"
+            if self.order == LeaseEndCode.NODE_PAUSED
+            else "the coordinator ended the lease"
+        )
 
     def is_current(self, lease: str, generation: int) -> bool:
         """Return whether this lease is granted, held or ended now."""
@@ -252,14 +254,14 @@ def _apply(life: LeaseLife, event: Event) -> Step:
         case PauseChanged():
             return replace(life, paused=event.reason), ()
         case OwnerReclaimed() if event.holding and life.stage is not LeaseStage.IDLE and not life.order:
-            return replace(life, paused=event.reason, order=PAUSED), (CheckLease(),)
+            return replace(life, paused=event.reason, order=LeaseEndCode.NODE_PAUSED), (CheckLease(),)
         case OwnerReclaimed():
             return life, ()
         case NodeStopping():
             stopping = replace(life, stopping=True)
             if life.stage is LeaseStage.IDLE:
                 return stopping, ()
-            return replace(stopping, order=life.order or STOPPING), (CheckLease(),)
+            return replace(stopping, order=life.order or LeaseEndCode.NODE_STOPPING), (CheckLease(),)
 
 
 def _request(life: LeaseLife, event: LeaseWanted) -> Step:
@@ -273,16 +275,18 @@ def _request(life: LeaseLife, event: LeaseWanted) -> Step:
         if event.holding is not None:
             holder, wait = f"to {event.holding.job}", leases.HELD_RETRY_SECONDS
         text = f"this node has granted memory {holder}: one lease at a time"
-        return life, (RefuseLease(leases.refuse(request, leases.LEASE_HELD, text, wait)),)
+        return life, (RefuseLease(leases.refuse(request, LeaseRefusalCode.LEASE_HELD, text, wait)),)
     granting = replace(life, stage=LeaseStage.GRANTING, lease=request.lease, generation=request.generation)
     return granting, (BeginGrant(request),)
 
 
 def refuse_stopping(request: LeaseRequest) -> LeaseRefused:
     """Return the refusal of a lease while the node stops."""
-    return leases.refuse(request, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS)
+    return leases.refuse(request, LeaseRefusalCode.NODE_STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS)
 
 
 def refuse_paused(request: LeaseRequest, reason: str) -> LeaseRefused:
     """Return the refusal of a lease while the node accepts none, because of `reason`."""
-    return leases.refuse(request, PAUSED, f"this node accepts no leases: {reason}", leases.READY_RETRY_SECONDS)
+    return leases.refuse(
+        request, LeaseRefusalCode.NODE_PAUSED, f"this node accepts no leases: {reason}", leases.READY_RETRY_SECONDS
+    )

@@ -27,20 +27,17 @@ from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
 from node.video import lease_life, leases
 from node.video.capability import VideoCapability
-from node.video.lease_granter import NO_DISK, LeaseGranter
+from node.video.lease_granter import LeaseGranter
 from node.video.lease_life import BeginGrant, CheckLease, LeaseLife, RefuseLease
 from node.video.lease_store import LeaseStore, hash_artifacts
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
-from node.video.worker import watchdog_policy
 from node.video.worker.lease_files import read_claim
 from node.video.worker.watchdog_policy import EndWorker
-from node.video.worker.worker_monitor import COMPLETED, POLL_INTERVAL_SECONDS, WorkerMonitor, kill
+from node.video.worker.worker_monitor import POLL_INTERVAL_SECONDS, WorkerMonitor, kill
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.state_machine import IllegalEventError
 from wire.units import show_size
-from wire.video import Artifact, LeaseState, VideoState
-
-ACKNOWLEDGED = "acknowledged"
+from wire.video import Artifact, LeaseEndCode, LeaseState, ReleaseCause, VideoState
 
 log = structlog.get_logger("node.video.lease_manager")
 
@@ -142,15 +139,17 @@ class LeaseManager:
         """
         record = self._store.ledger.find(order.lease, order.generation)
         if record is not None and record.ended is not None:
-            if order.cause == ACKNOWLEDGED:
+            if order.cause == ReleaseCause.ACKNOWLEDGED:
                 self._store.delete(record)
             else:
                 self._callbacks.send(record.ended)
         elif self._life.is_current(order.lease, order.generation):
             self._apply(lease_life.ReleaseOrdered(order.cause or "released"))
-        elif order.cause != ACKNOWLEDGED:  # the answer to an acknowledgement would be acknowledged in an endless loop
+        elif (
+            order.cause != ReleaseCause.ACKNOWLEDGED
+        ):  # the answer to an acknowledgement would be acknowledged in an endless loop
             text = "this node has no such lease"
-            self._callbacks.send(LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, text))
+            self._callbacks.send(LeaseEnded(order.lease, order.generation, LeaseEndCode.WORKER_LOST, text))
 
     def pause(self, why: str) -> None:
         """Refuse new leases because of `why`; an empty text ends the pause. A held lease continues."""
@@ -216,7 +215,7 @@ class LeaseManager:
         self._granter.return_memory()
         self._store.clean(record)
         log.warning("lease recovered", lease=record.lease, job=record.job, size=show_size(record.size))
-        self._report_end(record, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
+        self._report_end(record, EndWorker(LeaseEndCode.WORKER_LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
         """End the worker, wait until its lease has ended, and refuse all further leases."""
@@ -263,7 +262,7 @@ class LeaseManager:
         self._callbacks.send(LeaseGranted(record.lease, record.generation, str(monitor.folder)))
         self._callbacks.begin(record.lease, record.generation, str(monitor.folder), record.size)
         self._callbacks.changed()
-        end = EndWorker(watchdog_policy.UNREADABLE, "the worker monitor failed", at_once=True)
+        end = EndWorker(LeaseEndCode.MONITOR_FAILED, "the worker monitor failed", at_once=True)
         try:
             end = await self._watch(monitor)
         finally:
@@ -311,13 +310,15 @@ class LeaseManager:
         self._callbacks.changed()
         await asyncio.to_thread(monitor.close)
         artifacts: tuple[Artifact, ...] = ()
-        if end.code == COMPLETED:
+        if end.code == LeaseEndCode.COMPLETED:
             names = (monitor.job.made or {}).get("files")
             artifacts = await asyncio.to_thread(hash_artifacts, monitor.folder, names)
-        if end.code == COMPLETED and not artifacts:
-            end = EndWorker("output_invalid", "the worker reported success without a clip")
-        if end.code in (watchdog_policy.LOST, watchdog_policy.CRASHED) and await asyncio.to_thread(self._store.is_full):
-            end = EndWorker(NO_DISK, f"the disk of this node is full: {end.message}")
+        if end.code == LeaseEndCode.COMPLETED and not artifacts:
+            end = EndWorker(LeaseEndCode.OUTPUT_INVALID, "the worker reported success without a clip")
+        if end.code in (LeaseEndCode.WORKER_LOST, LeaseEndCode.WORKER_CRASHED) and await asyncio.to_thread(
+            self._store.is_full
+        ):
+            end = EndWorker(LeaseEndCode.DISK_FULL, f"the disk of this node is full: {end.message}")
         self._report_end(monitor.record, end, monitor, artifacts)
         self._monitor = None
 

@@ -29,14 +29,8 @@ from wire.frames import LeaseEnded, LeaseRefused, LeaseRequest
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
-from wire.video import LeaseState
+from wire.video import LeaseRefusalCode, LeaseState
 
-LEASE_HELD = "lease_held"
-SUPERSEDED = "lease_superseded"
-GUARD_OFF = "guard_off"
-NOT_READY = "video_not_ready"
-NEVER_FITS = "lease_too_large"
-INVALID = RefusalCode.INVALID.value
 HELD_RETRY_SECONDS = 30.0
 HEADROOM_RETRY_SECONDS = 5.0
 READY_RETRY_SECONDS = 60.0
@@ -138,7 +132,9 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
     """
     if NAME.fullmatch(request.lease) and NAME.fullmatch(request.job) and request.generation >= 0:
         return None
-    return refuse(request, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
+    return refuse(
+        request, RefusalCode.INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores"
+    )
 
 
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
@@ -147,14 +143,14 @@ def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused
     if request.generation < newest or (request.generation == newest and not _same(request, ledger)):
         return refuse(
             request,
-            SUPERSEDED,
+            LeaseRefusalCode.LEASE_SUPERSEDED,
             f"generation {request.generation} of {request.job} is older than generation {newest} on this node",
         )
     holding = ledger.holding
     if holding is not None:
         return refuse(
             request,
-            LEASE_HELD,
+            LeaseRefusalCode.LEASE_HELD,
             f"this node has granted {show_size(holding.size)} to {holding.job}: one lease at a time",
             HELD_RETRY_SECONDS,
         )
@@ -173,19 +169,19 @@ def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRef
     if not memory.guard:
         return refuse(
             request,
-            GUARD_OFF,
+            LeaseRefusalCode.GUARD_OFF,
             "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on",
         )
     if unready:
-        return refuse(request, NOT_READY, unready, READY_RETRY_SECONDS)
+        return refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, unready, READY_RETRY_SECONDS)
     if request.size <= 0:
-        return refuse(request, INVALID, f"a lease of {request.size} bytes")
+        return refuse(request, RefusalCode.INVALID, f"a lease of {request.size} bytes")
     if memory.cap and request.size > most_bytes(memory):
         message = (
             f"{show_size(request.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
             f"{show_size(max(0, most_bytes(memory)))} after margin and engine"
         )
-        return refuse(request, NEVER_FITS, message)
+        return refuse(request, LeaseRefusalCode.LEASE_TOO_LARGE, message)
     return None
 
 

@@ -39,6 +39,7 @@ from router.http.sse import Send
 from router.settings import RouterSettings
 from router.worker_thread import run_in_worker
 from wire.node_state import NodeState
+from wire.refusals import RefusalCode
 from wire.units import show_size
 
 P = TypeVar("P")
@@ -182,7 +183,9 @@ class RouterApp:
     def _too_many_bytes(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
         text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
-        return Problem(429, "rate_limited", f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0)
+        return Problem(
+            429, RefusalCode.RATE_LIMITED, f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0
+        )
 
     # other routes
 

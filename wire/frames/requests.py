@@ -1,7 +1,7 @@
 """Frames of requests and of commands about models, between the coordinator and the engine of a node."""
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated
 
 from msgspec import Meta
@@ -72,21 +72,41 @@ class Message(WireStruct, frozen=True, array_like=True, gc=False):
     """Reasoning of the assistant in an earlier turn."""
 
 
+class GrammarKind(StrEnum):
+    """Kind of a constraint on the text of an answer."""
+
+    NONE = ""
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+class CallConstraint(StrEnum):
+    """Constraint on the tool calls of an answer."""
+
+    NONE = ""
+    FREE = "free"
+    """The answer may be tool calls instead of text."""
+    REQUIRED = "required"
+    """The answer must be tool calls."""
+
+
 class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
     """Constraint on an answer. A node that cannot enforce the constraint refuses the request.
 
     Reasoning before the answer is not constrained.
     """
 
-    kind: Word = ""
-    """`json_schema`, `json_object`, `regex`, `choice`, `lark`, or empty without a constraint on text."""
+    kind: Word = GrammarKind.NONE
+    """A `GrammarKind`, or the kind of a newer coordinator."""
     value: Long = ""
     """Schema, pattern or grammar; for `choice` a JSON array of texts."""
     whitespace: Text = ""
     """Pattern of the white space in JSON; empty for a few characters of any kind."""
-    calls: Word = ""
-    """`free` if the answer may be tool calls instead, `required` if it must be. Arguments of strict tools follow their
-    schema."""
+    calls: Word = CallConstraint.NONE
+    """A `CallConstraint`. Arguments of strict tools follow their schema."""
     tool: Word = ""
     """Name of the only tool that may be called; empty for all."""
 

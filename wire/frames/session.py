@@ -1,5 +1,6 @@
 """Frames of the link between node and coordinator: greeting, heartbeat, certificates, and files on request."""
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
@@ -121,11 +122,20 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     sharing: Sharing = Sharing()
 
 
+class GoodbyeReason(StrEnum):
+    """Reason why a node ends its link."""
+
+    STOPPING = "stopping"
+    ASLEEP = "asleep"
+    LEAVE = "leave"
+    """The node leaves the cluster."""
+
+
 class Goodbye(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: last frame of a link."""
 
     reason: Text
-    """`stopping`, `asleep` or `leave`."""
+    """A `GoodbyeReason`, or the reason of a newer node, which counts as `stopping`."""
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):

@@ -44,8 +44,8 @@ class LeaseRelease(Frame, frozen=True, array_like=True, gc=False):
     lease: Word
     generation: Number
     cause: Text
-    """Code of the end, such as `cancelled` or `worker_lost`. With `acknowledged` the node deletes the record and the
-    files of an ended lease."""
+    """A `wire.video.ReleaseCause`, which becomes the code of the end. With `acknowledged` the node deletes the record
+    and the files of an ended lease."""
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):
@@ -75,7 +75,7 @@ class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
     lease: Word
     generation: Number
     code: Word
-    """Code of `wire.refusals`, or `lease_held`, `lease_superseded`, `guard_off`, `video_not_ready`."""
+    """A `wire.video.LeaseRefusalCode` or a `wire.refusals.RefusalCode`."""
     message: ErrorText
     need: Difference = 0
     """Bytes that the lease needs."""
@@ -96,8 +96,7 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
     lease: Word
     generation: Number
     code: Word
-    """`completed`, `cancelled`, `worker_crashed`, `worker_stalled`, `job_timeout`, `memory_lease_exceeded`,
-    `monitor_failed`, `output_invalid`, `worker_lost`, …"""
+    """A `wire.video.LeaseEndCode`, or the `wire.video.ReleaseCause` of an ordered end."""
     message: ErrorText = ""
     artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
     peak: Size = 0

@@ -24,9 +24,9 @@ from router.dialects.openai.video_schema import VideoBody
 from router.errors import Problem, from_refused, invalid
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.node_state import NodeState
-from wire.refusals import MemoryNumbers
+from wire.refusals import MemoryNumbers, RefusalCode
 from wire.units import show_size
-from wire.video import VideoPackage
+from wire.video import LeaseRefusalCode, VideoPackage
 
 FULL_RETRY_SECONDS = 30.0
 """Retry-After in seconds if the queue is full."""
@@ -79,7 +79,7 @@ def _find_package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     ]
     near = difflib.get_close_matches(body.model, known, 3, 0.4) or sorted(known)[:3]
     hint = "; ".join(causes[:3]) or (f"the nearest names are {', '.join(near)}" if near else "no node has any")
-    return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
+    return Problem(404, RefusalCode.NO_MODEL, f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
 
 
 def _to_clip_request(body: VideoBody) -> ClipRequest:
@@ -118,12 +118,14 @@ def _check_ready(view: ClusterView, model: str) -> Problem | None:
         return None
     if is_guard_off(here):
         return Problem(
-            503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent without it"
+            503,
+            LeaseRefusalCode.GUARD_OFF,
+            "memory.guard is off on every node that could make this: no memory is lent without it",
         )
     causes = [_describe_cause(node) for node in here if not node.video.ready or explain_denial(node)]
     if len(causes) < len(here):
         return None
-    return Problem(503, "video_not_ready", f"no node can make videos now: {'; '.join(causes[:5])}")
+    return Problem(503, LeaseRefusalCode.VIDEO_NOT_READY, f"no node can make videos now: {'; '.join(causes[:5])}")
 
 
 def _describe_cause(node: NodeView) -> str:
@@ -135,7 +137,7 @@ def _check_queue(table: JobTable, settings: VideoSettings) -> Problem | None:
     if waiting < settings.queue_limit:
         return None
     text = f"{waiting} videos wait already, and video.queue_limit allows {settings.queue_limit}: retry later"
-    return Problem(429, "queue_full", text, retry_after=FULL_RETRY_SECONDS)
+    return Problem(429, RefusalCode.QUEUE_FULL, text, retry_after=FULL_RETRY_SECONDS)
 
 
 def _build_clip(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> RequestedClip:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from coordinator.video.state.jobs import JobFault, StoredFile, VideoJob
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
-from wire.video import Artifact, LeaseState
+from wire.video import Artifact, LeaseState, ReleaseCause
 
-ACKNOWLEDGED = "acknowledged"
 """Cause in `ReleaseLease` that acknowledges the end of a lease. The node then deletes the record and files."""
 
 # -- events ---------------------------------------------------------------------------------------------------------
@@ -142,12 +141,12 @@ class RequestLease:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Action: order a node to release a lease, or acknowledge its end (cause `ACKNOWLEDGED`)."""
+    """Action: order a node to release a lease, or acknowledge its end (`ReleaseCause.ACKNOWLEDGED`)."""
 
     node: str
     lease: str
     generation: int
-    cause: str
+    cause: ReleaseCause
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,22 @@ class IllegalTransitionError(ValueError):
     """Raised for a state transition that is not in `TRANSITIONS`, which is a bug."""
 
 
+class JobFaultCode(StrEnum):
+    """Machine-readable reason why a job failed, in addition to `wire.video.LeaseEndCode`."""
+
+    CANCELLED = "cancelled"
+    NO_HEADROOM = "no_headroom"
+    """No node granted memory until the deadline of the job."""
+    NODE_LOST = "node_lost"
+    ARTIFACT_BROKEN = "artifact_broken"
+    """A file differs from its reported size or checksum."""
+    ARTIFACT_LOST = "artifact_lost"
+    """The node came back without the files of the job, or did not come back."""
+    STORAGE_FULL = "storage_full"
+    STORAGE_FAILED = "storage_failed"
+    """The coordinator cannot store the files."""
+
+
 class JobFault(msgspec.Struct, frozen=True):
     """Reason why a job failed: a code for programs, a sentence for people."""
 

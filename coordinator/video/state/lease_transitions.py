@@ -4,17 +4,16 @@ from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import ACKNOWLEDGED, FetchFiles, LeasesReported, RecordPeak, ReleaseLease
+from coordinator.video.state.events import FetchFiles, LeasesReported, RecordPeak, ReleaseLease
 from coordinator.video.state.job_table import LeaseHold
-from coordinator.video.state.jobs import FETCHING_PROGRESS, JobState, VideoJob, change_state
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
+from coordinator.video.state.jobs import FETCHING_PROGRESS, JobFaultCode, JobState, VideoJob, change_state
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
-from wire.video import LeaseState
+from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
-COMPLETED = "completed"
 MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease counts as lost. The first may have crossed the request."""
-LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
+LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 """Codes of ends that the job has not caused. The job may be restarted."""
 
 
@@ -35,7 +34,7 @@ def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused
 def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
     job = turn.find_job(frame.lease, frame.generation)
     if job is None:
-        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, "superseded"))
+        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.SUPERSEDED))
         return
     if job.state != JobState.LEASING:
         return
@@ -65,10 +64,10 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
     job = turn.find_job(frame.lease, frame.generation) or _find_fetching_job(turn, frame)
     turn.holds.pop(frame.lease, None)
     if job is None or not job.open or job.state == JobState.QUEUED:
-        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
+        turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
         return
     job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_decode_text(frame.made))
-    if frame.code == COMPLETED:
+    if frame.code == LeaseEndCode.COMPLETED:
         if job.state == JobState.LEASING:  # its grant was not received
             job = change_state(job, JobState.IN_PROGRESS)
         if job.state == JobState.IN_PROGRESS:
@@ -77,10 +76,10 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
         turn.put_job(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
         turn.actions.append(FetchFiles(job, frame.artifacts))
         return
-    turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
+    turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
     if job.state == JobState.LEASING:
         turn.requeue_job(job, frame.message)
-    elif frame.code == NOT_STARTED:
+    elif frame.code == LeaseEndCode.START_FAILED:
         turn.retry_start(job, frame.code, frame.message)
     elif frame.code in LOST:
         turn.handle_loss(job, frame.code, frame.message or "its worker was lost")
@@ -112,7 +111,7 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
     reported = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.find_job(state.lease, state.generation) is None and not _is_kept(turn, state):
-            cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
+            cause = ReleaseCause.ACKNOWLEDGED if state.phase == "ended" else ReleaseCause.SUPERSEDED
             turn.actions.append(ReleaseLease(event.node, state.lease, state.generation, cause))
         else:
             _apply_progress(turn, state)
@@ -124,7 +123,7 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
 
 def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None:
     if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
-        turn.fail_job(job, "artifact_lost", "its node came back without its files")
+        turn.fail_job(job, JobFaultCode.ARTIFACT_LOST, "its node came back without its files")
     else:
         turn.put_job(replace(job, misses=0 if present else job.misses + 1), save=False)
 
@@ -173,7 +172,7 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
     if job is not None and job.state == JobState.IN_PROGRESS:
-        turn.handle_loss(job, "worker_lost", "its node came back without it")
+        turn.handle_loss(job, LeaseEndCode.WORKER_LOST, "its node came back without it")
 
 
 def apply_node_away(turn: Transition, node: str) -> None:
@@ -209,6 +208,6 @@ def apply_node_removed(turn: Transition, node: str) -> None:
 
 def _apply_node_loss(turn: Transition, job: VideoJob, message: str) -> None:
     if job.state == JobState.FINALIZING:
-        turn.fail_job(job, "artifact_lost", f"{message} before its files were fetched")
+        turn.fail_job(job, JobFaultCode.ARTIFACT_LOST, f"{message} before its files were fetched")
     else:
-        turn.handle_loss(job, "node_lost", message)
+        turn.handle_loss(job, JobFaultCode.NODE_LOST, message)

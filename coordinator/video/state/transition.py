@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from coordinator.video.state.events import Action, ReleaseLease, SaveJob
 from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_state
+from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-NOT_STARTED = "start_failed"
 """Code of a job whose worker never started. Nodes use the same code."""
 
 
@@ -44,7 +44,7 @@ class Transition:
             return None
         return job
 
-    def release_hold(self, lease: str, cause: str) -> None:
+    def release_hold(self, lease: str, cause: ReleaseCause) -> None:
         """Request the release of a lease from its node. The hold remains until the node confirms.
 
         Ignore an unknown lease.

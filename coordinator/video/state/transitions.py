@@ -7,7 +7,6 @@ messages of nodes.
 from msgspec.structs import replace
 
 from coordinator.video.state.events import (
-    ACKNOWLEDGED,
     Actions,
     CoordinatorRestarted,
     DeleteJob,
@@ -29,10 +28,11 @@ from coordinator.video.state.events import (
     RequestLease,
 )
 from coordinator.video.state.job_table import JobTable, LeaseHold
-from coordinator.video.state.jobs import JobState, VideoJob, change_state
+from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
 from coordinator.video.state.retention import apply_retention
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
+from wire.video import LeaseEndCode, ReleaseCause
 
 
 def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
@@ -123,7 +123,7 @@ def _apply_fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
     else:
         turn.fail_job(job, event.fault.code, event.fault.message)
         turn.actions.append(ExpireFiles(job.id))
-    turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ACKNOWLEDGED))
+    turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
     apply_retention(turn)
 
 
@@ -132,9 +132,12 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
     if job is None or not job.open:
         return
     if job.state == JobState.FINALIZING:
-        turn.actions += [ReleaseLease(job.node, job.lease, job.generation, ACKNOWLEDGED), ExpireFiles(job.id)]
-    turn.release_hold(job.lease, "cancelled")
-    turn.fail_job(replace(job, generation=job.generation + 1), "cancelled", message)
+        turn.actions += [
+            ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED),
+            ExpireFiles(job.id),
+        ]
+    turn.release_hold(job.lease, ReleaseCause.CANCELLED)
+    turn.fail_job(replace(job, generation=job.generation + 1), JobFaultCode.CANCELLED, message)
 
 
 def _apply_restart(turn: Transition) -> None:
@@ -162,7 +165,7 @@ def _apply_tick(turn: Transition) -> None:
         job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.has_headroom_deadline_passed(job)
     ]:
         text = f"no node had room for it within {turn.rules.headroom_seconds:.0f} s: {job.phase}"
-        turn.fail_job(job, "no_headroom", text)
+        turn.fail_job(job, JobFaultCode.NO_HEADROOM, text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
         del turn.pauses[node]
     apply_retention(turn)
@@ -170,14 +173,18 @@ def _apply_tick(turn: Transition) -> None:
 
 def _apply_overdue(turn: Transition, job: VideoJob) -> None:
     if job.state == JobState.LEASING:
-        turn.release_hold(job.lease, "lease_timeout")
+        turn.release_hold(job.lease, ReleaseCause.LEASE_TIMEOUT)
         turn.pause_node(job.node, MAX_PAUSE_SECONDS / 2)
         turn.requeue_job(job, "its node did not answer")
     elif job.state == JobState.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
-        turn.handle_loss(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
+        turn.handle_loss(
+            job, JobFaultCode.NODE_LOST, f"its node was away for more than {turn.rules.away_seconds:.0f} s"
+        )
     elif job.state == JobState.IN_PROGRESS:
-        turn.release_hold(job.lease, "start_timeout")
-        turn.retry_start(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
+        turn.release_hold(job.lease, ReleaseCause.START_TIMEOUT)
+        turn.retry_start(
+            job, LeaseEndCode.START_FAILED, f"its worker did not start within {turn.rules.start_seconds:.0f} s"
+        )
     elif job.state == JobState.FINALIZING:
-        turn.fail_job(job, "artifact_lost", "its node did not come back with its files")
+        turn.fail_job(job, JobFaultCode.ARTIFACT_LOST, "its node did not come back with its files")

@@ -36,6 +36,7 @@ from node.engine.grammar.tool_spec import (
 )
 from node.engine.text.markers import MarkerPlace
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
+from wire.frames import CallConstraint, GrammarKind
 from wire.frames import GrammarSpec as Asked
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
@@ -198,7 +199,7 @@ def marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedPrompt) ->
         start = ReasoningStart.MAY
     if calling is None or not spec.calls:
         return MarkerLayout(think, start)
-    anywhere = spec.calls == "free" and not spec.kind
+    anywhere = spec.calls == CallConstraint.FREE and not spec.kind
     calls = CallPlaces.ANYWHERE if anywhere else CallPlaces.FIRST
     return MarkerLayout(think, start, calling.markers, calls, quoted=quoted(calling.parser))
 
@@ -214,7 +215,7 @@ def write(spec: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool)
         return _grammar("start: @answer\n", answer)
     if calling is None:
         raise UnsupportedSchema("this model does not support tools: its chat template has none")
-    free = spec.calls == "free"
+    free = spec.calls == CallConstraint.FREE
     builder = LarkBuilder(calling)
     either = "@answer | calls" if spec.kind else "spoken"
     written = rules(builder, tools_of(tools, spec.tool), free=free, one=one)
@@ -228,11 +229,11 @@ def _grammar(lark: str, parts: list[Json]) -> str:
 
 
 def _answer(spec: Asked) -> Json:
-    if spec.kind == "json_schema":
+    if spec.kind == GrammarKind.JSON_SCHEMA:
         return {"name": "answer", "json_schema": _schema(spec)}
-    if spec.kind == "json_object":
+    if spec.kind == GrammarKind.JSON_OBJECT:
         return {"name": "answer", "json_schema": {"type": "object", "x-guidance": _blanks(spec)}}
-    lark = {"regex": _regex, "choice": _choice, "lark": _lark}.get(spec.kind)
+    lark = _LARK_WRITERS.get(spec.kind)
     if lark is None:
         raise UnsupportedSchema(f"unknown kind of grammar: {spec.kind[:40]}")
     return {"name": "answer", "lark_grammar": lark(spec.value)}
@@ -275,3 +276,10 @@ def _choice(value: str) -> str:
     if not found or not all(isinstance(one, str) and one for one in found):
         raise UnsupportedSchema(f"{PREFIX}choices must be a list of non-empty texts")
     return "start: " + " | ".join(json.dumps(one) for one in found)
+
+
+_LARK_WRITERS: dict[str, Callable[[str], str]] = {
+    GrammarKind.REGEX: _regex,
+    GrammarKind.CHOICE: _choice,
+    GrammarKind.LARK: _lark,
+}

@@ -18,14 +18,8 @@ allocating), which is why a prediction has a margin.
 from dataclasses import dataclass, replace
 
 from wire.units import show_size
+from wire.video import LeaseEndCode
 
-EXCEEDED = "memory_lease_exceeded"
-STALLED = "worker_stalled"
-TIMEOUT = "job_timeout"
-UNREADABLE = "monitor_failed"
-CRASHED = "worker_crashed"
-LOST = "worker_lost"
-NOT_STARTED = "start_failed"
 MAX_FAILED_READINGS = 3
 """Failed readings in a row after which the memory counts as unguarded."""
 
@@ -105,23 +99,25 @@ def step(
 
 def _describe_end(seen: WorkerObservation) -> EndWorker:
     if seen.attended:
-        return EndWorker(CRASHED, "the worker ended without a message: see its log")
-    return EndWorker(LOST, "the parent process of the worker ended, and the worker with it")
+        return EndWorker(LeaseEndCode.WORKER_CRASHED, "the worker ended without a message: see its log")
+    return EndWorker(LeaseEndCode.WORKER_LOST, "the parent process of the worker ended, and the worker with it")
 
 
 def _check_bounds(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
     """Return the end for the bound that a living worker has exceeded; None if it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"the worker used {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
-        return EndWorker(EXCEEDED, message, at_once=True)
+        return EndWorker(LeaseEndCode.MEMORY_LEASE_EXCEEDED, message, at_once=True)
     if state.failed >= MAX_FAILED_READINGS:
         return EndWorker(
-            UNREADABLE, f"the footprint of the worker could not be read {state.failed} times in a row", at_once=True
+            LeaseEndCode.MONITOR_FAILED,
+            f"the footprint of the worker could not be read {state.failed} times in a row",
+            at_once=True,
         )
     if not seen.attended:
-        return EndWorker(LOST, "the parent process of the worker ended", at_once=True)
+        return EndWorker(LeaseEndCode.WORKER_LOST, "the parent process of the worker ended", at_once=True)
     if now - state.moved >= bounds.stall:
-        return EndWorker(STALLED, f"no progress for {now - state.moved:.0f} s")
+        return EndWorker(LeaseEndCode.WORKER_STALLED, f"no progress for {now - state.moved:.0f} s")
     if now - state.began >= bounds.timeout:
-        return EndWorker(TIMEOUT, f"the job was not finished after {now - state.began:.0f} s")
+        return EndWorker(LeaseEndCode.JOB_TIMEOUT, f"the job was not finished after {now - state.began:.0f} s")
     return None

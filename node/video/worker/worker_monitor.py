@@ -38,6 +38,7 @@ from node.video.worker.lease_files import (
     write_new,
 )
 from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBounds, WorkerObservation
+from wire.video import LeaseEndCode
 
 POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks."""
@@ -46,7 +47,6 @@ EXIT_TIMEOUT_SECONDS = 5.0
 REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that the parent process has, after the worker's end, to report the end or to exit as well."""
 EXIT_POLL_SECONDS = 0.02
-COMPLETED = "completed"
 PHASES = {
     "start": LeasePhase.STARTING,
     "denoise": LeasePhase.DENOISING,
@@ -55,7 +55,14 @@ PHASES = {
     "generated": LeasePhase.SAVING,
     "save": LeasePhase.SAVING,
 }
-CODES = frozenset({"output_invalid", "generation_failed", "model_invalid", "disk_full"})
+CODES = frozenset(
+    {
+        LeaseEndCode.OUTPUT_INVALID,
+        LeaseEndCode.GENERATION_FAILED,
+        LeaseEndCode.MODEL_INVALID,
+        LeaseEndCode.DISK_FULL,
+    }
+)
 """Failure codes that a worker may report."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
 """Variables that a worker inherits. Every other variable is set explicitly."""
@@ -107,12 +114,12 @@ class WorkerJob:
             case {"event": "beat", "blocks": int(blocks)}:
                 self.mark = (*self.mark[:3], blocks)
             case {"event": "done", "made": dict()}:
-                self.made, self.end = event["made"], EndWorker(COMPLETED, "")
+                self.made, self.end = event["made"], EndWorker(LeaseEndCode.COMPLETED, "")
             case {"event": "failed", "code": str(code), "message": str(message)}:
-                self.end = EndWorker(code if code in CODES else "generation_failed", message[:1000])
+                self.end = EndWorker(code if code in CODES else LeaseEndCode.GENERATION_FAILED, message[:1000])
             case {"event": "exit", "code": int(code)}:
                 self.end = self.end or EndWorker(
-                    watchdog_policy.CRASHED, f"the worker ended {_describe_exit(code)} before it finished"
+                    LeaseEndCode.WORKER_CRASHED, f"the worker ended {_describe_exit(code)} before it finished"
                 )
             case _:
                 return
@@ -200,7 +207,7 @@ class WorkerMonitor:
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:
-            return EndWorker(watchdog_policy.NOT_STARTED, f"no worker was started within {now - self._granted:.0f} s")
+            return EndWorker(LeaseEndCode.START_FAILED, f"no worker was started within {now - self._granted:.0f} s")
         return None
 
     def _judge(self, worker: WorkerGroup, now: float) -> EndWorker | None:

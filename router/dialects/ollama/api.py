@@ -29,7 +29,7 @@ from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_writ
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of, demand_of_plain
 from router.errors import Problem, invalid
-from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCall
+from wire.frames import CallConstraint, Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
 MAX_WAITING_CALLS = 2 * MAX_CALLS
 """Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
@@ -135,11 +135,13 @@ def _request(
         return drawn
     params, unread = drawn
     form = schema_grammar(body.format, "format") if isinstance(body.format, dict) else None
-    grammar = GrammarSpec("json_object") if body.format == "json" else form
+    grammar = GrammarSpec(GrammarKind.JSON_OBJECT) if body.format == "json" else form
     if isinstance(grammar, Problem):
         return grammar
     if grammar is not None:
-        params = structs.replace(params, grammar=grammar if not tools.text else structs.replace(grammar, calls="free"))
+        params = structs.replace(
+            params, grammar=grammar if not tools.text else structs.replace(grammar, calls=CallConstraint.FREE)
+        )
     effort = body.think if isinstance(body.think, str) else None
     thinks = body.think if isinstance(body.think, bool) else True if effort else None
     template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)

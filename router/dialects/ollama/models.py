@@ -13,6 +13,7 @@ from router.dialects.ollama.response import moment
 from router.dialects.ollama.schema import SHOW
 from router.errors import Problem, invalid
 from router.placement.cluster_view import ClusterView
+from wire.refusals import RefusalCode
 from wire.report import Model
 
 OLLAMA_VERSION = "0.12.6"
@@ -60,7 +61,7 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
         return invalid("model: Field required", "model")
     model = view.served().get(view.canonical_name(name))
     if model is None:
-        return Problem(404, "model_not_found", f"no node serves the model {name!r}", "model")
+        return Problem(404, RefusalCode.NO_MODEL, f"no node serves the model {name!r}", "model")
     return msgspec.json.encode(
         {
             "license": "",

@@ -11,6 +11,7 @@ import msgspec
 from router.errors import Problem
 from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
 from router.placement.cluster_view import ClusterView
+from wire.refusals import RefusalCode
 from wire.report import Model
 
 OWNER = "macpool"
@@ -41,7 +42,7 @@ def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
         return msgspec.json.encode(_model(found, created, loaded=name in view.loaded()))
     known = view.models().get(name)
     why = f"no node can load the model {name!r}: {known.cause}" if known else f"no node serves the model {name[:256]!r}"
-    return Problem(404, "model_not_found", why, "model")
+    return Problem(404, RefusalCode.NO_MODEL, why, "model")
 
 
 def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:

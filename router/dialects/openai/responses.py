@@ -29,7 +29,7 @@ from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, colle
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
-from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCall
+from wire.frames import Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
 
 class ResponsesRequest(ConversationRequest, frozen=True):
@@ -142,7 +142,7 @@ class ResponsesRoute:
 def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     spec = body.text.format if body.text is not None else None
-    form: GrammarSpec | Problem | None = GrammarSpec("json_object") if isinstance(spec, JsonObject) else None
+    form: GrammarSpec | Problem | None = GrammarSpec(GrammarKind.JSON_OBJECT) if isinstance(spec, JsonObject) else None
     if isinstance(spec, SchemaFormat):
         form = schema_grammar(spec.schema_, "text.format.schema")
     if isinstance(form, Problem):

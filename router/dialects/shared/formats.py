@@ -17,7 +17,7 @@ from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICE
 from router.dialects.shared.common_fields import FunctionName, SamplingFields, StrictPart, TextFormat, by_type
 from router.dialects.shared.strict_json import Body, write
 from router.errors import Problem, invalid
-from wire.frames import GrammarSpec
+from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 from wire.refusals import RefusalCode
 
 FORMS: Mapping[str, str] = MappingProxyType(
@@ -34,6 +34,7 @@ FORMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Notes of the manual on the fields of `FormattedBody`."""
+_JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
 BACKENDS = ("auto", "guidance", "llguidance")
 
 
@@ -177,7 +178,7 @@ def format_of(spec: ResponseFormat | None, name: str = "response_format") -> Gra
     Return None if the answer is not constrained, and a 400 problem for an invalid schema.
     """
     if isinstance(spec, JsonObject):
-        return GrammarSpec("json_object")
+        return GrammarSpec(GrammarKind.JSON_OBJECT)
     if isinstance(spec, JsonSchema):
         return schema_grammar(spec.json_schema.schema_, f"{name}.json_schema.schema")
     return None
@@ -189,9 +190,9 @@ def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
     Without a schema, any JSON object is allowed.
     """
     if schema is None:
-        return GrammarSpec("json_object")
+        return GrammarSpec(GrammarKind.JSON_OBJECT)
     text = write(schema, name, MAX_GRAMMAR_BYTES)
-    return text if isinstance(text, Problem) else GrammarSpec("json_schema", text)
+    return text if isinstance(text, Problem) else GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
 def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
@@ -199,16 +200,18 @@ def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") 
     found: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
         name, schema = f"{prefix}json", options.json_
-        found[name] = GrammarSpec("json_schema", schema) if isinstance(schema, str) else schema_grammar(schema, name)
+        found[name] = (
+            GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else schema_grammar(schema, name)
+        )
     if options.regex is not None:
-        found[f"{prefix}regex"] = GrammarSpec("regex", options.regex)
+        found[f"{prefix}regex"] = GrammarSpec(GrammarKind.REGEX, options.regex)
     if options.choice is not None:
         text = write(options.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
-        found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec("choice", text)
+        found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec(GrammarKind.CHOICE, text)
     if options.grammar is not None:
-        found[f"{prefix}grammar"] = GrammarSpec("lark", options.grammar)
+        found[f"{prefix}grammar"] = GrammarSpec(GrammarKind.LARK, options.grammar)
     if options.json_object:
-        found[f"{prefix}json_object"] = GrammarSpec("json_object")
+        found[f"{prefix}json_object"] = GrammarSpec(GrammarKind.JSON_OBJECT)
     return found
 
 
@@ -222,7 +225,7 @@ def single_grammar(
     if len(specs) > 1:
         names = sorted(specs)
         return invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
-    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind.startswith("json") for one in specs.values()):
+    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind in _JSON_KINDS for one in specs.values()):
         return invalid(
             "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
         )
@@ -262,8 +265,8 @@ def with_calls(
     if named and named not in known:
         return invalid(f"tool_choice names {named}, which is not in tools", "tool_choice")
     if word == "required":
-        return GrammarSpec(calls="required", tool=named)
+        return GrammarSpec(calls=CallConstraint.REQUIRED, tool=named)
     if word == "none" or not known or (form is None and not strict):
         return form
     form = form or GrammarSpec()
-    return GrammarSpec(form.kind, form.value, form.whitespace, "free")
+    return GrammarSpec(form.kind, form.value, form.whitespace, CallConstraint.FREE)

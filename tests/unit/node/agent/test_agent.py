@@ -38,6 +38,7 @@ from wire.frames import (
     Generate,
     GenerationParams,
     Goodbye,
+    GoodbyeReason,
     Hello,
     Message,
     Ping,
@@ -394,10 +395,10 @@ async def test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer
     await one.ready(line)
     line.send(asks(1, 30))
     await line.until(Deltas)
-    stopping = asyncio.create_task(one.agent.stop(20.0, "leave"))
+    stopping = asyncio.create_task(one.agent.stop(20.0, GoodbyeReason.LEAVE))
     assert (await line.until(Report)).draining
     assert (await line.until(Finished)).request == 1
-    assert (await line.until(Goodbye)).reason == "leave"
+    assert (await line.until(Goodbye)).reason == GoodbyeReason.LEAVE
     await asyncio.wait_for(stopping, 30)
     await asyncio.wait_for(one.running, 30)
 

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.video.lease_life import (
-    PAUSED,
-    STOPPING,
     TABLE,
     ActorFailed,
     BeginGrant,
@@ -36,6 +34,7 @@ from node.video.worker.watchdog_policy import EndWorker
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.state_machine import IllegalEventError, InvariantError
 from wire.units import GIB
+from wire.video import LeaseEndCode
 
 IDLE = LeaseLife()
 REQUEST = LeaseRequest("l1", 3, "job", "wan", 20 * GIB, b"{}")
@@ -89,10 +88,14 @@ def test_a_paused_or_stopping_node_refuses_every_lease():
     paused = after(PauseChanged("lunch"))
     answer = refused(paused, LeaseWanted(REQUEST))
     text = "this node accepts no leases: lunch"
-    assert (answer.code, answer.message, answer.retry_after) == (PAUSED, text, 60.0)
+    assert (answer.code, answer.message, answer.retry_after) == (LeaseEndCode.NODE_PAUSED, text, 60.0)
     stopping = after(NodeStopping(), life=paused)
     answer = refused(stopping, LeaseWanted(REQUEST))
-    assert (answer.code, answer.message, answer.retry_after) == (STOPPING, "this node is stopping", 60.0)
+    assert (answer.code, answer.message, answer.retry_after) == (
+        LeaseEndCode.NODE_STOPPING,
+        "this node is stopping",
+        60.0,
+    )
     assert after(PauseChanged(""), life=paused) == IDLE
 
 
@@ -103,7 +106,7 @@ def test_orders_end_the_lease_with_their_cause(life: LeaseLife):
     assert ordered.end == EndWorker("cancelled", "the coordinator ended the lease")
     stopped, actions = step(life, NodeStopping())
     assert actions == (CheckLease(),)
-    assert stopped.end == EndWorker(STOPPING, "this node is stopping")
+    assert stopped.end == EndWorker(LeaseEndCode.NODE_STOPPING, "this node is stopping")
     assert after(NodeStopping(), life=ordered).end == EndWorker("cancelled", "this node is stopping")
     assert life.end is None
 
@@ -111,7 +114,7 @@ def test_orders_end_the_lease_with_their_cause(life: LeaseLife):
 def test_the_owner_takes_the_memory_of_a_lease_whose_ceiling_is_lowered():
     life, actions = step(HELD, OwnerReclaimed("lunch", holding=True))
     assert actions == (CheckLease(),)
-    assert life.end == EndWorker(PAUSED, "its node stopped sharing: lunch")
+    assert life.end == EndWorker(LeaseEndCode.NODE_PAUSED, "its node stopped sharing: lunch")
     assert step(GRANTING, OwnerReclaimed("lunch", holding=False)) == (GRANTING, ())
     assert step(IDLE, OwnerReclaimed("lunch", holding=True)) == (IDLE, ())
     ordered = after(ReleaseOrdered("cancelled"), life=HELD)

@@ -7,9 +7,10 @@ from node.video import leases
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from wire.capacity.arithmetic import Fits, headroom, judge
 from wire.frames import LeaseEnded, LeaseRequest
+from wire.refusals import RefusalCode
 from wire.report import Memory, Model
 from wire.units import GIB
-from wire.video import LeaseState
+from wire.video import LeaseRefusalCode, LeaseState
 
 MEMORY = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=30 * GIB, active=20 * GIB, base=GIB)
 
@@ -182,16 +183,16 @@ def test_a_lease_with_plain_names_is_named(lease: str, job: str):
 def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job: str, generation: int):
     refused = leases.check_name(ask(lease=lease, job=job, generation=generation))
     assert refused is not None
-    assert (refused.code, refused.lease, refused.retry_after) == (leases.INVALID, lease, 0.0)
+    assert (refused.code, refused.lease, refused.retry_after) == (RefusalCode.INVALID, lease, 0.0)
 
 
 @pytest.mark.parametrize(
     ("size", "unready", "code", "retry_after"),
     [
         (1, "", "", 0.0),
-        (0, "", leases.INVALID, 0.0),
-        (-1, "", leases.INVALID, 0.0),
-        (1, "no package", leases.NOT_READY, leases.READY_RETRY_SECONDS),
+        (0, "", RefusalCode.INVALID, 0.0),
+        (-1, "", RefusalCode.INVALID, 0.0),
+        (1, "no package", LeaseRefusalCode.VIDEO_NOT_READY, leases.READY_RETRY_SECONDS),
     ],
 )
 def test_a_lease_needs_a_size_and_a_node_that_is_ready(size: int, unready: str, code: str, retry_after: float):

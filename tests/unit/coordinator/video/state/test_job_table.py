@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.video.state.events import (
-    ACKNOWLEDGED,
     Action,
     CoordinatorRestarted,
     DeleteJob,
@@ -46,7 +45,7 @@ from coordinator.video.state.jobs import (
 )
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
-from wire.video import Artifact, LeaseState
+from wire.video import Artifact, LeaseState, ReleaseCause
 
 FILES = (StoredFile("video.mp4", 100, "ab"),)
 ARTIFACTS = (Artifact("video.mp4", 100, b"\xab"),)
@@ -120,7 +119,7 @@ def test_a_job_from_the_line_to_its_files():
     assert [type(one) for one in actions] == [RecordPeak, FetchFiles]
     assert to_row(story.job(1))["status"] == "in_progress"
     assert story.board.holds == {}, "its memory is back before its files are fetched"
-    assert story.tell(FilesFetched("video_1", 1, FILES)) == [ReleaseLease("a", job.lease, 1, ACKNOWLEDGED)]
+    assert story.tell(FilesFetched("video_1", 1, FILES)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)]
     told = to_row(story.job(1))
     assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
     assert told["expires_at"] == int(story.now + 86400)
@@ -187,8 +186,10 @@ def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
     new = story.place("b")
     story.grant(new)
     before = story.board
-    assert story.report("a", state_of(old, progress=90)) == [ReleaseLease("a", old.lease, old.generation, "superseded")]
-    assert story.end(old)[-1] == ReleaseLease("a", old.lease, old.generation, ACKNOWLEDGED)
+    assert story.report("a", state_of(old, progress=90)) == [
+        ReleaseLease("a", old.lease, old.generation, ReleaseCause.SUPERSEDED)
+    ]
+    assert story.end(old)[-1] == ReleaseLease("a", old.lease, old.generation, ReleaseCause.ACKNOWLEDGED)
     assert story.tell(LeaseAnswered("a", LeaseGranted(old.lease, old.generation)))[-1].cause == "superseded"  # pyright: ignore
     story.tell(LeaseAnswered("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
     story.tell(FilesFetched("video_1", old.generation, FILES))
@@ -277,21 +278,23 @@ def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
     assert story.report("a", state_of(job, "ended")) == []
     assert isinstance(story.end(job)[-1], FetchFiles)
     story.tell(FilesFetched("video_1", 1, FILES))
-    assert story.end(job)[-1] == ReleaseLease("a", job.lease, 1, ACKNOWLEDGED)
+    assert story.end(job)[-1] == ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
 
 
 def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so():
     story = Story()
     job = story.running()
     actions = story.tell(JobCancelled("video_1"))
-    assert ReleaseLease("a", job.lease, job.generation, "cancelled") in actions
+    assert ReleaseLease("a", job.lease, job.generation, ReleaseCause.CANCELLED) in actions
     assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
     assert story.job(1).generation == job.generation + 1, "later reports of the worker are outdated"
     story.submit(2)
     with pytest.raises(ValueError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.report("a", state_of(job)) == [], "the end was reported already"
-    assert story.end(job, "cancelled")[-1] == ReleaseLease("a", job.lease, job.generation, ACKNOWLEDGED)
+    assert story.end(job, ReleaseCause.CANCELLED)[-1] == ReleaseLease(
+        "a", job.lease, job.generation, ReleaseCause.ACKNOWLEDGED
+    )
     assert story.place("a").id == "video_2"
     assert story.job(1).state == JobState.FAILED
 
@@ -302,7 +305,7 @@ def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
     assert DeleteJob("video_1") in story.tell(JobDeleted("video_1"))
     assert story.board.jobs == {}
     assert story.board.find_hold("a") is not None
-    story.end(job, "cancelled")
+    story.end(job, ReleaseCause.CANCELLED)
     assert story.board.holds == {}
 
 
@@ -350,7 +353,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     story.submit(1)
     job = story.place()
     story.now += 31
-    assert ReleaseLease("a", job.lease, 1, "lease_timeout") in story.tell(JobTick())
+    assert ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT) in story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     assert "a" in story.board.pauses
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from node.memory.sensor import read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
-from node.video.worker.watchdog_policy import CRASHED, LOST, WorkerBounds
+from node.video.worker.watchdog_policy import WorkerBounds
 from node.video.worker.worker_monitor import WorkerJob, WorkerMonitor, find_living_processes, kill, worker_environment
 from tests.support.readings import Later
+from wire.video import LeaseEndCode
 
 
 def hear(*events: object) -> WorkerJob:
@@ -161,7 +162,14 @@ def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
     return made
 
 
-@pytest.mark.parametrize(("after", "code"), [("nothing", CRASHED), ("a word", CRASHED), ("its own end", LOST)])
+@pytest.mark.parametrize(
+    ("after", "code"),
+    [
+        ("nothing", LeaseEndCode.WORKER_CRASHED),
+        ("a word", LeaseEndCode.WORKER_CRASHED),
+        ("its own end", LeaseEndCode.WORKER_LOST),
+    ],
+)
 def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, code: str
 ):
