@@ -7,12 +7,13 @@ from pathlib import Path
 from node.agent.agent import Agent, AgentParts
 from node.agent.fetch import FetchAnswers
 from node.agent.identity import NodeIdentity
-from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS
+from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import MachineMemory
@@ -47,7 +48,7 @@ def assemble(
     on_ready: Callable[[str], None] = lambda address: None,
     engine_command: Sequence[str] = COMMAND,
     engine_timeouts: SupervisorTimeouts | None = None,
-    no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS,
+    link_timeouts: LinkTimeouts | None = None,
 ) -> Node:
     """Construct the parts of a node. Nothing is started.
 
@@ -55,6 +56,7 @@ def assemble(
     and the timeouts.
     """
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()
+    illegal_events = IllegalEvents()
     supervisor = Supervisor(
         settings,
         on_frame=links.forward_from_engine,
@@ -62,11 +64,21 @@ def assemble(
         log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
         wired=limiter.wired,
+        illegal_events=illegal_events,
         command=engine_command,
         timeouts=engine_timeouts,
     )
     poll = MemoryPoll(limiter, machine, supervisor)
-    video = VideoSubsystem(settings, state, limiter, poll, supervisor, send=links.send, changed=video_changed.notify)
+    video = VideoSubsystem(
+        settings,
+        state,
+        limiter,
+        poll,
+        supervisor,
+        send=links.send,
+        changed=video_changed.notify,
+        illegal_events=illegal_events,
+    )
     effects = SharingEffects(links, supervisor, video.lease_manager, video.pause)
     sharing = SharingController(settings.sharing, state / "node", effects)
     reporter = Reporter(
@@ -79,6 +91,7 @@ def assemble(
         lease_manager=video.lease_manager,
         ray=video.ray,
         sharing=sharing,
+        illegal_events=illegal_events,
     )
     answers = FetchAnswers(state / "logs" / "node.log", supervisor, video.lease_manager)
     parts = AgentParts(
@@ -90,8 +103,9 @@ def assemble(
         sharing=sharing,
         reporter=reporter,
         answers=answers,
+        illegal_events=illegal_events,
     )
-    agent = Agent(identity, version, hardware, parts, on_ready=on_ready, no_wake_dial_seconds=no_wake_dial_seconds)
+    agent = Agent(identity, version, hardware, parts, on_ready=on_ready, link_timeouts=link_timeouts or LinkTimeouts())
     engine_changed.subscribe(agent.engine_changed)
     video_changed.subscribe(reporter.send_soon)
     effects.changed.subscribe(reporter.send)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from node.agent.connection import CoordinatorLink
 from node.agent.fetch import FetchAnswers
 from node.agent.identity import NodeIdentity
-from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS, LinkKeeper
+from node.agent.link_keeper import LinkKeeper, LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.engine_process.supervisor import Supervisor
+from node.illegal_events import IllegalEvents
 from node.memory.poll import MemoryPoll
 from node.sharing.controller import SharingController
 from node.video.lease_manager import LeaseManager
@@ -67,13 +68,14 @@ class AgentParts:
     sharing: SharingController
     reporter: Reporter
     answers: FetchAnswers
+    illegal_events: IllegalEvents
 
 
 class Agent:
     """Agent of this node.
 
     `version` is that of Macpool. `on_ready(address)` is called with the coordinator's address (`host:port`), possibly
-    often, when this node is linked and its engine is ready. `no_wake_dial_seconds` is that of `LinkKeeper`.
+    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class Agent:
         parts: AgentParts,
         *,
         on_ready: Callable[[str], None],
-        no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS,
+        link_timeouts: LinkTimeouts,
     ) -> None:
         self._name = identity.name
         self._parts = parts
@@ -96,7 +98,8 @@ class Agent:
             parts.links,
             receive=self._receive,
             cancel=self._cancel_in_engine,
-            no_wake_dial_seconds=no_wake_dial_seconds,
+            illegal_events=parts.illegal_events,
+            timeouts=link_timeouts,
         )
         parts.links.request_ended.subscribe(self._request_ended)
 

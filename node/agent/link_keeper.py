@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 
@@ -29,14 +30,11 @@ from node.agent.identity import (
 )
 from node.agent.link_state import LinkLife, LinkState
 from node.agent.links import CoordinatorLinks
+from node.illegal_events import IllegalEvents
 from wire.frames import CertificateRenewed, Denied, Goodbye, GoodbyeReason, Hello, RenewCertificate, Welcome
 from wire.identity import PROTOCOL
 from wire.report import Hardware
 
-SILENCE_TIMEOUT_SECONDS = 10.0
-"""Seconds without a frame after which the link is aborted."""
-NO_WAKE_DIAL_SECONDS = 60.0
-"""Seconds awake after which the agent dials again without a wake event, because the sleep was called off."""
 GOODBYE_SECONDS = 0.2
 """Seconds for a goodbye to leave this machine before it sleeps."""
 FIND_TIMEOUT_SECONDS = 3.0
@@ -47,6 +45,16 @@ SUPERSEDED = "superseded"
 """Denial reason of a coordinator that learned from our Hello that it is superseded."""
 
 log = structlog.get_logger("node.agent.agent")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimeouts:
+    """Timeouts of a `LinkKeeper` in seconds."""
+
+    silence: float = 10.0
+    """Time without a frame after which the link is aborted."""
+    no_wake: float = 60.0
+    """Time awake after which the node dials again without a wake event, because the sleep was called off."""
 
 
 class ExpelledError(Exception):
@@ -65,7 +73,7 @@ class LinkKeeper:
     """Keeper of the links of this node.
 
     `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator. `cancel(request)` ends
-    a request whose link was lost. `no_wake_dial_seconds` replaces `NO_WAKE_DIAL_SECONDS`.
+    a request whose link was lost.
     """
 
     def __init__(
@@ -77,7 +85,8 @@ class LinkKeeper:
         *,
         receive: Callable[[CoordinatorLink, int, bytes], None],
         cancel: Callable[[int], None],
-        no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS,
+        illegal_events: IllegalEvents,
+        timeouts: LinkTimeouts,
     ) -> None:
         self._identity = identity
         self._version = version
@@ -85,7 +94,8 @@ class LinkKeeper:
         self._links = links
         self._receive = receive
         self._cancel = cancel
-        self._no_wake_dial_seconds = no_wake_dial_seconds
+        self._illegal_events = illegal_events
+        self._timeouts = timeouts
         self._instance = uuid.uuid4().hex
         self._context = client_context(identity)
         self._life = LinkLife()
@@ -117,7 +127,7 @@ class LinkKeeper:
                     await self._wait_until_left(LinkState.WAITING, self._life.wait)
                     self._apply(link_state.DelayOver())
                 case LinkState.ASLEEP:
-                    await self._wait_until_left(LinkState.ASLEEP, self._no_wake_dial_seconds)
+                    await self._wait_until_left(LinkState.ASLEEP, self._timeouts.no_wake)
                     self._apply(link_state.WokeUp())
                 case LinkState.EXPELLED:
                     raise ExpelledError(self._denied)
@@ -205,7 +215,7 @@ class LinkKeeper:
         try:
             self._life = link_state.step(self._life, event)
         except link_state.IllegalEventError as error:
-            log.exception("illegal event", error=str(error))
+            self._illegal_events.record("link", error)
         self._changed.set()
 
     async def _dial_unless_stopped(self) -> None:
@@ -271,13 +281,13 @@ class LinkKeeper:
         while self._life.state in (LinkState.CONNECTED, LinkState.LINKED):
             link = self._links.watched
             silent = 0.0 if link is None else loop.time() - link.received_at
-            if link is not None and silent >= SILENCE_TIMEOUT_SECONDS:
+            if link is not None and silent >= self._timeouts.silence:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
                 link = None
             if link is None:
                 self._apply(link_state.LinkClosed(_jitter()))
                 return
-            await self._wait_changed(SILENCE_TIMEOUT_SECONDS - silent)
+            await self._wait_changed(self._timeouts.silence - silent)
             self._renew_if_due()
 
     def _renew_if_due(self) -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.timer import Timer
@@ -42,6 +43,7 @@ class Reporter:
         lease_manager: LeaseManager,
         ray: LocalRay,
         sharing: SharingController,
+        illegal_events: IllegalEvents,
     ) -> None:
         self._settings = settings
         self._hardware = hardware
@@ -52,6 +54,7 @@ class Reporter:
         self._lease_manager = lease_manager
         self._ray = ray
         self._sharing = sharing
+        self._illegal_events = illegal_events
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
@@ -87,6 +90,7 @@ class Reporter:
                     enforcement=self._poll.enforcement(),
                     video=self._video(),
                     sharing=self._sharing.to_report(),
+                    illegal_events=self._illegal_events.count,
                 )
             )
         )

@@ -41,6 +41,7 @@ from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.engine_process.wired_check import WiredCheck, weights_of
+from node.illegal_events import IllegalEvents
 from node.memory.wired_leak import WiredReadings
 from node.settings import NodeSettings
 from wire.codec import decode, encode
@@ -89,6 +90,7 @@ class Supervisor:
         log_file: Path,
         scratch: Path,
         wired: Callable[[], int | None],
+        illegal_events: IllegalEvents,
         command: Sequence[str] = COMMAND,
         timeouts: SupervisorTimeouts | None = None,
     ) -> None:
@@ -96,6 +98,7 @@ class Supervisor:
         self._on_change = on_change
         self._log = EngineLog(log_file)
         self._scratch = scratch
+        self._illegal_events = illegal_events
         self._command = command
         self._timeouts = timeouts or SupervisorTimeouts()
         self._life = EngineLife(preloads=bool(settings.models.preload))
@@ -219,7 +222,7 @@ class Supervisor:
         try:
             self._life, actions = lifecycle.step(self._life, event, self._timeouts)
         except IllegalEventError as error:
-            log.exception("illegal event", error=str(error))
+            self._illegal_events.record("engine process", error)
             return
         for action in actions:
             match action:

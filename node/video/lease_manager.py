@@ -22,6 +22,7 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine_process.supervisor import Supervisor
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
@@ -71,10 +72,12 @@ class LeaseManager:
         offer: VideoCapability,
         folder: Path,
         callbacks: LeaseCallbacks,
+        illegal_events: IllegalEvents,
     ) -> None:
         self._limiter = limiter
         self._offer = offer
         self._callbacks = callbacks
+        self._illegal_events = illegal_events
         self._store = LeaseStore(folder)
         self._granter = LeaseGranter(settings, limiter, poll, supervisor, offer, self._store)
         self._life = LeaseLife()
@@ -185,7 +188,7 @@ class LeaseManager:
         try:
             self._life, actions = lease_life.step(self._life, event)
         except IllegalEventError as error:
-            log.exception("illegal event", error=str(error))
+            self._illegal_events.record("lease", error)
             return
         for action in actions:
             match action:

@@ -6,6 +6,7 @@ from pathlib import Path
 import structlog
 
 from node.engine_process.supervisor import Supervisor
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
@@ -35,6 +36,7 @@ class VideoSubsystem:
         *,
         send: Callable[[Frame], None],
         changed: Callable[[], None],
+        illegal_events: IllegalEvents,
     ) -> None:
         folder = state / "node" / "video"
         self.offer = VideoCapability(settings, state)
@@ -44,7 +46,9 @@ class VideoSubsystem:
             begin=lambda lease, generation, place, size: self.ray.begin(lease, generation, place, size),
             finish=lambda lease: self.ray.end(lease),
         )
-        self.lease_manager = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases", callbacks)
+        self.lease_manager = LeaseManager(
+            settings, limiter, poll, supervisor, self.offer, folder / "leases", callbacks, illegal_events
+        )
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed = changed

@@ -120,6 +120,8 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
     sharing: Sharing = Sharing()
+    illegal_events: Natural = 0
+    """Events that the state machines of the agent refused since its start. Each of them is a bug."""
 
 
 class GoodbyeReason(StrEnum):

@@ -27,6 +27,7 @@ from pathlib import Path
 from random import Random
 
 from node.engine_process.supervisor import Supervisor
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
@@ -168,6 +169,7 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.wired,
+            illegal_events=IllegalEvents(),
         )
         self.poll = MemoryPoll(self.limiter, machine, self.supervisor)
         self._ends: dict[int, asyncio.Future[Frame]] = {}

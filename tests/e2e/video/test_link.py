@@ -17,6 +17,7 @@ from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent, AgentParts
 from node.agent.fetch import FetchAnswers
 from node.agent.identity import create, new_request, remember
+from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
@@ -40,6 +41,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import NodeId
+from wire.state_machine import IllegalEventError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 WINDOW = 5_000
@@ -70,6 +72,7 @@ class Linked(Node):
             lease_manager=self.lender,
             ray=self.studio.ray,
             sharing=sharing,
+            illegal_events=self.illegal_events,
         )
         parts = AgentParts(
             links=self.links,
@@ -79,9 +82,17 @@ class Linked(Node):
             ray=self.studio.ray,
             sharing=sharing,
             reporter=self.reporter,
+            illegal_events=self.illegal_events,
             answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
         )
-        self.agent = Agent(remember(identity, address), "0", HARDWARE, parts, on_ready=lambda address: None)
+        self.agent = Agent(
+            remember(identity, address),
+            "0",
+            HARDWARE,
+            parts,
+            on_ready=lambda address: None,
+            link_timeouts=LinkTimeouts(),
+        )
         return self.agent
 
     def _said(self, frame: Frame) -> None:
@@ -149,7 +160,7 @@ async def fetched(line: Line, name: str) -> bytes:
 
 
 async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_link(tmp_path: Path):
-    async with linked(tmp_path) as (_node, lines):
+    async with linked(tmp_path) as (node, lines):
         line = await asyncio.wait_for(lines.get(), 20)
         report = await line.until(Report, 20)
         assert (report.video.ready, report.video.cause, report.video.leases) == (True, "", ())
@@ -196,6 +207,10 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
         assert (await line.until(LeaseEnded, 20)).code == "worker_lost", "the node reports an unknown lease as lost"
         line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, b"{}"))
         assert (await line.until(LeaseRefused, 20)).code == "lease_superseded"
+
+        node.illegal_events.record("lease", IllegalEventError("the lease is idle: GrantCompleted() cannot happen"))
+        while (await line.until(Report, 20)).illegal_events != 1:
+            pass
 
 
 async def test_a_node_that_leaves_says_first_what_became_of_its_job(tmp_path: Path):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from node.agent.identity import NodeIdentity
-from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS
+from node.agent.link_keeper import LinkTimeouts
 from node.assembly import Node, assemble
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
@@ -11,7 +11,7 @@ from node.settings import NodeSettings
 from tests.support.cluster.enrolment import HARDWARE
 
 
-def unstarted_node(identity: NodeIdentity, state: Path, no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS) -> Node:
+def unstarted_node(identity: NodeIdentity, state: Path, link_timeouts: LinkTimeouts | None = None) -> Node:
     """Return a node with default settings. Only its agent is run by the test; its engine is not started."""
     settings = NodeSettings()
     machine = open_machine(settings)
@@ -23,5 +23,5 @@ def unstarted_node(identity: NodeIdentity, state: Path, no_wake_dial_seconds: fl
         Limiter(settings, machine, {}),
         HARDWARE,
         version="0",
-        no_wake_dial_seconds=no_wake_dial_seconds,
+        link_timeouts=link_timeouts,
     )

@@ -21,6 +21,7 @@ import msgspec
 
 from node.engine_process.supervisor import Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
@@ -141,6 +142,7 @@ class Node:
         self._attends = attends
         self._model = model
         self._changed = asyncio.Event()
+        self.illegal_events = IllegalEvents()
         self.supervisor = Supervisor(
             self.settings,
             on_frame=self._frame,
@@ -148,6 +150,7 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.wired,
+            illegal_events=self.illegal_events,
             timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
         self.poll = MemoryPoll(self.limiter, self.machine, self.supervisor)
@@ -159,6 +162,7 @@ class Node:
             self.supervisor,
             send=self._said,
             changed=self._video_changed,
+            illegal_events=self.illegal_events,
         )
         self.lender = self.studio.lease_manager
 

@@ -6,7 +6,7 @@ import signal
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,7 @@ import pytest
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
 from node.agent.identity import create, new_request, remember
-from node.agent.link_keeper import NO_WAKE_DIAL_SECONDS, ExpelledError
+from node.agent.link_keeper import ExpelledError, LinkTimeouts
 from node.agent.reporter import within_bounds
 from node.assembly import assemble
 from node.engine_process.timeouts import SupervisorTimeouts
@@ -26,6 +26,7 @@ from tests.support.cluster.cluster_port import Line, Port, opened
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.node import unstarted_node
 from wire.bounds import MAX_MODELS
+from wire.codec import encode
 from wire.frames import (
     Admitted,
     Cancel,
@@ -58,16 +59,18 @@ DIALS = 3
 LEAST_PAUSE = 0.25
 
 
-def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
+def agent_of(folder: Path, authority: ClusterCa, address: str, link_timeouts: LinkTimeouts | None) -> Agent:
     """Make the agent of a node that last found its coordinator at `address`."""
     request = new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
-    return unstarted_node(remember(identity, address), folder / "state").agent
+    return unstarted_node(remember(identity, address), folder / "state", link_timeouts).agent
 
 
 @asynccontextmanager
-async def running(folder: Path, serve: Serve, *, tls: bool) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
+async def running(
+    folder: Path, serve: Serve, *, tls: bool, link_timeouts: LinkTimeouts | None = None
+) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
     """Run an agent whose coordinator's address is served by `serve`."""
     authority = ClusterCa(folder / "authority", time.time)
     context: ssl.SSLContext | None = authority.get_server_context() if tls else None
@@ -78,7 +81,7 @@ async def running(folder: Path, serve: Serve, *, tls: bool) -> AsyncGenerator[tu
         await serve(reader, writer)
 
     server = await asyncio.start_server(kept, "127.0.0.1", 0, ssl=context)
-    agent = agent_of(folder, authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    agent = agent_of(folder, authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}", link_timeouts)
     task = asyncio.create_task(agent.run())
     try:
         yield agent, task
@@ -122,17 +125,31 @@ async def test_a_coordinator_that_hangs_up_is_dialled_with_pauses(tmp_path: Path
     assert dialled[-1] - dialled[0] > (ROUNDS - 1) * LEAST_PAUSE
 
 
+async def test_a_link_without_frames_is_aborted_and_opened_again(tmp_path: Path) -> None:
+    ends: asyncio.Queue[float] = asyncio.Queue()
+
+    async def fall_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode(Ping(1)))
+        began = time.monotonic()
+        with suppress(ConnectionError):
+            while await reader.read(4096):
+                pass
+        ends.put_nowait(time.monotonic() - began)
+
+    async with running(tmp_path, fall_silent, tls=True, link_timeouts=LinkTimeouts(silence=1.0)):
+        for _ in range(2):
+            assert 0.9 < await asyncio.wait_for(ends.get(), 20) < 10
+
+
 # sleep and measures
 
 
 @asynccontextmanager
-async def linked(
-    folder: Path, no_wake_dial_seconds: float = NO_WAKE_DIAL_SECONDS
-) -> AsyncIterator[tuple[Port, Agent, str]]:
+async def linked(folder: Path, link_timeouts: LinkTimeouts | None = None) -> AsyncIterator[tuple[Port, Agent, str]]:
     """Run an agent that is linked to a real coordinator; yield both and the node's id."""
     async with opened(folder) as port:
         who = remember(port.member("studio"), f"127.0.0.1:{port.number}")
-        agent = unstarted_node(who, folder / "state", no_wake_dial_seconds=no_wake_dial_seconds).agent
+        agent = unstarted_node(who, folder / "state", link_timeouts=link_timeouts).agent
         running = asyncio.create_task(agent.run())
         try:
             await asyncio.wait_for(agent.welcomed.wait(), 30)
@@ -170,8 +187,7 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path) -> None:
-    assert NO_WAKE_DIAL_SECONDS == 60.0
-    async with linked(tmp_path, no_wake_dial_seconds=0.1) as (port, agent, _):
+    async with linked(tmp_path, LinkTimeouts(no_wake=0.1)) as (port, agent, _):
         agent.fall_asleep(lambda: None)
         await port.until(lambda: port.application.registry.links.made == 2)
 

@@ -16,6 +16,7 @@ import pytest
 
 from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.illegal_events import IllegalEvents
 from node.settings import NodeSettings, resolve
 from tests import models
 from tests.support.processes import until
@@ -65,6 +66,7 @@ class Agent:
             log_file=self.log_file,
             scratch=folder / "scratch",
             wired=lambda: self.wired,
+            illegal_events=IllegalEvents(),
             timeouts=patience,
             **instead,
         )
@@ -1058,6 +1060,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
         import asyncio, pathlib, sys
         from node.settings import EngineSettings, NodeSettings
         from node.engine_process.supervisor import Supervisor
+        from node.illegal_events import IllegalEvents
         from wire.frames import MemoryLimits
 
         async def main():
@@ -1066,6 +1069,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
                 NodeSettings(engine=EngineSettings(kind="scripted")), on_frame=lambda *frame: None, on_change=up.set,
                 log_file=pathlib.Path(sys.argv[1]), scratch=pathlib.Path(sys.argv[1]).parent / "scratch",
                 wired=lambda: None,
+                illegal_events=IllegalEvents(),
             )
             one.orders.set_limits(MemoryLimits(2**36, 2**36, 2**30, "metal"))
             await one.start()

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.illegal_events import IllegalEvents
 from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
@@ -97,6 +98,7 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.wired,
+            illegal_events=IllegalEvents(),
             command=command,
             timeouts=AT_ONCE,
         )

@@ -1,0 +1,19 @@
+"""Illegal events of a node's state machines: logged, and counted for the report to the coordinator."""
+
+import structlog
+
+from wire.state_machine import IllegalEventError
+
+log = structlog.get_logger("node.illegal_events")
+
+
+class IllegalEvents:
+    """Number of events since the start of the agent that a state machine refused. Each of them is a bug."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def record(self, machine: str, error: IllegalEventError) -> None:
+        """Log and count an illegal event of a state machine."""
+        self.count += 1
+        log.error("illegal event", machine=machine, error=str(error), exc_info=error)
