@@ -21,6 +21,20 @@ class _RecentEvent:
     count: int = 0
     left_out: int = 0
 
+    def begin_window(self, now: float) -> int:
+        """Begin a new window, and return the number of events left out in the last one."""
+        left_out = self.left_out
+        self.since, self.count, self.left_out = now, 0, 0
+        return left_out
+
+    def count_event(self) -> bool:
+        """Count an event, and return whether it is within the limit of the window."""
+        self.count += 1
+        if self.count <= BURST_EVENTS:
+            return True
+        self.left_out += 1
+        return False
+
 
 class LogDeduplicator:
     """Filter of repeated log events, by counts of recent events for each subject. Not thread-safe."""
@@ -51,14 +65,8 @@ class LogDeduplicator:
             if len(self._seen) >= MAX_SUBJECTS:
                 key = (logger, event)
             seen = self._seen.setdefault(key, _RecentEvent(now))
-        left_out = 0
-        if now - seen.since >= WINDOW_SECONDS:
-            left_out, seen.since, seen.count, seen.left_out = seen.left_out, now, 0, 0
-        seen.count += 1
-        if seen.count > BURST_EVENTS:
-            seen.left_out += 1
-            return None
-        return left_out
+        left_out = seen.begin_window(now) if now - seen.since >= WINDOW_SECONDS else 0
+        return left_out if seen.count_event() else None
 
     def _drop_old_subjects(self, now: float) -> None:
         old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW_SECONDS and not seen.left_out]

@@ -36,10 +36,16 @@ NOTHING = VideoCheck({}, "this node is still searching for video packages")
 class VideoCapability:
     """Video packages of this node and whether it can make videos, by the latest periodic check.
 
-    `changed` is called on the event loop when a result differs from the previous one.
+    `changed()` is called on the event loop when a result differs from the previous one.
     """
 
-    def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        settings: NodeSettings,
+        state: Path,
+        changed: Callable[[], None],
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
         self._settings = settings
         self.environments = get_environments_folder(settings, state)
         self._hub = get_hub_folder(environ) if settings.models.use_huggingface_cache else None
@@ -47,7 +53,7 @@ class VideoCapability:
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
         """Set once the first check is done, or at `start` if video is disabled."""
-        self.changed: Callable[[], None] = lambda: None
+        self._changed = changed
 
     @property
     def enabled(self) -> bool:
@@ -97,7 +103,7 @@ class VideoCapability:
             if found != self._found:
                 self._found = found
                 log.info("video", packages=sorted(found.packages), unready=self.unready)
-                self.changed()
+                self._changed()
             self.checked.set()
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
 

@@ -39,7 +39,7 @@ class VideoSubsystem:
         illegal_events: IllegalEvents,
     ) -> None:
         folder = state / "node" / "video"
-        self.offer = VideoCapability(settings, state)
+        self.offer = VideoCapability(settings, state, self._offered)
         callbacks = LeaseCallbacks(
             send=send,
             changed=self._offered,
@@ -50,10 +50,16 @@ class VideoSubsystem:
             settings, limiter, poll, supervisor, self.offer, folder / "leases", callbacks, illegal_events
         )
         gib = limiter.cap.bytes // GIB
-        self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
+        self.ray = LocalRay(
+            settings.worker,
+            folder / "ray",
+            state / "logs" / "ray.log",
+            gib,
+            changed=changed,
+            failed=self.lease_manager.not_started,
+        )
         self._changed = changed
         self._paused = ""
-        self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lease_manager.not_started, self._offered
 
     async def start(self) -> None:
         """Recover leases of an earlier agent and start the search for video packages.

@@ -12,10 +12,26 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _KeyIntake:
-    """Bytes reserved by a key's bodies, and its waiting bodies."""
+    """Bytes reserved by a key's bodies, of at most `most` bytes, and its waiting bodies."""
 
+    most: int
     taken: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque[tuple[int, asyncio.Future[None]]])
+
+    def fits(self, size: int) -> bool:
+        return not self.taken or self.taken + size <= self.most
+
+    def reserve(self, size: int) -> None:
+        self.taken += size
+
+    def release(self, size: int) -> None:
+        self.taken -= size
+
+    def admit_waiting(self) -> None:
+        while self.waiting and self.fits(self.waiting[0][0]):
+            size, turn = self.waiting.popleft()
+            self.reserve(size)
+            turn.set_result(None)
 
 
 class BodyIntake:
@@ -35,9 +51,9 @@ class BodyIntake:
 
         `release` must follow, unless this call is cancelled.
         """
-        lane = self._lanes.setdefault(key, _KeyIntake())
-        if not lane.waiting and self._fits(lane, size):
-            lane.taken += size
+        lane = self._lanes.setdefault(key, _KeyIntake(self._most))
+        if not lane.waiting and lane.fits(size):
+            lane.reserve(size)
             return
         turn = asyncio.get_running_loop().create_future()
         lane.waiting.append((size, turn))
@@ -47,23 +63,17 @@ class BodyIntake:
             if turn.cancelled():
                 lane.waiting.remove((size, turn))
             else:  # admitted in the same step of the loop
-                lane.taken -= size
-            self._admit(key, lane)
+                lane.release(size)
+            self._admit_waiting(key, lane)
             raise
 
     def release(self, key: str, size: int) -> None:
         """Release the bytes that `take` reserved, and admit waiting bodies of the key."""
         lane = self._lanes[key]
-        lane.taken -= size
-        self._admit(key, lane)
+        lane.release(size)
+        self._admit_waiting(key, lane)
 
-    def _fits(self, lane: _KeyIntake, size: int) -> bool:
-        return not lane.taken or lane.taken + size <= self._most
-
-    def _admit(self, key: str, lane: _KeyIntake) -> None:
-        while lane.waiting and self._fits(lane, lane.waiting[0][0]):
-            size, turn = lane.waiting.popleft()
-            lane.taken += size
-            turn.set_result(None)
+    def _admit_waiting(self, key: str, lane: _KeyIntake) -> None:
+        lane.admit_waiting()
         if not lane.taken:
             self._lanes.pop(key, None)

@@ -74,6 +74,19 @@ class _KeyQueue(Generic[T]):
     deficit: int = 0
     quantum: int = QUANTUM_TOKENS
 
+    def append(self, entry: QueuedRequest[T], weight: int) -> None:
+        """Append a request of a key with this weight."""
+        self.entries.append(entry)
+        self.quantum = QUANTUM_TOKENS * weight
+
+    def credit(self, rounds: int) -> None:
+        """Credit the tokens of `rounds` rounds."""
+        self.deficit += rounds * self.quantum
+
+    def charge(self, cost: int) -> None:
+        """Charge the tokens of a request that leaves the queue."""
+        self.deficit -= cost
+
 
 class AdmissionQueue(Generic[T]):
     """Bounded queue of requests before placement, fair between API keys.
@@ -154,9 +167,7 @@ class AdmissionQueue(Generic[T]):
     def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> QueuedRequest[T]:
         self._number += 1
         entry = QueuedRequest(item, key, max(1, cost), now, deadline, self._number)
-        lane = self._lanes.setdefault(key, _KeyQueue())
-        lane.entries.append(entry)
-        lane.quantum = QUANTUM_TOKENS * weight
+        self._lanes.setdefault(key, _KeyQueue()).append(entry, weight)
         self._count += 1
         return entry
 
@@ -265,8 +276,8 @@ class AdmissionQueue(Generic[T]):
             self._lanes[key] = self._lanes.pop(key)
         for key, lane in self._lanes.items():
             if untried.get(key):
-                lane.deficit += rounds * lane.quantum
-        self._lanes[entry.key].deficit -= entry.cost
+                lane.credit(rounds)
+        self._lanes[entry.key].charge(entry.cost)
 
     def _leave(self, entry: QueuedRequest[T], passed: list[QueuedRequest[T]]) -> None:
         for other in passed:

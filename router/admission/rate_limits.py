@@ -95,6 +95,10 @@ class _Bucket:
         missing = min(wanted, float(self.rate)) - self.level
         return max(0.0, missing) * MINUTE_SECONDS / self.rate
 
+    def take(self, amount: float) -> None:
+        """Take `amount`, also into debt. A negative amount is returned to the bucket."""
+        self.level -= amount
+
 
 @dataclass(slots=True)
 class _KeyMeter:
@@ -103,6 +107,27 @@ class _KeyMeter:
     prompt_bytes: int = 0
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
+
+    def fill(self, limits: KeyLimits, now: float) -> None:
+        """Fill both buckets for the time since their last use. A changed rate begins with a full bucket."""
+        self.requests = _kept(self.requests, limits.requests_per_minute, now)
+        self.tokens = _kept(self.tokens, limits.tokens_per_minute, now)
+
+    def add(self, demand: ResourceDemand, charge: int) -> None:
+        """Count a request as open, and charge `charge` tokens."""
+        self.running += 1
+        self.prompt_tokens += _prompt(demand)
+        self.prompt_bytes += demand.prompt_bytes
+        if self.requests is not None:
+            self.requests.take(1)
+        if self.tokens is not None:
+            self.tokens.take(charge)
+
+    def remove(self, demand: ResourceDemand) -> None:
+        """Count an open request as ended."""
+        self.running -= 1
+        self.prompt_tokens -= _prompt(demand)
+        self.prompt_bytes -= demand.prompt_bytes
 
 
 class RateLimits:
@@ -142,13 +167,7 @@ class RateLimits:
             if bucket is not None and (wait := bucket.wait_for(cost)):
                 text = f"the limit of this API key is {bucket.rate} {what} per minute, and this request costs {cost}"
                 return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
-        meter.running += 1
-        meter.prompt_tokens += _prompt(demand)
-        meter.prompt_bytes += demand.prompt_bytes
-        if meter.requests is not None:
-            meter.requests.level -= 1
-        if meter.tokens is not None:
-            meter.tokens.level -= charge
+        meter.add(demand, charge)
         return charge
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
@@ -173,7 +192,7 @@ class RateLimits:
         if wait := requests.wait_for(1):
             text = f"the limit of this API key is {requests.rate} requests per minute: retry in {math.ceil(wait)} s"
             return Refused(RefusalCode.RATE_LIMITED, text, None, wait)
-        requests.level -= 1
+        requests.take(1)
         return None
 
     def _crowded(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
@@ -206,12 +225,10 @@ class RateLimits:
         """Record the end of an admitted request. `charged` is the result of `admit`, `used` the tokens that the request
         used."""
         meter = self._meters[key]
-        meter.running -= 1
-        meter.prompt_tokens -= _prompt(demand)
-        meter.prompt_bytes -= demand.prompt_bytes
+        meter.remove(demand)
         if meter.tokens is not None:
             meter.tokens.fill(now)
-            meter.tokens.level += charged - used
+            meter.tokens.take(used - charged)
 
     def _meter(self, key: str) -> _KeyMeter:
         meter = self._meters.get(key)
@@ -221,8 +238,7 @@ class RateLimits:
 
     def _filled(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
         meter = self._meter(key)
-        meter.requests = _kept(meter.requests, limits.requests_per_minute, now)
-        meter.tokens = _kept(meter.tokens, limits.tokens_per_minute, now)
+        meter.fill(limits, now)
         return meter
 
     def running(self, key: str) -> int:

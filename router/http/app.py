@@ -218,7 +218,7 @@ class RouterApp:
 
     async def _models(self, exchange: Exchange) -> None:
         if exchange.header(b"anthropic-version") is not None:
-            exchange.style = ANTHROPIC
+            exchange.use_style(ANTHROPIC)
         key = self._allowed(exchange, _READ, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)

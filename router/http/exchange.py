@@ -44,6 +44,10 @@ class Exchange:
         self.request_id = _request_id(self.headers)
         self.status = CLIENT_CLOSED
 
+    def use_style(self, style: DialectStyle) -> None:
+        """Set the dialect of errors, where a header selects it."""
+        self.style = style
+
     def header(self, name: bytes) -> bytes | None:
         """Return the value of a request header by its lower-case name; None if the header is absent."""
         return next((value for known, value in self.headers if known == name), None)

@@ -110,11 +110,20 @@ class LocalRay:
     """Manager of this Mac's Ray and its driver, which run only while they are needed.
 
     `files` is the folder of the token. `log_file` gets Ray's output until Ray is up. `gib` is the amount of Ray's
-    resource for leases, in GiB. `changed` is called when `node` or `cause` changes. `failed` is called with the lease
-    and the reason when its actor could not be started.
+    resource for leases, in GiB. `changed()` is called when `node` or `cause` changes, `failed(lease,
+    reason)` when the actor of a lease could not be started.
     """
 
-    def __init__(self, settings: WorkerSettings, files: Path, log_file: Path, gib: int) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        files: Path,
+        log_file: Path,
+        gib: int,
+        *,
+        changed: Callable[[], None],
+        failed: Callable[[str, str], None],
+    ) -> None:
         self._settings = settings
         self._files = files
         self._log_file = log_file
@@ -128,8 +137,8 @@ class LocalRay:
         """Id of this Mac's node in Ray; empty while Ray is not up."""
         self.cause = ""
         """Why Ray has ended or could not be started although it is needed; else empty."""
-        self.changed: Callable[[], None] = lambda: None
-        self.failed: Callable[[str, str], None] = lambda lease, why: None
+        self._changed = changed
+        self._failed = failed
 
     @property
     def allowed(self) -> bool:
@@ -151,7 +160,7 @@ class LocalRay:
         if on != self._allowed:
             self._allowed = on
             self._signal_change()
-            self.changed()
+            self._changed()
 
     def offer(self, *, wanted: bool) -> None:
         """Set whether this Mac offers video."""
@@ -193,7 +202,7 @@ class LocalRay:
 
     def _report_actor_failure(self, lease: str, why: str) -> None:
         log.warning("actor not started", lease=lease, why=why)
-        self.failed(lease, why)
+        self._failed(lease, why)
 
     async def _run_while_needed(self) -> None:
         """Run Ray for as long as it is needed."""
@@ -274,7 +283,7 @@ class LocalRay:
         if (node, cause) != (self.node, self.cause):
             self.node, self.cause = node, cause
             log.info("ray", node=node, cause=cause)
-            self.changed()
+            self._changed()
 
 
 class DriverProcess:

@@ -93,6 +93,10 @@ class WorkerJob:
     ended_at: float = 0.0
     """Monotonic seconds at which `end` was set; 0 before."""
 
+    def begin(self) -> None:
+        """Record that the worker process has started."""
+        self.phase = LeasePhase.STARTING
+
     def handle_event(self, line: bytes, now: float) -> None:
         """Apply one event of the worker, a line of JSON. Ignore an invalid event. `now` is in monotonic seconds."""
         try:
@@ -203,7 +207,7 @@ class WorkerMonitor:
         if claim is not None:
             self.worker = WorkerGroup(pid=claim.worker, born=claim.born)
             self.state = watchdog_policy.create_state(now)
-            self.job.phase = LeasePhase.STARTING
+            self.job.begin()
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:

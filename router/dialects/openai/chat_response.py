@@ -212,9 +212,8 @@ def _choice(
 ) -> _Choice:
     calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
-    message = _AnswerMessage("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
-    if calls:
-        message.content, message.tool_calls = content or None, calls
+    reasoning = answer.texts.get((choice, Channel.REASONING)) or UNSET
+    message = _AnswerMessage("assistant", (content or None) if calls else content, None, reasoning, calls or UNSET)
     return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
 
 

@@ -41,6 +41,18 @@ class KeyResponses(msgspec.Struct):
     entries: OrderedDict[str, StoredResponse]
     nbytes: int = 0
 
+    def put(self, name: str, kept: StoredResponse) -> None:
+        """Store an answer under a new id."""
+        self.entries[name] = kept
+        self.nbytes += kept.nbytes
+
+    def pop(self, name: str) -> StoredResponse | None:
+        """Remove and return an answer; None if there is none of this id."""
+        gone = self.entries.pop(name, None)
+        if gone is not None:
+            self.nbytes -= gone.nbytes
+        return gone
+
 
 def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
     """Build the stored form of an answer, with the size that counts towards the limits of the store.
@@ -87,8 +99,7 @@ class ResponseStore:
         if kept.nbytes > min(self._key_bytes, self._most_bytes):
             return
         responses = self._by_key.setdefault(key, KeyResponses(OrderedDict()))
-        responses.entries[name] = kept
-        responses.nbytes += kept.nbytes
+        responses.put(name, kept)
         self.nbytes += kept.nbytes
         self._order[key, name] = None
         while len(responses.entries) > self._of_key or responses.nbytes > self._key_bytes:
@@ -104,10 +115,9 @@ class ResponseStore:
     def drop(self, key: str, name: str) -> bool:
         """Delete an answer of a key. Return False if the key has none of that id."""
         responses = self._by_key.get(key)
-        gone = None if responses is None else responses.entries.pop(name, None)
+        gone = None if responses is None else responses.pop(name)
         if responses is None or gone is None:
             return False
-        responses.nbytes -= gone.nbytes
         self.nbytes -= gone.nbytes
         del self._order[key, name]
         if not responses.entries:

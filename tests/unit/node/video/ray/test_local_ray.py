@@ -29,8 +29,23 @@ def test_the_ports_are_sixty_in_a_row_on_loopback_and_no_secret_is_a_word():
     assert f"{local_ray.PORTS} ports from `worker.ray_ports` (6480)" in DOCS.read_text()
 
 
+class ObservedRay(LocalRay):
+    """Ray of this Mac that sets `news` when it changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.news = asyncio.Event()
+        super().__init__(
+            WorkerSettings(ray_folder=str(folder / "ray")),
+            folder / "files",
+            folder / "log",
+            1,
+            changed=self.news.set,
+            failed=lambda lease, why: None,
+        )
+
+
 @pytest.fixture
-def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservedRay:
     program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
     monkeypatch.setattr(local_ray, "build_command", lambda *_: [sys.executable, "-c", program])
 
@@ -38,17 +53,15 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
         return
 
     monkeypatch.setattr(local_ray.DriverProcess, "start", no_driver)
-    return LocalRay(WorkerSettings(ray_folder=str(tmp_path / "ray")), tmp_path / "files", tmp_path / "log", 1)
+    return ObservedRay(tmp_path)
 
 
-async def changed(one: LocalRay, than: str | None) -> str:
+async def changed(one: ObservedRay, than: str | None) -> str:
     """Wait until the node id of this Ray differs from `than` (None: until there is one)."""
-    news = asyncio.Event()
-    one.changed = news.set
     async with asyncio.timeout(20):
         while one.node == than or (than is None and not one.node):
-            news.clear()
-            await news.wait()
+            one.news.clear()
+            await one.news.wait()
     return one.node
 
 
@@ -58,7 +71,7 @@ async def turns() -> None:
 
 
 @pytest.mark.slow
-async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: LocalRay):
+async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: ObservedRay):
     one.offer(wanted=True)
     await turns()
     assert (one.pid, one.node, one.active) == (None, "", False)
@@ -74,7 +87,7 @@ async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: Lo
 
 
 @pytest.mark.slow
-async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: LocalRay):
+async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: ObservedRay):
     one.offer(wanted=True)
     one.allow(on=True)
     first = await changed(one, None)
@@ -94,7 +107,7 @@ async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: LocalRa
 
 
 @pytest.mark.slow
-async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each_time(one: LocalRay, tmp_path: Path):
+async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each_time(one: ObservedRay, tmp_path: Path):
     one.offer(wanted=True)
     one.allow(on=True)
     node = await changed(one, None)
