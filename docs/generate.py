@@ -26,7 +26,7 @@ from coordinator.metrics.prometheus import render_configuration
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import Role, ServicePlan
 from coordinator.state.settings import CoordinatorSettings
-from host.settings_loader import PREFIX, Setting, list_settings
+from host.settings_loader import Setting, list_settings
 from node.memory.cap import compute_safe_wired_limit
 from node.settings import NodeSettings
 from router.dialects.field_tables import TABLES
@@ -48,6 +48,8 @@ Every setting has a default. Values come from `config.toml` in the state folder,
 [memory]
 cap = "96GiB"
 ```
+
+In the environment, a key has the prefix `MACPOOL_`, capitals, and `__` instead of a dot: `MACPOOL_MEMORY__CAP=96GiB`.
 
 An unknown setting or an invalid value ends the start with an error that names the nearest known setting. Coordinator
 and node may share one file: each reads its own sections. Sizes are "96GiB", "12GB" or a number of bytes. A setting that
@@ -109,14 +111,13 @@ def settings() -> str:
     """Return the page settings.md: all settings of coordinator and node."""
     page = SETTINGS
     for title, kind in (("Coordinator", CoordinatorSettings), ("Node", NodeSettings)):
-        page += f"\n## {title}\n\n| key | default | meaning | environment |\n|---|---|---|---|\n"
+        page += f"\n## {title}\n\n| key | default | meaning |\n|---|---|---|\n"
         page += "".join(_setting(setting) for setting in list_settings(kind))
     return page
 
 
 def _setting(setting: Setting) -> str:
-    environment = PREFIX + setting.key.upper().replace(".", "__")
-    return f"| `{setting.key}` | {_default(setting.default)} | {_cell(setting.description)} | `{environment}` |\n"
+    return f"| `{setting.key}` | {_default(setting.default)} | {_cell(setting.description)} |\n"
 
 
 def _default(value: object) -> str:
