@@ -30,7 +30,7 @@ from node.engine_process.supervisor import Supervisor
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
-from node.settings import resolve
+from node.settings import resolve_settings
 from tests import models
 from wire.codec import decode, encode
 from wire.frames import (
@@ -158,7 +158,7 @@ class Node:
         }
         flat |= {f"memory.{key}": value for key, value in memory.items()}
         flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}
-        resolved = resolve([("bench", flat)])
+        resolved = resolve_settings([("bench", flat)])
         machine = open_machine(resolved.value)
         self.limiter = Limiter(resolved.value, machine, resolved.origins)
         self.supervisor = Supervisor(
