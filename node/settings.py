@@ -618,11 +618,8 @@ def _get_value(settings: NodeSettings, key: str) -> object:
 
 
 def choose_node_name(settings: NodeSettings, host: str) -> str:
-    """Return the display name of the node: the setting `node.name`, else the host name `host` without unsafe
-    characters.
-
-    The name is `node` if the host name has no valid character.
-    """
+    """Return the display name of the node: the setting `node.name`, else the host name without unsafe characters, else
+    `node`. `host` is the host name."""
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")

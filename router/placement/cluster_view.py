@@ -100,7 +100,7 @@ class ClusterView:
         default_factory=dict[str, ModelIdentity], init=False, repr=False, compare=False
     )
 
-    def find_identity(self, name: str) -> ModelIdentity:
+    def identify(self, name: str) -> ModelIdentity:
         """Return the fingerprint that serves a name, and the number of members of each fingerprint.
 
         Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
@@ -127,9 +127,10 @@ class ClusterView:
         tails = ("/".join(parts[at:]) for at in range(len(parts)))
         return next((folded[tail] for tail in tails if tail in folded), name)
 
-    def find_conflicts(self) -> list[str]:
-        """Return the names under which members have different models, sorted."""
-        return sorted(name for name in self.get_served_models() if self.find_identity(name).has_conflict)
+    @property
+    def conflicts(self) -> list[str]:
+        """Names under which members have different models, sorted."""
+        return sorted(name for name in self.get_served_models() if self.identify(name).has_conflict)
 
     def get_models(self) -> dict[str, Model]:
         """Return every model that some member knows, by name. Of several fingerprints the served one is returned."""
@@ -149,9 +150,7 @@ class ClusterView:
         models: dict[str, Model] = {}
         for node in self.nodes:
             for name, model in node.models.items():
-                if is_selected(model) and (
-                    name not in models or model.fingerprint == self.find_identity(name).fingerprint
-                ):
+                if is_selected(model) and (name not in models or model.fingerprint == self.identify(name).fingerprint):
                     models[name] = model
         return models
 

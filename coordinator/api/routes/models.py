@@ -61,7 +61,7 @@ class ModelRoutes:
         served = view.get_models()
         for node in view.nodes:
             for model in node.models.values():
-                shown, identity = served[model.name], view.find_identity(model.name)
+                shown, identity = served[model.name], view.identify(model.name)
                 row = found.setdefault(
                     model.name,
                     {

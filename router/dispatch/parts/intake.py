@@ -89,7 +89,7 @@ class Intake:
         view = self._placer.view
         if len(view.nodes) <= 1 or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session):
             return None
-        fingerprint = view.find_identity(spec.demand.model).fingerprint
+        fingerprint = view.identify(spec.demand.model).fingerprint
         root = (spec.demand.model, fingerprint, spec.tools, spec.template, spec.ids)
         messages = (Message("", spec.text),) if spec.text else spec.messages
         shared = self._scopes.shares(messages)

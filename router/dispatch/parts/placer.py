@@ -144,7 +144,7 @@ class Placer:
         view = seen or self.mark_failing_nodes(self.view, self._clock())
         if trials.lost:
             view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
-        identity = view.find_identity(name)
+        identity = view.identify(name)
         return replace(trials, fingerprint=identity.fingerprint) if identity.has_conflict else trials
 
     # questions without a request

@@ -35,7 +35,7 @@ def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> Nod
 
 
 def identity(*nodes: NodeView) -> str:
-    return ClusterView(nodes).find_identity("tiny").fingerprint
+    return ClusterView(nodes).identify("tiny").fingerprint
 
 
 def test_the_model_that_most_members_hold_is_served():
@@ -65,7 +65,7 @@ def test_sleep_changes_nothing_until_no_node_can_serve_it():
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
 def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list[tuple[str, str]]):
     nodes = [node(str(at), *one) for at, one in enumerate(held)]
-    chosen = {ClusterView(tuple(order)).find_identity("tiny").fingerprint for order in itertools.permutations(nodes)}
+    chosen = {ClusterView(tuple(order)).identify("tiny").fingerprint for order in itertools.permutations(nodes)}
     assert len(chosen) == 1
     assert chosen < {one for one, _ in held} | {""}
     able = {one for one, state in held if state == "ready"}
