@@ -76,7 +76,7 @@ def compose(
     """Return a text engine for the models of a catalogue.
 
     `profiles` is the folder of measurements; None: they are not stored. `metal()` opens the Metal device.
-    `gate_of(residual)` returns the memory gate. `trials` are the trials of tokenizers.
+    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers.
     """
     mlx = settings.engine.mlx
     scheduler_limits = SchedulerLimits(mlx.max_batch_size, mlx.prefill_step_size, mlx.min_prefill_step)

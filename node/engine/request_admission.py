@@ -102,7 +102,7 @@ class RequestAdmission:
         return [prompt]
 
     def _take_cancellation(self, number: int) -> bool:
-        """Return whether a request was cancelled before it arrived, and forget that."""
+        """Return whether a request was cancelled before it arrived, and remove its number from the cancelled ones."""
         if number not in self._cancelled:
             return False
         del self._cancelled[number]

@@ -10,7 +10,7 @@ shapes, types and offsets of every tensor. The third part is samples of every te
 SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
 detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
-The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
+The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `replacement` returns the model that is on the disk now.
 """
 
@@ -141,11 +141,11 @@ class ModelCatalogue:
         return self.find(name)
 
     def pin(self, descriptor: ModelDescriptor) -> None:
-        """Keep the description of a loaded model until `release`, even if its files are replaced."""
+        """Keep the description of a loaded model until `unpin`, even if its files are replaced."""
         self._pinned = {**self._pinned, descriptor.name: descriptor}
 
     def unpin(self, name: str) -> None:
-        """End `hold` after the model was unloaded: the description of the files on the disk applies again."""
+        """End `pin` after the model was unloaded: the description of the files on the disk applies again."""
         self._pinned = {other: found for other, found in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
@@ -517,7 +517,7 @@ def predict_kv(config: Config, float_size: int) -> KvParameters:
 
     `float_size` is the bytes of an unquantized number of the weights. Every layer counts with full keys and values
     unless the config names its kind. The quantization of the weights has no effect. After the load, the parameters are
-    measured (`node.engine.kv.kv_cache.kv_of`).
+    measured (`node.engine.kv.kv_cache.measure_kv_parameters`).
     """
     text = _get_text_config(config)
     number = _get_float_size(text, float_size)

@@ -131,7 +131,7 @@ class SharingInputs:
     battery: float | None = None
     """Charge in percent."""
     low: bool = False
-    """Result of `too_low` for the previous inputs."""
+    """Result of `is_charge_too_low` for the previous inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class _Breaker:
         self.faults = self.opened = 0
 
     def open(self, open_seconds: float, now: float) -> None:
-        """Open the breaker for `lasts` seconds."""
+        """Open the breaker for `open_seconds`."""
         self.until, self.open_seconds, self.probe = now + open_seconds, open_seconds, None
         self.opened += 1
 

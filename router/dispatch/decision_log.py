@@ -27,7 +27,7 @@ MAX_DECISIONS_KEPT = 1000
 MAX_CANDIDATES_KEPT = 16
 """Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
 MAX_LINE_BYTES = 4 * 2**20
-"""Maximum bytes of a line for `read_line`."""
+"""Maximum bytes of a line for `parse_line`."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 

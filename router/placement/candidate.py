@@ -53,7 +53,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """Placement arithmetic of one node for one request, as `consider` computes it."""
+    """Placement arithmetic of one node for one request, as `evaluate_node` computes it."""
 
     node: NodeId
     name: str

@@ -61,7 +61,7 @@ class GrammarCompiler:
         self, tokenizer: Tokenizer, spec: Asked, tools: str, prompt: TokenizedPrompt, *, one_call: bool
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
-        `one`: at most one call.
+        `one_call`: at most one call.
 
         Raise `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not
         supported by the model.
@@ -99,8 +99,8 @@ class GrammarCompiler:
         return guide
 
     def _get_matcher(self, guide: "GrammarGuide", plain: str, render: Callable[[], str]) -> LLMatcher:
-        """Return the matcher of a grammar, compiled from `written` after its `plain` form was vetted. The plain form is
-        the cache key."""
+        """Return the matcher of a grammar, compiled from the text of `render()` after its `plain` form was vetted. The
+        plain form is the cache key."""
         digest = hashlib.sha256(plain.encode()).digest()
         key = id(guide), digest
         matcher = self._cached.get(key)
@@ -191,10 +191,11 @@ class CompiledGrammar:
 
 
 def build_marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
-    """Return where thoughts and calls may occur in the answer.
+    """Return the places in the answer where thoughts and tool calls may occur.
 
-    If the prompt has not opened a thought, the answer may start one only with a single token. It may not if the prompt
-    has closed a thought already, because templates do that to forbid thoughts.
+    An answer may open a thought only if the model's marker is a single token. It may not after a prompt without a
+    template. It may not after a prompt that has just closed a thought either, because templates do that to forbid
+    thoughts.
     """
     think, call_format = tokenizer.think, tokenizer.tool_call_format
     start = ReasoningStart.NONE
@@ -215,8 +216,8 @@ def build_marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedProm
 
 
 def render_grammar(spec: Asked, tools: str, call_format: ToolCallFormat | None, *, one_call: bool) -> str:
-    """Render the requested format as llguidance's grammar, a JSON text. `calling` is the model's format of calls; None:
-    the model makes none. `one`: at most one call.
+    """Render the requested format as llguidance's grammar, a JSON text. `call_format` is the model's format of calls;
+    None: the model makes none. `one_call`: at most one call.
 
     Raise `UnsupportedSchema` if the format is invalid or the model does not support it.
     """

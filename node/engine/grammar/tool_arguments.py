@@ -1,7 +1,7 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
 Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`distinguishing_tools`), and therefore reads each value as it was generated:
+schema. The parser gets the same kinds (`render_parser_tools`), and therefore reads each value as it was generated:
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes
@@ -64,7 +64,7 @@ NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "items",
     "additionalProperties",
 }
-"""Keywords that hold other schemas or values; `LISTED` are those of them that are lists."""
+"""Keywords that hold other schemas or values; `LIST_KEYWORDS` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -239,7 +239,7 @@ def list_types(schema: Json) -> list[str]:
 def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `arguments_of` does.
+    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `list_arguments` does.
     """
     functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])

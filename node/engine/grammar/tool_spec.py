@@ -22,7 +22,7 @@ class UnsupportedSchema(ValueError):
 
 def quote_marker(marker: str) -> tuple[str, bool]:
     """Return a marker as quoted text in Lark's notation, and False: it starts with no token. A replacement for
-    `ToolCallFormat.mark`."""
+    `ToolCallFormat.render_literal`."""
     return json.dumps(marker), False
 
 
@@ -37,8 +37,8 @@ class ToolCallFormat:
     template: str
     """Chat template of the model."""
     render_literal: Callable[[str], tuple[str, bool]]
-    """`mark(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It also
-    returns whether the text starts with a token."""
+    """`render_literal(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It
+    also returns whether the text starts with a token."""
 
     def replace_tokens(self) -> "ToolCallFormat":
         """Return the same format with special tokens as text, for a process without the tokenizer."""

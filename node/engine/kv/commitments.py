@@ -42,7 +42,8 @@ class Commitment:
         self.stored_tokens = stored_tokens
 
     def record_join(self, stored_tokens: int) -> None:
-        """Record that the row is in the decode batch with `written` tokens, and that its own cache is released."""
+        """Record that the row is in the decode batch with `stored_tokens` tokens, and that its own cache is
+        released."""
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self) -> None:
@@ -164,7 +165,7 @@ class CommitmentLedger:
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
-        """Commit `more` tokens for a row. The caller has checked the bytes of `extension`."""
+        """Commit `more` tokens for a row. The caller has checked the bytes of `compute_extension_bytes`."""
         row.extend(more)
 
     def set_waste(self, waste: int) -> None:

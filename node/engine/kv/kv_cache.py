@@ -84,7 +84,7 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `most` tokens.
+    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `max_tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
@@ -96,7 +96,7 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
-    """Double the first cache that will soon have no room for another `tokens`, up to `most` tokens. Return whether
+    """Double the first cache that will soon have no room for another `tokens`, up to `max_tokens`. Return whether
     there was one.
 
     While other rows decode, each cache is copied in a separate iteration. No gap between their tokens is then as long
@@ -119,7 +119,7 @@ def _compute_step(used: int, tokens: int, max_tokens: int) -> int:
 
 
 def compute_mean_capacity(layers: Iterable[LayerCache]) -> int:
-    """Return the mean number of tokens for which the growing layers have room; 0 if no layer grows."""
+    """Return the mean allocated capacity of the growing layers in tokens, used ones included; 0 if no layer grows."""
     capacities = [layer.keys.shape[2] for layer in _iterate_growing(layers)]
     return sum(capacities) // len(capacities) if capacities else 0
 

@@ -61,8 +61,8 @@ class CachedPrefix(Generic[V]):
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_of`), empty for a shared system prompt. Reports name it after an
-    eviction."""
+    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name it after
+    an eviction."""
     snapshot: bool = False
     """Whether it was taken within a prompt, as a prefix that many prompts share."""
     scope: str = ""

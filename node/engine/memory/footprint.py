@@ -167,12 +167,12 @@ class WiredLimit:
 
 
 def limit_buffers(cap: int) -> None:
-    """Limit MLX's pool of free buffers: `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
+    """Limit the bytes of MLX's free buffers to `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
     mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
 
 
 def clear_buffers() -> None:
-    """Free MLX's buffer pool; on Linux, trim malloc's heap as well."""
+    """Free MLX's free buffers; on Linux, trim malloc's heap as well."""
     mx.clear_cache()
     trim()
 

@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`check` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted.
-A test can therefore verify from outside that no forward ran.
+`check` is the only access to the gate once a request is admitted; `run_native` is the only access to MLX. Both are
+counted. A test can therefore verify from outside that no forward ran.
 
 The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
@@ -37,10 +37,10 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `memory` reads the memory. `height` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns whether
-    that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one. `weights(model)`
-    returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while the machine
-    sleeps.
+    `memory` reads the memory. `peak_tracker` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns
+    whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
+    `weights(model)` returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while
+    the machine sleeps.
     """
 
     def __init__(

@@ -140,9 +140,9 @@ class TransientEstimator:
 
     def estimate_chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the bytes that a prefill of `tokens` after `past` cached tokens needs: its transient and the charge of
-        `uncovered`.
+        `compute_uncovered_bytes`.
 
-        `last` and `grows` as in `estimate`.
+        `last` and `grows` as in `estimate_prefill`.
         """
         return self.estimate_prefill(tokens, past, last=last, grows=grows) + self.compute_uncovered_bytes(
             CHUNKS, tokens
@@ -177,7 +177,7 @@ class TransientEstimator:
 
     def estimate_packed(self, rows: int, tokens: int) -> int:
         """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens, with the charge
-        of `uncovered`.
+        of `compute_uncovered_bytes`.
 
         The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
         forward occurs once.
@@ -199,7 +199,7 @@ class TransientEstimator:
 
     def estimate_charged_step(self, rows: int, longest: int) -> int:
         """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs: its transient and the
-        charge of `uncovered`."""
+        charge of `compute_uncovered_bytes`."""
         return self.estimate_step(rows, longest) + self.compute_uncovered_bytes(STEPS, rows)
 
     def estimate_join(self, grown: int, layers: int) -> int:
@@ -208,13 +208,13 @@ class TransientEstimator:
         return grown // max(1, layers)
 
     def estimate_charged_join(self, grown: int, layers: int, rows: int) -> int:
-        """Return the bytes that a join needs: its transient as in `join`, and the charge of `uncovered`. `rows` is the
-        number of rows after the join."""
+        """Return the bytes that a join needs: its transient as in `estimate_join`, and the charge of
+        `compute_uncovered_bytes`. `rows` is the number of rows after the join."""
         return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
     def observe_prefill(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
         """Record a prefill that took `taken` bytes in addition to its KV, and fit again if necessary. `last` and `grew`
-        are as `last` and `grows` in `estimate`."""
+        are as `last` and `grows` in `estimate_prefill`."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._record_excess(CHUNKS, tokens, taken - self.estimate_prefill(tokens, past, last=last, grows=grew))

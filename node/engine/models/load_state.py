@@ -8,7 +8,8 @@
 Rules
 - One load is in `loading` at a time. The gate is checked before `LoadBegan` and before each piece; `load` yields the
   cost of a piece before the piece is read.
-- Weights still to load (`left`) count as reserved. They are at most `total`, which is exact from the first piece on.
+- Weights still to load (`bytes_left`) count as reserved. They are at most `total`, which is exact from the first piece
+  on.
 - `loaded` and `failed` have no event. An illegal event is an error of this program; it ends this load as failed.
 """
 

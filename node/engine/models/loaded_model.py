@@ -97,7 +97,7 @@ def load(
 ) -> Generator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
-    Before the model's first forward, `weighed` is called with the bytes of its weights. Exceptions of a faulty
+    Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
     folder = Path(descriptor.folder)

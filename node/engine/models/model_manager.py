@@ -83,8 +83,8 @@ Outcome = LoadSucceeded | LoadFailed
 class ModelManager:
     """Manager of the loads of an engine (see the module's docstring).
 
-    `memory()` reads the memory now. `released()` is called after memory was freed, because the recent peak must then be
-    reset. `pieces(found)` is the loader of a model.
+    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
+    be reset. `pieces(descriptor)` is the loader of a model.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class ModelManager:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
         progress or queued.
 
-        `why` is the refusal for its requests. Return whether there was such a load.
+        `refused` is the refusal for its requests. Return whether there was such a load.
         """
         load = self._table.load
         if load is None or name not in ("", load.name):
@@ -318,8 +318,8 @@ class ModelManager:
     # memory
 
     def free_memory(self, need: int, *, over_load: bool = False) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
-        pool.
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
+        buffers.
 
         The order is that of the unloader; with `over_load` the current load is aborted at last. For a model load, which
         is judged without the margin, the caller subtracts the margin from `need`.

@@ -68,7 +68,7 @@ class ModelTable:
 
 
 def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
-    """Return the worst residual of these models, in bytes; None as in `ModelTable.residual`."""
+    """Return the worst residual of these models, in bytes; None as in `ModelTable.compute_residual`."""
     models = list(loaded_models)
     profiles = [one.stats.profile for one in models]
     measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]

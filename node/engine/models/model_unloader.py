@@ -41,9 +41,9 @@ class ReclaimableMemory(Protocol):
 class ModelUnloader:
     """Unloads models, and frees memory that a request could reuse (see the module's docstring).
 
-    `memory()` reads the memory now. `released()` is called after memory was freed, because the recent peak must then be
-    reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release. `max_idle_seconds`:
-    0 never unloads an unused model.
+    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
+    be reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release.
+    `max_idle_seconds`: 0 never unloads an unused model.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class ModelUnloader:
     # memory
 
     def can_free(self, need: int, further: int = 0) -> bool:
-        """Empty the pool; return whether `need` bytes fit, or would after all other memory was freed. `further` are
-        bytes that the caller could free in addition."""
+        """Free MLX's free buffers; return whether `need` bytes fit, or would after all other memory was freed.
+        `further` are bytes that the caller could free in addition."""
         clear_buffers()
         return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
@@ -146,8 +146,8 @@ class ModelUnloader:
         return spare + sum(self._table.loaded[name].weights for name in self.list_idle())
 
     def free_memory(self, need: int) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
-        pool."""
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
+        buffers."""
         return self.can_free(need) and self.free_until_fits(need)
 
     def free_until_fits(self, need: int) -> bool:
@@ -163,9 +163,9 @@ class ModelUnloader:
         return fits(self._memory(), need)
 
     def reclaim_memory(self, enough: Callable[[], bool]) -> None:
-        """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models.
+        """Free memory until `enough()`: MLX's free buffers, spare memory, the prefix cache, then idle models.
 
-        A model that is the only one stays if its size alone leaves no headroom: the next request would load it again.
+        Keep the only loaded model if nothing but the margin is missing, because the next request would load it again.
         """
         if not enough():
             clear_buffers()

@@ -120,8 +120,9 @@ class RunningSweep:
 class SweepQueue:
     """Queue of ordered sweeps, of which one runs at a time.
 
-    `loaded_models()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
-    `still()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a model.
+    `loaded_models()` returns the loaded models. `is_loading(model)` returns whether a model is queued or loading.
+    `synchronize()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a
+    model.
     """
 
     def __init__(

@@ -55,7 +55,8 @@ class Profiler:
 
     `check(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
     returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and
-    rows. `context` is the context in the settings (0: none). With `on` False, no profile is used or measured at a load.
+    rows. `context` is the context in the settings (0: none). With `enabled` False, no profile is used or measured at a
+    load.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Profiler:
 
     def estimate_seconds(self, fingerprint: str) -> float:
         """Return the maximum duration of measuring a model at its next load, in seconds; 0.0 if its profile is stored,
-        or with `on` False."""
+        or with `enabled` False."""
         if not self._enabled or fingerprint in self._known:
             return 0.0
         if fingerprint not in self._keys:
@@ -115,8 +116,8 @@ class Profiler:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
     def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
-        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `swept` makes a profile
-        of its samples."""
+        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a
+        profile of its samples."""
         return self._create_probe(loaded_model, loaded_model.descriptor.context, SWEEP_SECONDS, full=True)
 
     def store_sweep(

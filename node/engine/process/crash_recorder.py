@@ -108,16 +108,17 @@ def create_page() -> int:
 
 
 def read_crash_record(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
-    """Return the native call that a page records after the death of its writer; None if none was running.
+    """Read the record of the running native call from the shared memory page `descriptor`, after its process has ended.
 
-    That is the forward, or else the oldest tokenization. With `hung`, it is the oldest of all calls.
+    Prefer the forward; without one, return the tokenization that had run longest. With `hung`, return the call of
+    either kind that had run longest. Return None if no call was running.
     """
     page = os.pread(descriptor, SIZE, 0)
     return _find_oldest(page, 0) if hung else parse_slot(page) or _find_oldest(page, 1)
 
 
 def parse_slot(page: bytes, slot: int = 0) -> CrashRecord | None:
-    """Parse a slot of a page. Return None if the slot records no call or its content is invalid."""
+    """Parse the slot `slot` of a page. Return None if it records no call or its content is invalid."""
     at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():

@@ -34,7 +34,7 @@ ROUTES: Final = ("chat", "completions")
 
 
 class EngineKindError(ValueError):
-    """Error of an engine kind that is unknown or misses a dependency; the text names the next step."""
+    """Error of an engine kind that is unknown or lacks a dependency; the text names the next step."""
 
 
 class Halted(BaseException):
@@ -145,7 +145,7 @@ class EngineFactory(Protocol):
 
 
 def import_builder(kind: str) -> EngineFactory:
-    """Import the module of an engine kind and return its `build`. Raise `UnknownKindError` if the kind is unknown or a
+    """Import the module of an engine kind and return its `build`. Raise `EngineKindError` if the kind is unknown or a
     library is not installed."""
     module = KINDS.get(kind)
     if module is None:

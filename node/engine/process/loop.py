@@ -35,8 +35,8 @@ log = structlog.get_logger("engine")
 class EngineLoop:
     """Loop that drives an engine on the thread that calls `run`.
 
-    `send` passes a frame to the agent. `reading` returns the record of the prompt that has been tokenized for the
-    longest time; None if there is none.
+    `send` passes a frame to the agent. `oldest_tokenization` returns the record of the prompt that has been tokenized
+    for the longest time; None if there is none.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ log = structlog.get_logger("engine")
 class FrameWriter:
     """Sender of frames to the agent: any thread enqueues frames without waiting, one thread sends them in order.
 
-    `line` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that does not
-    read.
+    `connection` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that
+    does not read.
     """
 
     def __init__(self, connection: socket.socket, on_stuck: Callable[[], None]) -> None:

@@ -38,7 +38,7 @@ class RequestShape:
 
 
 def compute_shape(request: Generate, prompt: int, default_limit: int, context: int) -> RequestShape:
-    """Return the size of a request with `prompt` prompt tokens. `natural` is the length of an answer without
+    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the length of an answer without
     max_tokens, `context` that of the model, both in tokens.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it

@@ -51,7 +51,7 @@ class PreparedRequest:
     eos: frozenset[int] = frozenset()
     """Tokens that end an answer."""
     create_pipeline: "Callable[[int], TextPipeline] | None" = None
-    """`pipeline_of(choice)` returns a new text pipeline for this choice; None with `refused`."""
+    """`create_pipeline(choice)` returns a new text pipeline for this choice; None with `refused`."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
     """`token_bytes(token)` returns the bytes of a token's text."""
     refused: Refused | None = None

@@ -66,7 +66,7 @@ class Row:
         return self.rebuilt
 
     def add_id(self, token: int) -> None:
-        """Add a generated token to the ids and the unsent tokens. `read` adds its text."""
+        """Add a generated token to the ids and the unsent tokens. `add_token_text` adds its text."""
         self.commitment.record_token()
         self.ids.append(token)
         self.new.append(token)
@@ -81,7 +81,8 @@ class Row:
         self.pieces, self.resumed_tokens = [], len(self.ids)
 
     def add_token_text(self, token: int) -> None:
-        """Add the text of the newest token id, and end the answer if this id, a stop string or the limit ends it."""
+        """Add the text of `token`, which is already the last of `ids`. End the answer at an end token, a stop string or
+        the limit. An end token adds no text of its own."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self.finish("stop")
@@ -170,7 +171,7 @@ class Sequence:
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
-    """Hash of the prompt (`prefix_store.hash_of`); empty if the prefix cache does not store the prompt."""
+    """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
     """Whether it was preempted for a key that held less memory; it then returns in turn with all other requests."""
 

@@ -167,7 +167,8 @@ class BatchRecovery:
         release_free_memory()
 
     def end_for_memory(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
+        """End a request for lack of memory. Refuse it with `refused` if none of its tokens was delivered; else fail it
+        with `code`."""
         delivered = sequence.delivered
         self.release_request(sequence)
         log.warning(

@@ -11,7 +11,7 @@ NO_BATCHES: Mapping[int, DecodeBatch[Row]] = {}
 
 
 class BatchTable:
-    """Decode batches by model and batch number (`CommitmentLedger.batch_of`).
+    """Decode batches by model and batch number (`CommitmentLedger.get_batch_number`).
 
     `loaded_models()` returns the loaded models by name; batches are visited in their order.
     """

@@ -12,8 +12,8 @@ tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
 - Exceptions: After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The
   caller discards the object and rebuilds the rows from their ids.
 
-Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop`, and `extract`
-copies one out.
+Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop_rows`, and
+`extract` copies one out.
 """
 
 from collections.abc import Collection, Sequence
@@ -92,7 +92,7 @@ class NextToken(Generic[K]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRows(Generic[K]):
-    """Rows that `DecodeBatch.ready` has prepared for `admit`."""
+    """Rows that `DecodeBatch.prepare_rows` has prepared for `add_prepared`."""
 
     batch: GenerationBatch
     """Batch of these rows alone."""
@@ -144,7 +144,7 @@ class DecodeBatch(Generic[K]):
     def prepare_rows(
         self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers
     ) -> PendingRows[K]:
-        """Prepare rows that were prefilled in one forward for `admit`, each with a past of its own.
+        """Prepare rows that were prefilled in one forward for `add_prepared`, each with a past of its own.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.

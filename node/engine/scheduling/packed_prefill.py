@@ -37,7 +37,7 @@ those tokens; otherwise a packed prefill costs less."""
 
 
 class PackedPrefill:
-    """Selection of short prompts, and their prefill in one forward. `most` is the maximum size of that forward in
+    """Selection of short prompts, and their prefill in one forward. `max_tokens` is the maximum size of that forward in
     tokens, with padding."""
 
     def __init__(self, forwards: GatedForwards, prefixes: PrefixCacheManager, max_tokens: int) -> None:
@@ -46,8 +46,8 @@ class PackedPrefill:
         self._max_tokens = max_tokens
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
-        """Return the prompts to prefill in one forward with `first`, which is the first of them, in at most `most`
-        tokens. Return only `first` if it cannot be packed."""
+        """Return the prompts to prefill in one forward with `first`, which is the first of them. With padding they have
+        at most `max_tokens` tokens. Return only `first` if it cannot be packed."""
         if not self._can_pack(first):
             return [first]
         batch, members = _get_batch_number(first), [first]

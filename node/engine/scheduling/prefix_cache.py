@@ -78,8 +78,8 @@ class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows, and eviction for the engine (see the module's
     docstring).
 
-    `kept` stores the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
-    under a cap. `released()` is called after memory was freed.
+    `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
+    under a cap. `on_released()` is called after memory was freed.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class PrefixCacheManager:
     # prompts
 
     def begin_lookup(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `past`, or
-        leave it None if the prefix cache is not used.
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set its `past`,
+        or leave that None if the prefix cache is not used.
 
-        `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
+        Set `sequence.cached` to the number of cached tokens, except for rows that return after their first join.
         """
         if self._limit(self._memory().cap) <= 0 or self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
@@ -169,8 +169,12 @@ class PrefixCacheManager:
         sequence.set_cached(prefill.stored_tokens)
 
     def find_prefix(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill that has no cache yet, and set `written`. Repeat this before the first
-        chunk: entries may have been evicted or stored since."""
+        """Find the longest cached prefix of a prefill, and store it in `past`. Set `stored_tokens` to its number of
+        tokens, and `past.stops` to the positions of wanted snapshots.
+
+        Do nothing if the prefill has a cache already, or does not use the prefix cache. Repeat this before the first
+        chunk, because entries may have been evicted or stored since.
+        """
         past, loaded_model = prefill.past, prefill.loaded_model
         if past is None or prefill.cache is not None:
             return
@@ -318,7 +322,8 @@ class PrefixCacheManager:
             )
 
     def _make_room(self, size: int, transient: int = 0) -> bool:
-        """Return whether `size` bytes may be stored; older entries are evicted for them."""
+        """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
+        fit."""
         memory = self._memory()
         limit = self._limit(memory.cap)
         if size > limit or not _fits(memory, size + transient - self.nbytes):
@@ -341,7 +346,7 @@ def choose_snapshot_positions(
     """Return the positions in a prompt, in tokens, at which a cache that cannot be cut is worth a snapshot (see the
     module's docstring).
 
-    `have` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
+    `cached` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
     tokens are a system prompt of all keys.
     """
     most = len(ids) - 1

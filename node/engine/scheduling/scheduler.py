@@ -9,8 +9,8 @@ Rules
 - Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
   its commitment. A chunk is made smaller before it is refused.
 - Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
-  (`required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request
-  to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
+  (`compute_required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the
+  request to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
@@ -205,8 +205,9 @@ class Scheduler:
         return ended
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was
-        (`Preemptor.make_way`)."""
+        """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
+        preempted
+        (`Preemptor.preempt_for_key`)."""
         return self.preemptor.preempt_for_key(owner, need, missing_bytes)
 
     # steps

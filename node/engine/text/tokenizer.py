@@ -2,8 +2,9 @@
 
 `tokenizer_loader` loads a tokenizer, `chat_template` renders the prompts.
 
-`prompt`, `count` and `pipeline` may be called on several threads at the same time. They read only immutable tables, and
-a pipeline holds its own decoding state. Grammars (`guide`, `calling`, `single`) are for one thread at once.
+`tokenize_request`, `count_tokens` and `create_pipeline` may be called on several threads at the same time. They read
+only immutable tables, and a pipeline holds its own decoding state. Grammars (`build_guide`, `tool_call_format`,
+`find_single_token`) are for one thread at once.
 
 A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
 holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
@@ -101,7 +102,7 @@ class Tokenizer:
     def tokenize_request(self, request: Generate, max_tokens: int = 0) -> TokenizedPrompt:
         """Tokenize a request: its text or ids unchanged, or its messages rendered by the model's template.
 
-        If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
+        If a text is clearly longer than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted. Raise
         `TemplateFailed` if template or tokenizer fail.
         """
         plain = bool(request.text or request.ids)
@@ -168,7 +169,7 @@ class Tokenizer:
     def encode(self, text: str, *, plain: bool, max_tokens: int = 0) -> tuple[int, ...]:
         """Tokenize a text. `plain` includes the tokens that the tokenizer adds to every text.
 
-        If a long text clearly has more than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted.
+        If a long text clearly has more than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted.
         Raise `TokenizerPanic` if the native tokenizer panics.
         """
         try:
@@ -183,7 +184,8 @@ class Tokenizer:
             raise TokenizerPanic(f"the tokenizer failed: {format_error(error)}") from error
 
     def _check_length(self, rust: "RustTokenizer", text: str, max_tokens: int) -> None:
-        """Raise `TooLong` as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
+        """Raise `TooLong` as soon as the slices of a text have more than `max_tokens` tokens. A cut adds a few at
+        most."""
         counted = 0
         for start in range(0, len(text), TOKENIZE_SLICE_CHARS):
             part = text[start : start + TOKENIZE_SLICE_CHARS]

@@ -43,10 +43,10 @@ log = structlog.get_logger("engine.trial")
 
 
 class TokenizerTrials:
-    """Trials of models' tokenizers, and their results. `folder` stores the fingerprints that passed; None: in memory
-    only.
+    """Trial runs of models' chat templates and tokenizers in a limited process, with their results by fingerprint.
 
-    `cpu` is the limit of CPU seconds, `memory` that of bytes in addition to the tokenizer's files.
+    `folder` stores the fingerprints that passed; None: in memory only. `cpu` is the limit of CPU seconds. `memory` is
+    the limit in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size of the tokenizer's files.
     """
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
