@@ -16,7 +16,7 @@ from coordinator.state.settings import ClusterSettings, HttpSettings
 from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_config import check_http_settings
 from host.log_setup import open_journal
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 from router.admission.api_keys import KeyRing, anonymous_key
 
 DAY_SECONDS = 86400.0
@@ -48,7 +48,7 @@ def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) ->
     Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
     database cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
     """
-    state = private_folder(folder)
+    state = create_private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
     open_journal(log_file, "info", events.add_event)
     store = Database(state)

@@ -523,7 +523,7 @@ def _log_failure(request: ActiveRequest, code: str) -> None:
     """Log a broken request with the client's id and with the number used by node and engine."""
     log.warning(
         "request broken",
-        request_id=request.job.request_id,
+        request_id=request.spec.request_id,
         request=request.attempt,
         node=request.node_name,
         code=code[:40],

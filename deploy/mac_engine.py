@@ -45,7 +45,7 @@ def check_engine_answers() -> Outcome:
 
 def check_soft_end() -> Outcome:
     """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before."""
-    from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
+    from node.engine.process.main import EXIT_TIMEOUT_SECONDS, encode_settings
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
     from wire.codec import Splitter, decode, encode
@@ -74,7 +74,7 @@ def check_soft_end() -> Outcome:
                 1, 1, "r", MODEL.name, (Message("user", "Hello!"),), GenerationParams(max_tokens=10_000), 0
             )
             ours.sendall(
-                settings_message(settings) + encode(MemoryLimits(8 * GIB, 8 * GIB, 0, "static")) + encode(request)
+                encode_settings(settings) + encode(MemoryLimits(8 * GIB, 8 * GIB, 0, "static")) + encode(request)
             )
             splitter, writes = Splitter(), False
             while not writes and (piece := ours.recv(65536)):
@@ -114,7 +114,7 @@ def deliver_frame(engine: "Engine", frame: "Frame") -> "list[Frame]":
     while works:
         for one in engine.handle(works.pop(), time.monotonic()):
             if isinstance(one, UntokenizedPrompt):
-                works.append(one.read())
+                works.append(one.tokenize())
             else:
                 said.append(one)
     return said

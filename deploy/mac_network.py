@@ -11,9 +11,9 @@ import sys
 import time
 
 from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip, run_tool
-from host.bonjour_announce import Announcement, addresses
+from host.bonjour_announce import Announcement, list_addresses
 from node.agent import discovery
-from node.engine.process.main import settings_message
+from node.engine.process.main import encode_settings
 from node.settings import NodeSettings
 from wire.bonjour_record import BonjourRecord, instance_name
 from wire.codec import Splitter, decode, encode
@@ -63,7 +63,7 @@ def check_child_eof() -> Outcome:
         theirs.close()
         try:
             ours.settimeout(ANSWER_TIMEOUT_SECONDS)
-            ours.sendall(settings_message(NodeSettings()) + encode(Ping(NONCE)))
+            ours.sendall(encode_settings(NodeSettings()) + encode(Ping(NONCE)))
             answered = _receive_pong(ours)
             ours.close()
             began = time.monotonic()
@@ -148,7 +148,7 @@ def check_bonjour() -> Outcome:
 
 
 async def _run_bonjour() -> Outcome:
-    if not addresses():
+    if not list_addresses():
         return create_skip("this Mac has no address that another machine could reach")
     name, identity = "mac-check", os.urandom(4).hex()
     record = instance_name(name, identity)

@@ -26,7 +26,7 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 """Maximum seconds to withdraw the record at the end."""
 
 
-def addresses() -> list[str]:
+def list_addresses() -> list[str]:
     """Return the addresses of this machine that another machine can dial, best first."""
     found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
@@ -75,7 +75,7 @@ class Announcement:
 
     async def _follow_addresses(self) -> None:
         while True:
-            current_addresses = list(self._fixed_addresses) if self._fixed_addresses is not None else addresses()
+            current_addresses = list(self._fixed_addresses) if self._fixed_addresses is not None else list_addresses()
             if current_addresses != self._announced:
                 await self._withdraw()
                 await self._announce(current_addresses)

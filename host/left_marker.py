@@ -14,6 +14,6 @@ def has_left(node: Path) -> bool:
     return (node / "left").exists()
 
 
-def forget_left(node: Path) -> None:
+def delete_left_mark(node: Path) -> None:
     """Delete the mark of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
     (node / "left").unlink(missing_ok=True)

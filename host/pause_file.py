@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 
 FILE = "pause.json"
 MAX_NAME_CHARS = 100
@@ -31,7 +31,7 @@ class PauseFile:
 
     def write(self, pause: PauseRecord) -> None:
         """Store a pause in place of an earlier one. Raise OSError if that fails."""
-        private_folder(self.path.parent)
+        create_private_folder(self.path.parent)
         kept = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(kept))
 
@@ -41,7 +41,7 @@ class PauseFile:
         self.path.unlink(missing_ok=True)
         return there
 
-    def stamp(self) -> tuple[int, int] | None:
+    def read_stamp(self) -> tuple[int, int] | None:
         """Return a value that changes when the file does; None without a file. Raise OSError for other failures."""
         try:
             seen = self.path.stat()

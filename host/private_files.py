@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 
-def private_folder(folder: Path) -> Path:
+def create_private_folder(folder: Path) -> Path:
     """Create a folder of mode 0700, or change the mode of an existing one, and return it. Raise OSError on failure.
 
     Missing parents get mode 0700 as well, because `mkdir(parents=True)` uses the umask. Existing parents do not change.
     """
     if not folder.parent.exists():
-        private_folder(folder.parent)
+        create_private_folder(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
     folder.chmod(0o700)
     return folder

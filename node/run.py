@@ -23,9 +23,9 @@ import uvloop
 from msgspec.structs import replace
 
 from host.bonjour_announce import Announcement
-from host.left_marker import forget_left, mark_left
+from host.left_marker import delete_left_mark, mark_left
 from host.log_setup import hide_warnings, open_journal
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -43,10 +43,10 @@ from node.agent.link_keeper import ExpelledError
 from node.agent.machine_id import machine_id
 from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, known
 from node.assembly import Node, assemble
-from node.inspect.running_settings import published
+from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
-from node.settings import COORDINATOR_SECTIONS, NodeSettings, node_name, resolve
+from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, resolve_settings
 from node.sharing.keep_awake import SleepPolicy
 from wire.bonjour_record import BonjourRecord
 from wire.frames import GoodbyeReason
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
-        with _lock(options.state), published(options.state / "node", os.getpid(), resolved):
+        with _lock(options.state), publish_settings(options.state / "node", os.getpid(), resolved):
             return _print_end(options, uvloop.run(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -115,7 +115,7 @@ def _settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
         ("environment", from_environment(os.environ)),
         ("--set", from_pairs(options.pairs)),
     ]
-    resolved = resolve(layers, COORDINATOR_SECTIONS)
+    resolved = resolve_settings(layers, COORDINATOR_SECTIONS)
     settings = resolved.value
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
@@ -131,7 +131,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
     """Lock that allows one node per state folder. The file has the process id for `cluster leave`."""
 
     def __init__(self, state: Path) -> None:
-        self._file = private_folder(state / "node") / "lock"
+        self._file = create_private_folder(state / "node") / "lock"
 
     def __enter__(self) -> None:
         self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -305,7 +305,7 @@ async def _identity(
         return enrollment.remember(found, _plain(options.url)) if options.url else found
     if options.leave:
         raise NodeStartError(5, f"there is no node in {options.state}")
-    name = node_name(settings, platform.node())
+    name = choose_node_name(settings, platform.node())
     announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
@@ -313,7 +313,7 @@ async def _identity(
         identity = await enrollment.enroll(
             _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
         )
-        forget_left(folder.parent)
+        delete_left_mark(folder.parent)
         return identity
     finally:
         await announcement.close()

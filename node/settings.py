@@ -17,7 +17,7 @@ from host.settings_loader import resolve_layers as resolve_layers
 from node.engine.memory.wired_limit import WireMode
 from node.engine.process.kinds import KINDS
 from node.memory.cap import CUSTOM, TIERS
-from node.sharing.policy import ShareWhen, read_hours
+from node.sharing.policy import ShareWhen, parse_hours
 from wire.identity import valid_id, valid_model, valid_name
 from wire.units import parse_size
 
@@ -523,7 +523,9 @@ _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> ResolvedSettings[NodeSettings]:
+def resolve_settings(
+    layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()
+) -> ResolvedSettings[NodeSettings]:
     """Merge layers to the settings of a node, set the tier of an explicit cap, and check all values.
 
     `layers` are pairs of origin and values by key, lowest precedence first. `others` are sections to skip. Raise
@@ -579,7 +581,7 @@ def _check_hours(sharing: SharingSettings) -> None:
     if not sharing.hours and sharing.when != ShareWhen.HOURS:
         return
     try:
-        read_hours(sharing.hours)
+        parse_hours(sharing.hours)
     except ValueError as error:
         raise SettingsError(f"setting sharing.hours: {error}") from None
 
@@ -615,12 +617,9 @@ def _get_value(settings: NodeSettings, key: str) -> object:
     return value
 
 
-def node_name(settings: NodeSettings, host: str) -> str:
-    """Return the display name of the node: the setting `node.name`, else the host name `host` without unsafe
-    characters.
-
-    The name is `node` if the host name has no valid character.
-    """
+def choose_node_name(settings: NodeSettings, host: str) -> str:
+    """Return the display name of the node: the setting `node.name`, else the host name without unsafe characters, else
+    `node`. `host` is the host name."""
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")

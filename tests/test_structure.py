@@ -37,7 +37,7 @@ LARGE_MODULES: dict[str, int] = {
     "coordinator/simulation/simulated_node.py": 678,
     "coordinator/state/database.py": 513,
     "node/models/catalogue.py": 622,
-    "node/settings.py": 627,
+    "node/settings.py": 626,
     "wire/capacity/arithmetic.py": 416,
 }
 """Modules above the limit, with their lines."""

@@ -92,7 +92,7 @@ class ControlApi:
             "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.build_rows()},
             "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
         }
-        sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
+        sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.get_time))
         subjects: tuple[RouteGroup, ...] = (
             pool,
             nodes,

@@ -18,19 +18,19 @@ class DispatcherApi(Protocol):
     breakers: CircuitBreakers[NodeId]
     placer: Placer
 
-    def in_flight(self, node: NodeId) -> int:
+    def count_in_flight(self, node: NodeId) -> int:
         """Return the number of requests on a node."""
         ...
 
-    def waiting(self) -> int:
+    def count_queued(self) -> int:
         """Return the number of requests that wait for a node."""
         ...
 
-    def open_requests(self) -> list[ActiveRequest]:
+    def list_open_requests(self) -> list[ActiveRequest]:
         """Return all requests that have not ended, oldest first."""
         ...
 
-    def now(self) -> float:
+    def get_time(self) -> float:
         """Return the current time in seconds, on the clock of the dispatcher's other times."""
         ...
 

@@ -35,14 +35,14 @@ class SnapshotSources:
     def __call__(self) -> dict[str, object]:
         """Return the current content of each section by name."""
         names = self.ring.names()
-        records = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
+        records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.build_status_row().items() if name != "uptime_seconds"},
             "nodes": [_remove_age_noise(row) for row in self.nodes.build_rows()],
             "models": self.models.build_rows(),
             "requests": [
                 _build_open_row(request, self.clock, names)
-                for request in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
+                for request in self.traffic.list_open_requests()[:MAX_REQUESTS_SHOWN]
             ],
             "ended": [_build_ended_row(record, self.clock, names) for record in records],
             "joins": self.joins.build_rows(),
@@ -84,15 +84,15 @@ def _build_ended_row(record: RequestRecord, clock: WallClock, names: Mapping[str
 def _build_open_row(request: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
-        "id": request.job.request_id,
-        "key": names.get(request.job.key, request.job.key),
-        "model": request.job.demand.model,
+        "id": request.spec.request_id,
+        "key": names.get(request.spec.key, request.spec.key),
+        "model": request.spec.demand.model,
         "node": request.node_name,
         "phase": get_phase(request),
-        "prompt_tokens": request.read[0],
-        "cached_tokens": request.read[1],
+        "prompt_tokens": request.prompt_counts[0],
+        "cached_tokens": request.prompt_counts[1],
         "completion_tokens": request.tokens.total,
         "attempts": request.attempts,
-        "stream": request.job.stream,
+        "stream": request.spec.stream,
         "at": clock.to_unix(request.arrived),
     }

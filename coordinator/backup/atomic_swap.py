@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 
 RESTORING = "restoring"
 COMMIT = "commit.json"
@@ -39,7 +39,7 @@ def create_staging(folder: Path) -> Path:
         staged.unlink()
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(mode=0o700)
-    return private_folder(staged)
+    return create_private_folder(staged)
 
 
 def commit(folder: Path, plan: FileMoves) -> None:
@@ -76,7 +76,7 @@ def finish_swap(folder: Path) -> bool:
     except (FileNotFoundError, msgspec.MsgspecError):
         shutil.rmtree(staged, ignore_errors=True)
         return False
-    aside = private_folder(folder / plan.aside)
+    aside = create_private_folder(folder / plan.aside)
     for name in plan.remove:
         _away(folder / name, aside)
     for name in plan.install:

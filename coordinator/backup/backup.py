@@ -37,7 +37,7 @@ from coordinator.backup.archive import (
 from coordinator.backup.atomic_swap import is_unsettled
 from coordinator.backup.encryption import DecryptingReader, EncryptingWriter, EncryptionError
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 from host.settings_loader import from_tree
 
 
@@ -70,7 +70,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
     _check_target(file, passphrase)
     try:
         with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
-            members, manifest = _gather(state, private_folder(Path(folder)), artifacts=artifacts)
+            members, manifest = _gather(state, create_private_folder(Path(folder)), artifacts=artifacts)
             size = _write(file, members, manifest, passphrase)
     except (OSError, sqlite3.Error, AuthorityError) as error:
         raise BackupError(f"no backup was made: {error}") from None

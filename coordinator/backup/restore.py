@@ -36,7 +36,7 @@ from coordinator.backup.generation_fence import MARK_FILE
 from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
 from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 _BESIDES = ("", "-wal", "-shm")
@@ -119,7 +119,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     `StateLockedError` if a coordinator runs there.
     """
     try:
-        lock = StateLock(private_folder(state))
+        lock = StateLock(create_private_folder(state))
     except OSError as error:
         raise RestoreError(f"{state} cannot be written: {error.strerror}") from None
     try:
@@ -225,7 +225,7 @@ def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
     """Write one private file below `staged` and sync it to disk."""
     path = staged / name
     for folder in reversed(path.relative_to(staged).parents):
-        private_folder(staged / folder)
+        create_private_folder(staged / folder)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as out:
         for piece in pieces:

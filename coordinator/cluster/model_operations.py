@@ -55,10 +55,10 @@ class ModelOperations:
         """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))
-            return self._dispatcher.placer.unavailable_reason(node) or await self._load_on(choice, model)
+            return self._dispatcher.placer.find_unavailable_refusal(node) or await self._load_on(choice, model)
         tried: dict[NodeId, Refused] = {}
         while True:
-            choice = self._dispatcher.placer.choose_load(model, tried)
+            choice = self._dispatcher.placer.choose_load_node(model, tried)
             if isinstance(choice, Refused):
                 return _join_refusals(tried) or choice
             answer = await self._load_on(choice, model)
@@ -81,7 +81,7 @@ class ModelOperations:
         holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _is_loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
-            choice = self._dispatcher.placer.choose_load(model, {})
+            choice = self._dispatcher.placer.choose_load_node(model, {})
             if isinstance(choice, Refused):
                 return [], choice
             answers = [await self._send_command(ProfileModel, choice.node, choice.name, model)]
@@ -90,9 +90,9 @@ class ModelOperations:
         return _split_results(answers, "measured")
 
     async def _profile_on(self, model: str, node: NodeView) -> CommandOutcome:
-        return self._dispatcher.placer.unavailable_reason(replace(node, cordoned=False)) or await self._send_command(
-            ProfileModel, node.id, node.name, model
-        )
+        return self._dispatcher.placer.find_unavailable_refusal(
+            replace(node, cordoned=False)
+        ) or await self._send_command(ProfileModel, node.id, node.name, model)
 
     async def unload_model(
         self, model: str, node: NodeView | None
@@ -111,12 +111,12 @@ class ModelOperations:
         return _split_results(answers, "unloaded")
 
     async def _unload_from(self, model: str, node: NodeView) -> CommandOutcome:
-        away = self._dispatcher.placer.unavailable_reason(replace(node, cordoned=False))
+        away = self._dispatcher.placer.find_unavailable_refusal(replace(node, cordoned=False))
         return away or await self._send_command(UnloadModel, node.id, node.name, model)
 
     async def _send_command(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandOutcome:
         begun = self._clock()
-        ended = await self._dispatcher.orders.send(kind, node, name, model)
+        ended = await self._dispatcher.commands.send(kind, node, name, model)
         if not isinstance(ended, Finished):
             return ended
         return CommandResult(node, name, self._clock() - begun, model=ended.measured)

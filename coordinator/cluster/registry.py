@@ -26,7 +26,7 @@ from coordinator.observe.node_rows import NodeFacts, build_node_row, can_answer,
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
 from wire.frames import (
@@ -69,11 +69,11 @@ class RegistryListener(Protocol):
         """Handle a frame of a node that is not about its membership, such as a frame of a request."""
         ...
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Resume the requests of a node on other nodes, because its link has ended for `reason`."""
         ...
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Delete all data of a node that is no longer a member."""
         ...
 
@@ -367,7 +367,7 @@ class Registry:
                 case ResumeRequests():
                     log.warning("node gone", node=action.node, reason=action.reason)
                     if self.listener is not None:
-                        self.listener.node_gone(action.node, action.reason)
+                        self.listener.handle_lost_node(action.node, action.reason)
                 case DeleteMember():
                     self._delete_node_data(action.node)
                 case PublishMember():
@@ -390,7 +390,7 @@ class Registry:
         ):
             by_node.pop(node, None)
         if self.listener is not None:
-            self.listener.forget(node)
+            self.listener.remove_node(node)
 
     def _schedule_tick(self) -> None:
         due = membership.next_deadline(self._pool, self._loop.time())
@@ -450,7 +450,7 @@ class Registry:
             return NodeView(
                 node, name, member.state, member.cordoned, labels=frozenset(row.labels), video_allowed=row.video
             )
-        return view_of(
+        return build_node_view(
             report,
             node=node,
             name=name,

@@ -122,7 +122,7 @@ class FastPath:
 
     def is_known_key(self, presented: bytes) -> bool:
         """Return whether the API key `presented` is valid. The use is not counted."""
-        return self._ring.knows(presented)
+        return self._ring.is_valid(presented)
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
         """Check key and body of a complete request, and return its specification; None if the app must answer."""
@@ -134,7 +134,7 @@ class FastPath:
         if isinstance(parsed, Problem) or parsed.params.logprobs or parsed.custom:
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
-        job = parsed.job(key.id, request_id, int(time.time()))
+        job = parsed.to_spec(key.id, request_id, int(time.time()))
         return replace(job, session=head.session) if head.session else job
 
 
@@ -200,7 +200,7 @@ class FastPathProtocol(DeadlineProtocol):
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _start_request(self, job: RequestSpec) -> None:
+    def _start_request(self, spec: RequestSpec) -> None:
         if self._deadline is not None:
             self._cancel_deadline()
         if self.slot is not None:
@@ -208,7 +208,7 @@ class FastPathProtocol(DeadlineProtocol):
             if not self.slot.has_valid_key:
                 self.slot.record_valid_key()
         self.server_state.total_requests += 1
-        request = self._request = self.fast_path.dispatcher.submit(job)
+        request = self._request = self.fast_path.dispatcher.submit(spec)
         answer = request.answer
         answer.attach(self._on_request_event)
         if answer.outcome is not None or (isinstance(answer, StreamedAnswer) and answer.ready):
@@ -226,8 +226,8 @@ class FastPathProtocol(DeadlineProtocol):
     def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
-            answer = cast("CollectedAnswer", request.answer).complete(request.fingerprint)
-            body = chat_response.completion(request.job, answer, outcome)
+            answer = cast("CollectedAnswer", request.answer).build_answer(request.fingerprint)
+            body = chat_response.completion(request.spec, answer, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
             return
@@ -235,7 +235,7 @@ class FastPathProtocol(DeadlineProtocol):
         if problem is None:
             self._close_request(499)
             return
-        body = problem.body(request.job.request_id)
+        body = problem.body(request.spec.request_id)
         own = b"".join(b"%s: %s\r\n" % header for header in problem.headers())
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
@@ -252,10 +252,10 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _open_stream(self, request: ActiveRequest, answer: StreamedAnswer) -> None:
         """Send the head with the first events, and start the pump for the rest."""
-        chunks = chat_response.ChatChunks(request.job, fingerprint=request.fingerprint)
+        chunks = chat_response.ChatChunks(request.spec, fingerprint=request.fingerprint)
         stream = self._stream = ChunkedStream(self.transport, _STREAM % _build_headers(request), self._end_stream)
         stream.busy = self.flow.write_paused
-        answer.open()
+        answer.mark_opened()
         StreamPump(answer, chunks, stream)
 
     def _end_stream(self, complete: bool) -> None:
@@ -270,7 +270,7 @@ class FastPathProtocol(DeadlineProtocol):
             return
         request.answer.detach()
         self.fast_path.dispatcher.close(request)
-        self.fast_path.dispatcher.counters.answered(status)
+        self.fast_path.dispatcher.counters.count_answer(status)
         if self.transport.is_closing():
             return
         if self._closing:
@@ -374,7 +374,7 @@ class ChunkedStream:
 
 def _build_headers(request: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
-    request_id = request.job.request_id.encode()
+    request_id = request.spec.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
     return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(request))
 

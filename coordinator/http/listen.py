@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from host.bonjour_announce import addresses
+from host.bonjour_announce import list_addresses
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -31,7 +31,7 @@ def get_reachable_host(host: str) -> str:
     """
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return f"[{host}]" if ":" in host else host
-    best = next(iter(addresses()), "127.0.0.1")
+    best = next(iter(list_addresses()), "127.0.0.1")
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
 
 
@@ -45,4 +45,4 @@ def list_cluster_addresses(host: str, port: int) -> tuple[str, ...]:
     """Return every HOST:PORT at which nodes may reach a listening address; for a wildcard, all addresses."""
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return (f"{get_reachable_host(host)}:{port}",)
-    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in addresses())
+    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in list_addresses())

@@ -396,7 +396,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         _G,
         "Different fingerprints of models with the same name.",
         lambda p: [
-            ((name,), float(len(p.view.identity(name).holders))) for name in p.view.conflicts()[:MAX_MODELS_PER_NODE]
+            ((name,), float(len(p.view.identify(name).holders))) for name in p.view.conflicts[:MAX_MODELS_PER_NODE]
         ],
         _MODEL,
         "while they differ",

@@ -75,7 +75,7 @@ class MetricsService:
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
         """Return a node's metrics as `render_pool` does. Raise `NodeUnreachable` if the node does not answer."""
         measures = await self._fetch_measures(node)
-        view = self._registry.build_view().node(node)
+        view = self._registry.build_view().find_node(node)
         if view is None:
             raise NodeUnreachable("it is no member any more")
         return await asyncio.to_thread(render_metrics, self.collect_node(view, measures), accept)
@@ -106,7 +106,7 @@ class MetricsService:
     def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
         """Return the metrics snapshot of a node by its newest report and these measurements."""
         wall = time.time()
-        reported_at = wall - max(0.0, self._dispatcher.now() - view.reported_at)
+        reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
         about = self._labels.admit_host(view.id, self._registry.describe_host(view.id))
         return NodeSnapshot(
             view, reported_at, wall, about, self._labels.admit_models(view.id, sort_by_priority(view)), measures
@@ -125,7 +125,7 @@ class MetricsService:
 
         Raise `NodeUnreachable` if the node does not answer.
         """
-        view = self._registry.build_view().node(node)
+        view = self._registry.build_view().find_node(node)
         if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
         pieces = self._registry.links.fetch_source(node, "metrics", MAX_MEASURES_BYTES)
@@ -138,11 +138,11 @@ class MetricsService:
     def take_snapshot(self) -> PoolSnapshot:
         """Return the metrics snapshot of the coordinator, without requests to nodes."""
         dispatcher, registry = self._dispatcher, self._registry
-        view, now, links = dispatcher.view, dispatcher.now(), registry.links
+        view, now, links = dispatcher.view, dispatcher.get_time(), registry.links
         members = [node.id for node in view.nodes]
         self._labels.retain_members(members)
         keys = self._ring.names()
-        dispatcher.counters.forget_keys(keys)
+        dispatcher.counters.retain_keys(keys)
         return PoolSnapshot(
             version=self._version,
             python=platform.python_version(),
@@ -153,12 +153,12 @@ class MetricsService:
             self_suspect=registry.pool.self_suspect,
             counters=dispatcher.counters,
             keys=keys,
-            in_flight={node: dispatcher.in_flight(node) for node in members},
-            unacknowledged={node: dispatcher.ledger.unacknowledged(node) for node in members},
-            leaks=dispatcher.leaks(),
-            barred=frozenset(dispatcher.breakers.barred_nodes(now)),
+            in_flight={node: dispatcher.count_in_flight(node) for node in members},
+            unacknowledged={node: dispatcher.ledger.get_unacknowledged_bytes(node) for node in members},
+            leaks=dispatcher.count_leaks(),
+            barred=frozenset(dispatcher.breakers.list_barred_nodes(now)),
             opened_breakers=dispatcher.breakers.opened,
-            waiting=dispatcher.waiting(),
+            waiting=dispatcher.count_queued(),
             queue_limit=dispatcher.queue.limit(len(members)),
             oldest_wait_seconds=dispatcher.queue.oldest(now),
             keys_refused=self._ring.refused,

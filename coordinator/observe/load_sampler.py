@@ -22,11 +22,11 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
     """Return the load of the pool and of each member at `at` (Unix seconds), without nodes that have left."""
     counters = dispatcher.counters
     members = {
-        node.id: build_node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
+        node.id: build_node_load(node, counters.nodes.get(node.id), dispatcher.count_in_flight(node.id))
         for node in sorted(registry.build_view().nodes, key=lambda node: node.name)
         if node.state != NodeState.LEFT
     }
-    return LoadReading(at, members, counters.durations, dispatcher.waiting())
+    return LoadReading(at, members, counters.durations, dispatcher.count_queued())
 
 
 def build_node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:

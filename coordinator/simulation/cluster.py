@@ -30,7 +30,7 @@ from coordinator.simulation.simulated_node import SimulatedNode
 from coordinator.simulation.workload import ConversationTurn, SimulatedConversation
 from router.dispatch.request import Outcome, RequestFailure
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import Refused
@@ -324,7 +324,7 @@ class SimulatedPool:
         self._step(node, MemberReported(self._links[node], report.draining))
         member = self.members[node]
         self._reported_at[node] = now
-        self._views[node] = view_of(
+        self._views[node] = build_node_view(
             report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
         )
 

@@ -92,7 +92,7 @@ class ProductionRouter:
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Pass the loss of a node to the dispatcher."""
-        self.dispatcher.node_gone(node, reason)
+        self.dispatcher.handle_lost_node(node, reason)
 
     def changed(self, node: NodeId) -> None:
         """Ignore the change."""
@@ -114,11 +114,11 @@ class ProductionRouter:
 
     def _read(self, request: ActiveRequest) -> None:
         assert isinstance(request.answer, StreamedAnswer)  # noqa: S101  the job asks for a stream
-        request.answer.take()
+        request.answer.take_deltas()
         if request.outcome is not None:
             request.answer.detach()
             self.dispatcher.close(request)
-            self._pool.ended(request.job.request_id, request.outcome)
+            self._pool.ended(request.spec.request_id, request.outcome)
 
     def close(self) -> None:
         """Stop the dispatcher, and check that its reservation ledger is consistent."""
@@ -214,14 +214,14 @@ class PeerRouter:
         if isinstance(self._policy, RoundRobin):
             self._policy.sent(best.id)
         self._live[number] = (turn, best.id, tries, refused)
-        self._on.setdefault(best.id, {})[number] = demand.tokens_on(best.models[turn.model])
+        self._on.setdefault(best.id, {})[number] = demand.estimate_prompt_tokens(best.models[turn.model])
         self._pool.send(
             best.id, Generate(number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0)
         )
 
     def _seen(self, node: NodeView, demand: ResourceDemand) -> Candidate:
         model, mine = node.models[demand.model], self._on.get(node.id, {})
-        tokens = demand.tokens_on(model)
+        tokens = demand.estimate_prompt_tokens(model)
         wait = (node.engine.queued_tokens + sum(mine.values()) + tokens) / model.prefill_speed
         return Candidate(
             node.id,
@@ -358,7 +358,7 @@ class LinearCost:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the cost of the node in tokens; less is better."""
         groups = candidate.model.groups if candidate.model is not None else ()
-        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.warm)
+        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.cached_share)
         return (prefill + sum(group.tokens for group in groups),)
 
 
@@ -368,7 +368,7 @@ class WeightedScorers:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the negative weighted sum of scores between 0 and 1; less is better."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
-        return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
+        return (-(3 * candidate.cached_share + 2 * queue + 2 * (1 - _used(candidate.memory))),)
 
 
 def _speed(candidate: Candidate) -> float:
@@ -379,7 +379,7 @@ def _queued(candidate: Candidate) -> float:
     """Return the prompt tokens ahead of this request."""
     model = candidate.model
     load = model.load_seconds if model is not None and not model.loaded else 0.0
-    mine = candidate.prompt_tokens * (1 - candidate.warm)
+    mine = candidate.prompt_tokens * (1 - candidate.cached_share)
     return max(0.0, (candidate.expected_ttft - load) * _speed(candidate) - mine)
 
 

@@ -26,7 +26,7 @@ import msgspec
 import structlog
 
 from coordinator.backup.atomic_swap import finish_swap
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from wire.identity import NodeId
@@ -200,7 +200,7 @@ class Database:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self._lock = StateLock(private_folder(folder))
+            self._lock = StateLock(create_private_folder(folder))
         except OSError as error:
             raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
         try:

@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
 
@@ -62,7 +62,7 @@ class ClusterCa:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:
-        private_folder(folder)
+        create_private_folder(folder)
         self._clock = clock
         self._node_life = node_life
         self._own = folder / "coordinator.pem"

@@ -38,8 +38,8 @@ from coordinator.tls.cluster_ca import (
     read_key_pair,
     write_key_pair,
 )
-from host.bonjour_announce import addresses
-from host.private_files import private_folder
+from host.bonjour_announce import list_addresses
+from host.private_files import create_private_folder
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 log = structlog.get_logger("coordinator.tls.https_ca")
@@ -76,9 +76,9 @@ class HttpsCa:
         folder: Path,
         hosts: Iterable[str],
         clock: Callable[[], float],
-        get_local_names: Callable[[], Iterable[str]] = lambda: (*get_own_names(), *addresses()),
+        get_local_names: Callable[[], Iterable[str]] = lambda: (*get_own_names(), *list_addresses()),
     ) -> None:
-        private_folder(folder)
+        create_private_folder(folder)
         self._clock = clock
         self._get_local_names = get_local_names
         self._hosts = tuple(sorted(set(hosts)))

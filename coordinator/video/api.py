@@ -53,7 +53,7 @@ VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 class AnswerCounter(Protocol):
     """Counter of HTTP answers, for metrics."""
 
-    def answered(self, status: int) -> None:
+    def count_answer(self, status: int) -> None:
         """Count one HTTP answer by its status code."""
         ...
 
@@ -90,7 +90,7 @@ class VideoApp:
         except StoreError as error:
             await exchange.refuse(Problem(503, "storage_failed", str(error)))
         finally:
-            self._counters.answered(exchange.status)
+            self._counters.count_answer(exchange.status)
 
     async def _dispatch(self, exchange: Exchange, path: str, query: Mapping[str, str]) -> None:
         if path == VIDEOS:

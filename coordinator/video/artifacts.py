@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.video.state.jobs import JobFault, JobFaultCode, StoredFile, VideoJob
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 from wire.identity import NodeId
 from wire.video import Artifact, LeaseEndCode
 
@@ -165,8 +165,8 @@ def get_media_type(name: str) -> str:
 
 
 def _create_folders(root: Path, folder: Path) -> None:
-    private_folder(root)
-    private_folder(folder)
+    create_private_folder(root)
+    create_private_folder(folder)
 
 
 def _write(descriptor: int, piece: bytes) -> None:

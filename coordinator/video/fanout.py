@@ -29,12 +29,12 @@ class ListenerFanout:
         else:
             self._dispatcher.receive(node, frame)
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Report the end of a node's link to the dispatcher, with its reason, and to the video controller."""
-        self._dispatcher.node_gone(node, reason)
+        self._dispatcher.handle_lost_node(node, reason)
         self._controller.handle_node_gone(node)
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Delete the data of a former member from the dispatcher and the video controller."""
-        self._dispatcher.forget(node)
+        self._dispatcher.remove_node(node)
         self._controller.delete_node_data(node)

@@ -54,7 +54,7 @@ def _build_profile_fields(profile: VideoMemoryProfile) -> dict[str, Any]:
 
 def build_lease_row(hold: LeaseHold, table: JobTable, view: ClusterView) -> dict[str, Any]:
     """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node."""
-    node, job = view.node(NodeId(hold.node)), table.jobs.get(hold.job)
+    node, job = view.find_node(NodeId(hold.node)), table.jobs.get(hold.job)
     state = _find_reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
         "id": hold.lease,

@@ -172,7 +172,7 @@ class Agent:
             case LeaseRelease():
                 parts.lease_manager.release(frame)
             case AllowVideo():
-                parts.ray.allow(on=frame.allowed)
+                parts.ray.set_allowed(on=frame.allowed)
             case RayHead():
                 pass
             case PauseNode():

@@ -15,7 +15,7 @@ import structlog
 from zeroconf import Error, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from host.bonjour_announce import addresses
+from host.bonjour_announce import list_addresses
 from node.agent.enrollment import proves_itself
 from node.agent.identity import NodeIdentity
 from wire.bonjour_record import (
@@ -74,7 +74,7 @@ async def find(
     cluster. `interfaces` are the addresses of this machine to search from; None for all. The list is also empty if
     multicast is not possible. The services are sorted by name.
     """
-    where = list(interfaces) if interfaces is not None else addresses()
+    where = list(interfaces) if interfaces is not None else list_addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]
     if not where:
         return []

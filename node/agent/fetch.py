@@ -10,7 +10,7 @@ import msgspec
 
 from node.agent.connection import CoordinatorLink
 from node.engine_process.supervisor import Supervisor
-from node.memory.sensor import footprint_of
+from node.memory.sensor import measure_footprint
 from node.video.lease_manager import LeaseManager
 from node.video.lease_store import PREFIX
 from wire.frames import FetchChunk, FetchRequest
@@ -43,7 +43,7 @@ class FetchAnswers:
     def _measures(self) -> NodeMeasures:
         report = self._supervisor.reports.latest
         gate = report.measures if report else GateMeasures()
-        return NodeMeasures(gate, time.process_time(), footprint_of((os.getpid(),)) or 0)
+        return NodeMeasures(gate, time.process_time(), measure_footprint((os.getpid(),)) or 0)
 
 
 def _line_start(file: BinaryIO, position: int) -> int:

@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 from wire.certificate import read_certificate
 from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
@@ -164,7 +164,7 @@ def create(
     peer = parse_uri(parsed.uri)
     if peer is None or peer.node is None or peer.cluster != cluster:
         raise IdentityError("the coordinator sent a certificate that names no node of its cluster")
-    identity = NodeIdentity(cluster, peer.node, parsed.name, machine, private_folder(folder), certificate, ca)
+    identity = NodeIdentity(cluster, peer.node, parsed.name, machine, create_private_folder(folder), certificate, ca)
     _keep_certificate(identity, request.key, certificate)
     _keep(identity)
     return identity

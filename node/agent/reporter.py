@@ -86,8 +86,8 @@ class Reporter:
                     acked_seq=snapshot.acked_seq if snapshot else 0,
                     draining=self._draining or not self._sharing.sharing_state.shared,
                     ping=self._ping,
-                    system=self._poll.system(),
-                    enforcement=self._poll.enforcement(),
+                    system=self._poll.build_system_memory(),
+                    enforcement=self._poll.build_enforcement(),
                     video=self._video(),
                     sharing=self._sharing.to_report(),
                     illegal_events=self._illegal_events.count,
@@ -155,7 +155,7 @@ class Reporter:
         reports = self._supervisor.reports
         if reports.latest is not None and reports.latest.memory.cap and reports.received_at is not None:
             return replace(reports.latest.memory, age=time.monotonic() - reports.received_at)
-        limits = self._limiter.now(0)
+        limits = self._limiter.compute_current_ceiling(0)
         return Memory(
             cap=limits.cap,
             ceiling=limits.ceiling,

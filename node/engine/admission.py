@@ -21,19 +21,21 @@ class RequestLimits(NamedTuple):
     batch: int
     """Maximum rows that decode at once."""
 
-    def context_of(self, found: ModelDescriptor) -> int:
+    def get_max_row_tokens(self, descriptor: ModelDescriptor) -> int:
         """Return the most tokens of a row: the model's context, or fewer by setting."""
-        return min(found.context, self.context or found.context)
+        return min(descriptor.context, self.context or descriptor.context)
 
-    def shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
+    def compute_shape(self, prepared: PreparedRequest, descriptor: ModelDescriptor) -> preflight.RequestShape:
         """Return the size of a request for a model."""
-        return preflight.shape_of(prepared.request, prepared.tokens, self.tokens, self.context_of(found))
+        return preflight.compute_shape(
+            prepared.request, prepared.tokens, self.tokens, self.get_max_row_tokens(descriptor)
+        )
 
 
 class CostLedger(Protocol):
     """Commitments of a model, as the costs see them."""
 
-    def cost(self, length: int, rows: int) -> int:
+    def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add."""
         ...
 
@@ -47,33 +49,33 @@ class AdmissionCost(NamedTuple):
     """These bytes, and those of its forwards."""
 
 
-def cost_of(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
+def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
     """Return the costs of a request of this size."""
-    rows = ledger.cost(shape.length, shape.choices)
-    return AdmissionCost(rows, rows + request_transient(model, shape.prompt, shape.promised, shape.choices))
+    rows = ledger.compute_cost(shape.length, shape.choices)
+    return AdmissionCost(rows, rows + request_transient(model, shape.prompt, shape.answer_tokens, shape.choices))
 
 
-def reserved_while_loading(shape: preflight.RequestShape, found: ModelDescriptor) -> int:
+def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescriptor) -> int:
     """Return the bytes of the rows of a request that waits for its model."""
-    return row_bytes(found.kv, shape.length) * shape.choices
+    return row_bytes(descriptor.kv, shape.length) * shape.choices
 
 
-def refuse_other_model(request: Generate, found: ModelDescriptor | None) -> Refused | None:
+def refuse_other_model(request: Generate, descriptor: ModelDescriptor | None) -> Refused | None:
     """Refuse to resume an answer that another model of this name started, because the router knows only the last
     report."""
-    if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
+    if not request.fingerprint or descriptor is None or descriptor.fingerprint == request.fingerprint:
         return None
     return Refused(
         RefusalCode.NOT_READY, f"the model {request.model} of this node differs from the one that began the answer"
     )
 
 
-def no_model(name: str) -> Refused:
+def refuse_unknown_model(name: str) -> Refused:
     """Return the refusal of a model that this node does not have."""
     return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
 
 
-def unloadable(name: str, cause: str) -> Refused:
+def refuse_unloadable_model(name: str, cause: str) -> Refused:
     """Return the refusal of a model that cannot be loaded, for this cause."""
     return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
 
@@ -87,8 +89,8 @@ def refuse_before_load(
     decode together.
     """
     if model.cause:
-        return unloadable(model.name, model.cause)
-    return preflight.never_fits(request, shape, model, batch) or preflight.too_large(shape, memory, model)
+        return refuse_unloadable_model(model.name, model.cause)
+    return preflight.refuse_impossible(request, shape, model, batch) or preflight.refuse_too_large(shape, memory, model)
 
 
 def refuse_improper(
@@ -97,7 +99,7 @@ def refuse_improper(
     """Return the refusal of a request that no state of the memory would allow; None if one might. `vocabulary` is the
     number of token ids of the model."""
     request = prepared.request
-    refused = preflight.never_fits(request, shape, model, batch)
+    refused = preflight.refuse_impossible(request, shape, model, batch)
     if refused is not None:
         return refused
     resumed = (token for ids in request.resume for token in ids)

@@ -21,7 +21,7 @@ from node.engine.memory.reserve import EmergencyReserve
 from node.engine.memory.wired_limit import WireMode
 from node.engine.model_commands import ModelCommands
 from node.engine.model_describer import DescriberRules, ModelDescriber
-from node.engine.model_report import LoadFacts, ModelFacts, describe_loaded, describe_unloaded, longest_row
+from node.engine.model_report import LoadFacts, ModelFacts, compute_longest_row, describe_loaded, describe_unloaded
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.loaded_model import LoadedModel
@@ -39,7 +39,7 @@ from node.engine.process.interface import CallRecording
 from node.engine.request_admission import RequestAdmission
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.waiting_requests import WaitingRequests
-from node.engine.scheduling.prefix_cache import PrefixCacheManager, limit_of
+from node.engine.scheduling.prefix_cache import PrefixCacheManager, compute_limit
 from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.environment import PROFILES
@@ -70,13 +70,13 @@ def compose(
     profiles: Path | None,
     *,
     metal: Callable[[], MetalMemory] = open_metal,
-    gate_of: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
+    create_gate: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
     trials: TokenizerTrials | None = None,
 ) -> TextEngine:
     """Return a text engine for the models of a catalogue.
 
     `profiles` is the folder of measurements; None: they are not stored. `metal()` opens the Metal device.
-    `gate_of(residual)` returns the memory gate. `trials` are the trials of tokenizers.
+    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers.
     """
     mlx = settings.engine.mlx
     scheduler_limits = SchedulerLimits(mlx.max_batch_size, mlx.prefill_step_size, mlx.min_prefill_step)
@@ -87,27 +87,30 @@ def compose(
     # state, and readings of it
     models, waiting, blocks, prefixes = ModelTable(), WaitingRequests(), LoadBlocks(), PrefixCache[Layers]()
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
-    gate = gate_of(lambda: models.residual(floor))
+    gate = create_gate(lambda: models.compute_residual(floor))
     load_solver()
-    footprint = EngineMemory(hardware.memory, lambda: models.known_bytes() + prefixes.nbytes)
-    memory = MemoryReader(footprint, gate, lambda: models.reserved_bytes() + waiting.reserved_bytes())
-    height = MlxPeakTracker()
+    footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefixes.nbytes)
+    memory = MemoryReader(footprint, gate, lambda: models.compute_reserved_bytes() + waiting.compute_reserved_bytes())
+    peak_tracker = MlxPeakTracker()
 
-    def cause(found: ModelDescriptor, now: float) -> str:
-        return blocks.cause(found, now) or trials.cause(found.fingerprint)
+    def find_cause(descriptor: ModelDescriptor, now: float) -> str:
+        return blocks.find_cause(descriptor, now) or trials.find_cause(descriptor.fingerprint)
 
-    def longest(loaded_model: LoadedModel) -> int:
-        facts = ModelFacts(limits.context_of(loaded_model.found), (), pinned=False, floor=floor)
+    def find_longest_row(loaded_model: LoadedModel) -> int:
+        facts = ModelFacts(limits.get_max_row_tokens(loaded_model.descriptor), (), pinned=False, floor=floor)
         if loaded_model.name in models.loaded:
-            model = describe_loaded(loaded_model, loaded_model.found, facts, gate.narrowed_bytes, 0.0)
+            model = describe_loaded(loaded_model, loaded_model.descriptor, facts, gate.compute_narrowed_bytes, 0.0)
         else:
-            model = describe_unloaded(loaded_model.found, facts, LoadFacts())
-        return longest_row(model, loaded_model, memory.read_now(), floor)
+            model = describe_unloaded(loaded_model.descriptor, facts, LoadFacts())
+        return compute_longest_row(model, loaded_model, memory.read_now(), floor)
 
     # models
-    wiring = ModelWiring(WiredLimit(WireMode(settings.memory.wire), metal), models, footprint.forget)
+    wiring = ModelWiring(WiredLimit(WireMode(settings.memory.wire), metal), models, footprint.reset_peak)
     prefix_cache = PrefixCacheManager(
-        prefixes, memory.read_now, lambda cap: limit_of(mlx.prefix_cache_size, cap, models.weights()), footprint.forget
+        prefixes,
+        memory.read_now,
+        lambda cap: compute_limit(mlx.prefix_cache_size, cap, models.sum_weights()),
+        footprint.reset_peak,
     )
     reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
     running_sweep = RunningSweep()
@@ -115,13 +118,13 @@ def compose(
         MemoryProfileStore(profiles),
         hardware,
         lambda need: isinstance(gate.check(GateSite.PROBE, memory.read_now(), need), Fits),
-        ForwardPeak(height, footprint.sensor),
-        longest,
-        gate.narrowed_bytes,
+        ForwardPeak(peak_tracker, footprint.sensor),
+        find_longest_row,
+        gate.compute_narrowed_bytes,
         chunk=mlx.prefill_step_size,
         batch=mlx.max_batch_size,
         context=mlx.max_context,
-        on=settings.models.profile == "auto",
+        enabled=settings.models.profile == "auto",
     )
     unloader = ModelUnloader(
         table=models,
@@ -129,7 +132,7 @@ def compose(
         catalogue=catalogue,
         spares=(reserve, running_sweep),
         memory=memory.read_now,
-        released=wiring.on_released,
+        on_released=wiring.on_released,
         pinned=pinned,
         max_idle_seconds=settings.models.idle_unload_seconds,
     )
@@ -140,17 +143,17 @@ def compose(
         catalogue=catalogue,
         gate=gate,
         memory=memory.read_now,
-        released=wiring.on_released,
-        pieces=ModelLoader(models, catalogue, wiring, profiler, times).pieces,
+        on_released=wiring.on_released,
+        pieces=ModelLoader(models, catalogue, wiring, profiler, times).load_pieces,
     )
 
     # requests
     preparer = RequestPreparer(
         catalogue,
-        limits.context_of,
+        limits.get_max_row_tokens,
         recorder=recorder,
         trials=trials if settings.models.trial else None,
-        barred=lambda found: cause(found, time.monotonic()),
+        barred=lambda found: find_cause(found, time.monotonic()),
     )
     describer = ModelDescriber(
         table=models,
@@ -159,18 +162,20 @@ def compose(
         gate=gate,
         times=times,
         profiler=profiler,
-        rules=DescriberRules(limits, preparer.features, cause, pinned, floor),
+        rules=DescriberRules(limits, preparer.list_features, find_cause, pinned, floor),
     )
-    forwards = GatedForwards(recorder, memory, height, manager.free_for_forward, manager.abort_load, models.weights_of)
+    forwards = GatedForwards(
+        recorder, memory, peak_tracker, manager.free_for_forward, manager.abort_load, models.get_weights
+    )
     scheduler = Scheduler(forwards, lambda: models.loaded, prefix_cache, scheduler_limits)
     sweeps = SweepQueue(
         running=running_sweep,
         profiler=profiler,
         forwards=forwards,
         loaded_models=lambda: models.loaded,
-        loading=manager.loading,
-        still=scheduler.synchronize,
-        describe=lambda one: describer.reported(one.found, memory.read_now(), time.monotonic()),
+        is_loading=manager.is_loading,
+        synchronize=scheduler.synchronize,
+        describe=lambda one: describer.describe_measured(one.descriptor, memory.read_now(), time.monotonic()),
     )
     admission = RequestAdmission(
         table=models,
@@ -189,7 +194,7 @@ def compose(
         manager=manager,
         unloader=unloader,
         blocks=blocks,
-        cause=cause,
+        cause=find_cause,
         sweeps=sweeps,
         admission=admission,
         waiting=waiting,

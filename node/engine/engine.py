@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
-from node.engine.memory.footprint import EngineMemory, clear_pool, limit_pool, release_free_memory
+from node.engine.memory.footprint import EngineMemory, clear_buffers, limit_buffers, release_free_memory
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.memory.reserve import EmergencyReserve
@@ -123,19 +123,19 @@ class TextEngine:
         """
         parts = self.parts
         if isinstance(frame, Generate | CountTokens):
-            if parts.preparer.inline(frame):
-                return self._read(frame).work
-            return UntokenizedPrompt(frame, parts.preparer.need(frame), partial(self._read, frame))
+            if parts.preparer.can_prepare_inline(frame):
+                return self._tokenize(frame).work
+            return UntokenizedPrompt(frame, parts.preparer.compute_need_bytes(frame), partial(self._tokenize, frame))
         if isinstance(frame, LoadModel | ProfileModel):
             parts.catalogue.find_fresh(frame.model)
         if isinstance(frame, Ping):
             return frame if parts.catalogue.refresh() else None
         return frame
 
-    def _read(self, frame: Generate | CountTokens) -> TokenizeResult:
+    def _tokenize(self, frame: Generate | CountTokens) -> TokenizeResult:
         """Tokenize a prompt, or only count its tokens."""
         preparer = self.parts.preparer
-        work = preparer.count(frame) if isinstance(frame, CountTokens) else preparer.prepare(frame)
+        work = preparer.count_tokens(frame) if isinstance(frame, CountTokens) else preparer.prepare(frame)
         return TokenizeResult(frame.request, work)
 
     def running_call(self) -> NativeCall | None:
@@ -147,21 +147,21 @@ class TextEngine:
         parts = self.parts
         match work:
             case UntokenizedPrompt():
-                return parts.admission.weigh(work, now)
+                return parts.admission.admit_tokenization(work, now)
             case TokenizeResult():
                 parts.waiting.end_tokenization(work.request)
                 return self.handle(work.work, now)
             case PreparedRequest():
-                return parts.admission.generate(work, now)
+                return parts.admission.admit_or_queue(work, now)
             case Cancel():
                 if not parts.sweeps.cancel(work.request):
                     parts.admission.cancel(work.request, now)
             case MemoryLimits():
-                self._hold(work)
+                self._apply_limits(work)
             case ReduceMemory():
-                return self._enforce(work, now)
+                return self._reduce_memory(work, now)
             case ReclaimMemory():
-                return self._make_room(work)
+                return self._reclaim_memory(work)
             case LoadModel():
                 return parts.commands.load(work, now)
             case UnloadModel():
@@ -183,14 +183,14 @@ class TextEngine:
         works = parts.scheduler.next_step_at(now)
         if (works is not None and works <= now) or parts.model_manager.has_ended:
             return now
-        if parts.commands.may_load() or (parts.sweeps.busy and self.gate.not_ready_refusal() is None):
+        if parts.commands.may_load() or (parts.sweeps.busy and self.gate.refuse_unless_ready() is None):
             return now
         times = (
             works,
-            parts.memory.peak_expires_at(now),
-            parts.unloader.idle_unload_at(),
+            parts.memory.find_peak_expiry(now),
+            parts.unloader.find_next_idle_unload(),
             parts.model_manager.next_leak_check_at,
-            parts.emergency_reserve.next_check_at(),
+            parts.emergency_reserve.find_next_check(),
         )
         return min((when for when in times if when is not None), default=None)
 
@@ -205,24 +205,24 @@ class TextEngine:
         yield from parts.scheduler.drain_output()
         if parts.commands.may_load():
             parts.commands.step_load(now)
-        yield from parts.commands.ended_loads()
+        yield from parts.commands.take_ended_answers()
         parts.scheduler.prefill(now)
         yield from parts.scheduler.drain_output()
-        yield from parts.commands.ended_loads()
+        yield from parts.commands.take_ended_answers()
         if parts.sweeps.busy:
             yield from parts.sweeps.step()
         parts.commands.unload_idle(now)
         if (check_at := parts.model_manager.next_leak_check_at) is not None and check_at <= now:
             self._check_leak()
         if parts.scheduler.next_step_at(now) is None:
-            self._idle(now)
+            self._maintain_idle(now)
 
-    def _idle(self, now: float) -> None:
+    def _maintain_idle(self, now: float) -> None:
         """Check the invariants, empty the pool and maintain the reserve, because no request has work."""
         parts = self.parts
         if broken := self.check():
             log.error("invariants violated", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
-        clear_pool()
+        clear_buffers()
         parts.emergency_reserve.maintain(now)
 
     def check(self) -> list[str]:
@@ -232,23 +232,25 @@ class TextEngine:
     def report(self, now: float) -> EngineReport:
         """Return the state of the engine at the monotonic time `now`, with a fresh memory reading."""
         parts = self.parts
-        running, waiting, queued = parts.scheduler.load()
+        running, waiting, queued = parts.scheduler.measure_load()
         reserve = parts.emergency_reserve.nbytes
-        memory = replace(parts.admission.offered(now), reusable=parts.prefix_cache.reusable + reserve, reserve=reserve)
+        memory = replace(
+            parts.admission.read_offered_memory(now), reusable=parts.prefix_cache.reusable + reserve, reserve=reserve
+        )
         unloader = parts.unloader
         return EngineReport(
             memory=memory,
-            models=parts.describer.all_reported(memory, now),
+            models=parts.describer.describe_all(memory, now),
             running=running,
             waiting=waiting + len(parts.waiting),
-            queued_tokens=queued + parts.waiting.tokens(),
+            queued_tokens=queued + parts.waiting.count_tokens(),
             acked_seq=parts.admission.acked,
-            counts=replace(parts.forwards.counts(), evictions=unloader.evictions, departures=unloader.departures),
-            cache=parts.prefix_cache.state(),
+            counts=replace(parts.forwards.get_counts(), evictions=unloader.evictions, departures=unloader.departures),
+            cache=parts.prefix_cache.get_state(),
             limits_number=self.gate.limits_number,
             enforced=self._enforced,
-            unreturned=unloader.returns.unreturned,
-            measures=self.gate.measures(),
+            unreturned=unloader.leak_check.unreturned,
+            measures=self.gate.get_measures(),
             freed_order=self._freed_order,
             metal_limit=parts.wiring.limit.metal.limit,
             wired=parts.wiring.limit.wired,
@@ -270,7 +272,7 @@ class TextEngine:
 
     def _check_leak(self) -> None:
         release_free_memory()
-        memory, returns = self.parts.memory.read_now(), self.parts.unloader.returns
+        memory, returns = self.parts.memory.read_now(), self.parts.unloader.leak_check
         weights = returns.weights
         if missing := returns.check(memory.phys, memory.base):
             log.warning(
@@ -280,22 +282,22 @@ class TextEngine:
                 unloaded=show_size(weights),
             )
 
-    def _hold(self, limits: MemoryLimits) -> None:
+    def _apply_limits(self, limits: MemoryLimits) -> None:
         """Apply new limits. The wired limit does not depend on them."""
         parts, cap = self.parts, self.gate.cap
-        self.gate.hold(limits)
-        parts.emergency_reserve.hold(limits.cap)
+        self.gate.set_limits(limits)
+        parts.emergency_reserve.resize(limits.cap)
         parts.unloader.release_spare(self._is_memory_ok)
         parts.prefix_cache.evict_until(self._is_memory_ok)
         if limits.cap != cap:
-            limit_pool(limits.cap)
+            limit_buffers(limits.cap)
             for loaded_model in parts.models.loaded.values():
-                loaded_model.ledger.bound_waste(waste_bytes(limits.cap))
+                loaded_model.ledger.set_waste(waste_bytes(limits.cap))
 
     def _is_memory_ok(self) -> bool:
         return level(self.parts.memory.read_now()) <= MemoryLevel.OK
 
-    def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
+    def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
         that is not enough, abort the load, then end the newest request."""
         parts = self.parts
@@ -303,25 +305,25 @@ class TextEngine:
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
             # The recent peak is no reason to free memory, because it has passed.
-            parts.unloader.reclaim(lambda: level(replace(read(), recent=0)) <= MemoryLevel.OK)
+            parts.unloader.reclaim_memory(lambda: level(replace(read(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(read())
 
-        def enough() -> bool:
+        def has_freed_enough() -> bool:
             return before - excess(read()) >= order.excess
 
-        parts.unloader.reclaim(enough)
-        if not enough():
+        parts.unloader.reclaim_memory(has_freed_enough)
+        if not has_freed_enough():
             parts.model_manager.abort_load(shed(read(), order.excess))
-        if not enough():
-            parts.scheduler.evict_newest(shed(read(), order.excess), now)
-            parts.footprint.forget()
-        return [*parts.commands.ended_loads(), *parts.scheduler.drain_output()]
+        if not has_freed_enough():
+            parts.scheduler.end_newest(shed(read(), order.excess), now)
+            parts.footprint.reset_peak()
+        return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output()]
 
-    def _make_room(self, order: ReclaimMemory) -> list[Frame]:
+    def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
         """Free memory for a lease. A load that no request waits for is aborted for it."""
         parts = self.parts
         self._freed_order = order.number
-        awaited = parts.waiting.is_awaited(parts.model_manager.reading)
+        awaited = parts.waiting.is_awaited(parts.model_manager.next_name)
         parts.model_manager.free_memory(order.size, over_load=not awaited)
-        return parts.commands.ended_loads()
+        return parts.commands.take_ended_answers()

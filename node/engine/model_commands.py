@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from node.engine.admission import no_model, unloadable
+from node.engine.admission import refuse_unknown_model, refuse_unloadable_model
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS
@@ -82,11 +82,11 @@ class ModelCommands:
         """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
         found = self._catalogue.find(name)
         if found is None:
-            return no_model(name)
+            return refuse_unknown_model(name)
         self._blocks.clear_failure(name)
         cause = self._cause(found, now)
         if cause:
-            return unloadable(name, cause)
+            return refuse_unloadable_model(name, cause)
         self._manager.request_load(found)
         return None
 
@@ -95,8 +95,8 @@ class ModelCommands:
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
         )
-        if self._manager.loading(order.model) and self._manager.abort_load(cancelled, order.model):
-            return [*self.ended_loads(), Finished(order.request, (), 0, 0)]
+        if self._manager.is_loading(order.model) and self._manager.abort_load(cancelled, order.model):
+            return [*self.take_ended_answers(), Finished(order.request, (), 0, 0)]
         loaded_model = self._table.loaded.get(order.model)
         if loaded_model is None:
             return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
@@ -104,7 +104,7 @@ class ModelCommands:
             message = f"{order.model} has {users} open requests here: wait for their end, or cordon the node first"
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del loaded_model  # the last reference to its weights is the table's
-        self._unloader.drop(order.model)
+        self._unloader.unload(order.model)
         return [Finished(order.request, (), 0, 0)]
 
     def restore(self, restore: RestoreModels, now: float) -> None:
@@ -124,21 +124,21 @@ class ModelCommands:
 
     def may_load(self) -> bool:
         """Return whether `step_load` has work that it may do now."""
-        return self._manager.busy and self._forwards.gate.not_ready_refusal() is None
+        return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
         """Start the next load, or load one piece of the current one. Call this only if `may_load()`."""
-        name = self._manager.reading
+        name = self._manager.next_name
         self._scheduler.synchronize()
-        with self._forwards.native(
+        with self._forwards.run_native(
             NativeCallKind.LOAD,
             name,
-            self._waiting.first_for(name),
+            self._waiting.find_first(name),
             LOAD_STEP_EXPECTED_SECONDS + BYTES_BETWEEN_STEPS / MIN_LOAD_BYTES_PER_SECOND,
         ):
             self._manager.tick(now)
 
-    def ended_loads(self) -> list[Frame]:
+    def take_ended_answers(self) -> list[Frame]:
         """Return the answers for all requests and orders whose load has ended."""
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 
@@ -149,14 +149,14 @@ class ModelCommands:
         if not isinstance(outcome, LoadSucceeded):
             return self._end_failed_load(outcome)
         loaded_model = outcome.loaded_model
-        loaded_model.ledger.bound_waste(waste_bytes(self._forwards.gate.cap))
+        loaded_model.ledger.set_waste(waste_bytes(self._forwards.gate.cap))
         frames: list[Frame] = [Finished(number, (), 0, 0) for number in self._take_orders(loaded_model.name)]
         while (one := self._waiting.take_next(loaded_model.name)) is not None:
             frames += self._admission.admit(loaded_model, one.prepared, one.arrived, time.monotonic())
         return frames
 
     def _end_failed_load(self, outcome: LoadFailed) -> list[Frame]:
-        self._sweeps.failed(outcome.model, outcome.refused)
+        self._sweeps.refuse_queued(outcome.model, outcome.refused)
         frames: list[Frame] = [Refusal(number, outcome.refused) for number in self._take_orders(outcome.model)]
         while (one := self._waiting.take_next(outcome.model)) is not None:
             frames.append(Refusal(one.prepared.request.request, outcome.refused, one.prepared.tokens))

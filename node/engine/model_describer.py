@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from node.engine.admission import RequestLimits
 from node.engine.memory.gate import MemoryGate
-from node.engine.model_report import LoadFacts, ModelFacts, describe_loaded, describe_unloaded, with_measurements
+from node.engine.model_report import LoadFacts, ModelFacts, add_measurements, describe_loaded, describe_unloaded
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_manager import ModelManager
@@ -30,9 +30,14 @@ class DescriberRules(NamedTuple):
     floor: int
     """Tokens of the smallest chunk."""
 
-    def facts(self, found: ModelDescriptor) -> ModelFacts:
+    def collect_facts(self, descriptor: ModelDescriptor) -> ModelFacts:
         """Return the facts about a model."""
-        return ModelFacts(self.limits.context_of(found), self.features(found), found.name in self.pinned, self.floor)
+        return ModelFacts(
+            self.limits.get_max_row_tokens(descriptor),
+            self.features(descriptor),
+            descriptor.name in self.pinned,
+            self.floor,
+        )
 
 
 class ModelDescriber:
@@ -56,34 +61,34 @@ class ModelDescriber:
         self._profiler = profiler
         self._rules = rules
 
-    def model(self, found: ModelDescriptor, now: float) -> Model:
+    def describe(self, descriptor: ModelDescriptor, now: float) -> Model:
         """Return the description of a model at the monotonic time `now`, without the results of measurements."""
-        facts = self._rules.facts(found)
-        loaded_model = self._table.loaded.get(found.name)
+        facts = self._rules.collect_facts(descriptor)
+        loaded_model = self._table.loaded.get(descriptor.name)
         if loaded_model is not None:
-            return describe_loaded(loaded_model, found, facts, self._gate.narrowed_bytes, now)
-        return describe_unloaded(found, facts, self._load_facts(found, now))
+            return describe_loaded(loaded_model, descriptor, facts, self._gate.compute_narrowed_bytes, now)
+        return describe_unloaded(descriptor, facts, self._collect_load_facts(descriptor, now))
 
-    def _load_facts(self, found: ModelDescriptor, now: float) -> LoadFacts:
-        manager, weights = self._manager, self._manager.size_of(found)
+    def _collect_load_facts(self, descriptor: ModelDescriptor, now: float) -> LoadFacts:
+        manager, weights = self._manager, self._manager.get_size(descriptor)
         return LoadFacts(
             weights=weights,
-            expected_seconds=self._times.expected(
-                found.fingerprint, weights, self._profiler.seconds(found.fingerprint)
+            expected_seconds=self._times.estimate_seconds(
+                descriptor.fingerprint, weights, self._profiler.estimate_seconds(descriptor.fingerprint)
             ),
             waste=waste_bytes(self._gate.cap),
-            loading=manager.loading(found.name),
-            progress=manager.progress(found.name),
-            cause=self._rules.cause(found, now),
+            loading=manager.is_loading(descriptor.name),
+            progress=manager.get_progress(descriptor.name),
+            cause=self._rules.cause(descriptor, now),
         )
 
-    def reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
+    def describe_measured(self, descriptor: ModelDescriptor, memory: Memory, now: float) -> Model:
         """Return the description of a model for the report, with the results of measurements if it is loaded."""
-        loaded_model, model = self._table.loaded.get(found.name), self.model(found, now)
+        loaded_model, model = self._table.loaded.get(descriptor.name), self.describe(descriptor, now)
         if loaded_model is None:
             return model
-        return with_measurements(model, loaded_model, memory, self._rules.limits.batch)
+        return add_measurements(model, loaded_model, memory, self._rules.limits.batch)
 
-    def all_reported(self, memory: Memory, now: float) -> tuple[Model, ...]:
+    def describe_all(self, memory: Memory, now: float) -> tuple[Model, ...]:
         """Return the descriptions of all models on disk for the report."""
-        return tuple(self.reported(found, memory, now) for found in self._catalogue.known().values())
+        return tuple(self.describe_measured(found, memory, now) for found in self._catalogue.get_models().values())

@@ -55,57 +55,57 @@ class LoadFacts(NamedTuple):
     """Why it cannot be loaded; empty if it can."""
 
 
-def transients(transient: TransientModel, floor: int) -> ReportedTransients:
+def compute_transients(transient: TransientModel, floor: int) -> ReportedTransients:
     """Return the transients of a model's forwards, with the smallest chunk of this engine (`floor` tokens)."""
     return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
 
 
-def describe_unloaded(found: ModelDescriptor, facts: ModelFacts, load: LoadFacts) -> Model:
+def describe_unloaded(descriptor: ModelDescriptor, facts: ModelFacts, load: LoadFacts) -> Model:
     """Return the report of a model that is not loaded."""
     return Model(
-        name=found.name,
-        fingerprint=found.fingerprint,
+        name=descriptor.name,
+        fingerprint=descriptor.fingerprint,
         loaded=False,
         weights=load.weights,
-        kv_per_token=found.kv.per_token,
+        kv_per_token=descriptor.kv.per_token,
         context=facts.context,
         load_seconds=load.expected_seconds,
         features=facts.features,
-        kv_step=found.kv.step,
-        kv_fixed=found.kv.fixed,
-        kv_window=found.kv.window,
-        kv_window_per_token=found.kv.window_per_token,
+        kv_step=descriptor.kv.step,
+        kv_fixed=descriptor.kv.fixed,
+        kv_window=descriptor.kv.window,
+        kv_window_per_token=descriptor.kv.window_per_token,
         kv_waste=load.waste,
         loading=load.loading,
         cause=load.cause,
         progress=load.progress,
         pinned=facts.pinned,
-        **transients(found.forward, facts.floor),
+        **compute_transients(descriptor.forward, facts.floor),
     )
 
 
 def describe_loaded(
-    loaded_model: "LoadedModel", found: ModelDescriptor, facts: ModelFacts, narrowed: Callable[[], int], now: float
+    loaded_model: "LoadedModel", descriptor: ModelDescriptor, facts: ModelFacts, narrowed: Callable[[], int], now: float
 ) -> Model:
     """Return the report of a loaded model at the monotonic time `now`, without the results of measurements.
 
     `narrowed()` returns the bytes by which profiles narrow the margin.
     """
     kv, stats, rows = loaded_model.kv, loaded_model.stats, loaded_model.estimator.rows
-    rested = loaded_model.usage.idle_seconds(now)
+    rested = loaded_model.usage.compute_idle_seconds(now)
     return Model(
-        name=found.name,
-        fingerprint=found.fingerprint,
+        name=descriptor.name,
+        fingerprint=descriptor.fingerprint,
         loaded=True,
         weights=loaded_model.weights,
         kv_per_token=kv.per_token,
         context=facts.context,
         load_seconds=stats.load_seconds,
-        prefill_speed=stats.reads.after(rested),
-        decode_speed=stats.writes.after(rested),
+        prefill_speed=stats.prefill_speed.after(rested),
+        decode_speed=stats.decode_speed.after(rested),
         bytes_per_token=stats.bytes_per_token or ASSUMED_BYTES_PER_TOKEN,
         features=facts.features,
-        groups=loaded_model.ledger.groups(),
+        groups=loaded_model.ledger.list_groups(),
         kv_step=kv.step,
         kv_fixed=kv.fixed,
         kv_window=kv.window,
@@ -114,11 +114,11 @@ def describe_loaded(
         covered_rows=rows,
         uncovered=narrowed() if rows else 0,
         pinned=facts.pinned,
-        **transients(loaded_model.estimator.transient, facts.floor),
+        **compute_transients(loaded_model.estimator.transient, facts.floor),
     )
 
 
-def with_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
+def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
     """Return the report of a loaded model with the results of measurements under the cap in force. `batch` is the
     maximum rows that decode at once."""
     profile, estimator = loaded_model.stats.profile, loaded_model.estimator
@@ -133,8 +133,8 @@ def with_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory,
     )
 
 
-def longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
+def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
     """Return the longest row that the measured costs of a model allow, in tokens. `model` is its report; it may not be
     loaded yet. `floor` is the smallest chunk of the engine, in tokens."""
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
-    return max_context(memory, replace(alone, **transients(loaded_model.estimator.transient, floor)))
+    return max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from node.engine.admission import (
     RequestLimits,
-    cost_of,
-    no_model,
+    compute_admission_cost,
+    compute_waiting_bytes,
     refuse_before_load,
     refuse_improper,
     refuse_other_model,
-    reserved_while_loading,
+    refuse_unknown_model,
 )
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.gate import GateSite
@@ -34,11 +34,11 @@ from node.engine.process.interface import MAX_CANCELLED_REMEMBERED
 from node.engine.requests import preflight
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.requests.tokenize_admission import UntokenizedPrompt, too_long
+from node.engine.requests.tokenize_admission import UntokenizedPrompt, refuse_too_long
 from node.engine.requests.waiting_requests import WaitingForModel, WaitingRequests
-from node.engine.scheduling.sampling import sampling_of
+from node.engine.scheduling.sampling import resolve_sampling
 from node.engine.scheduling.scheduler import Scheduler
-from node.engine.scheduling.step_output import finished
+from node.engine.scheduling.step_output import build_finished
 from node.models.catalogue import ModelCatalogue
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Frame, Refusal
@@ -80,47 +80,47 @@ class RequestAdmission:
 
     # tokenization
 
-    def weigh(self, unread: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
+    def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
         unloaded meanwhile."""
-        number = unread.frame.request
-        if self._is_cancelled(number) or self._is_known(number) or number in self._waiting.in_tokenization:
+        number = prompt.frame.request
+        if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
             return []
-        refused = self._forwards.gate.not_ready_refusal() or too_long(
-            unread.frame, unread.need, self._forwards.memory(now)
+        refused = self._forwards.gate.refuse_unless_ready() or refuse_too_long(
+            prompt.frame, prompt.need, self._forwards.read_memory(now)
         )
         if refused is not None:
             return [Refusal(number, refused)]
-        loaded_model = self._table.loaded.get(unread.frame.model)
+        loaded_model = self._table.loaded.get(prompt.frame.model)
         hold = None if loaded_model is None else loaded_model.usage.hold()
         self._waiting.begin_tokenization(number, hold)
-        refused = self._forwards.check(GateSite.PREFLIGHT, unread.need) if unread.need else None
+        refused = self._forwards.check(GateSite.PREFLIGHT, prompt.need) if prompt.need else None
         if refused is not None:
             self._waiting.end_tokenization(number)
             return [Refusal(number, refused)]
-        self._waiting.reserve(number, unread.need)
-        return [unread]
+        self._waiting.reserve(number, prompt.need)
+        return [prompt]
 
-    def _is_cancelled(self, number: int) -> bool:
-        """Return whether a request was cancelled before it arrived, and forget that."""
+    def _take_cancellation(self, number: int) -> bool:
+        """Return whether a request was cancelled before it arrived, and remove its number from the cancelled ones."""
         if number not in self._cancelled:
             return False
         del self._cancelled[number]
         return True
 
     def _is_known(self, number: int) -> bool:
-        return self._scheduler.holds(number) or number in self._waiting
+        return self._scheduler.has_request(number) or number in self._waiting
 
     # requests
 
-    def generate(self, prepared: PreparedRequest, now: float) -> list[Frame]:
+    def admit_or_queue(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         """Admit a request, queue it until its model is loaded, or refuse it."""
         request = prepared.request
         self.acked = max(self.acked, request.seq)
-        if self._is_cancelled(request.request) or self._is_known(request.request):
+        if self._take_cancellation(request.request) or self._is_known(request.request):
             return []
         refused = (
-            self._forwards.gate.not_ready_refusal()
+            self._forwards.gate.refuse_unless_ready()
             or prepared.refused
             or refuse_other_model(request, self._catalogue.find(request.model))
         )
@@ -136,12 +136,12 @@ class RequestAdmission:
         request = prepared.request
         found = self._catalogue.find(request.model)
         if found is None:
-            return [Refusal(request.request, no_model(request.model))]
-        shape, model = self._limits.shape(prepared, found), self._describer.model(found, now)
-        refused = refuse_before_load(request, shape, model, self._forwards.memory(now), self._limits.batch)
+            return [Refusal(request.request, refuse_unknown_model(request.model))]
+        shape, model = self._limits.compute_shape(prepared, found), self._describer.describe(found, now)
+        refused = refuse_before_load(request, shape, model, self._forwards.read_memory(now), self._limits.batch)
         if refused is not None:
             return [Refusal(request.request, refused, prepared.tokens)]
-        self._waiting.add(request.request, WaitingForModel(prepared, now, reserved_while_loading(shape, found)))
+        self._waiting.add(request.request, WaitingForModel(prepared, now, compute_waiting_bytes(shape, found)))
         self._manager.request_load(found)
         return []
 
@@ -155,55 +155,59 @@ class RequestAdmission:
 
     def _admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         request, number = prepared.request, prepared.request.request
-        shape = self._limits.shape(prepared, loaded_model.found)
-        model = self._describer.model(loaded_model.found, now)
+        shape = self._limits.compute_shape(prepared, loaded_model.descriptor)
+        model = self._describer.describe(loaded_model.descriptor, now)
         refused = refuse_improper(prepared, shape, model, loaded_model.vocabulary, self._limits.batch)
         if refused is not None:
             return [Refusal(number, refused, shape.prompt)]
-        sequence = _new_sequence(loaded_model, prepared, shape, arrived)
-        writing = list(sequence.active_rows())
-        if not writing:  # the whole answer was sent by another node, and only its end is missing
-            sequence.begin(now)
-            sequence.join(now)
-            return [Admitted(number, shape.prompt), finished(sequence, now)]
-        refused = self._refuse_now(loaded_model, model, shape.of(len(writing)), now, request.owner)
+        sequence = _create_sequence(loaded_model, prepared, shape, arrived)
+        active = list(sequence.iterate_active_rows())
+        if not active:  # the whole answer was sent by another node, and only its end is missing
+            sequence.mark_begun(now)
+            sequence.mark_joined(now)
+            return [Admitted(number, shape.prompt), build_finished(sequence, now)]
+        refused = self._make_room_or_refuse(loaded_model, model, shape.replace_choices(len(active)), now, request.owner)
         if refused is not None:
             return [Refusal(number, refused, shape.prompt)]
-        for row, commitment in zip(writing, loaded_model.ledger.commit(shape.length, len(writing)), strict=True):
+        for row, commitment in zip(active, loaded_model.ledger.commit(shape.length, len(active)), strict=True):
             row.commit(commitment)
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
         loaded_model.stats.record_text(text, len(prepared.ids))
-        self._scheduler.begin(loaded_model, sequence)
+        self._scheduler.begin_request(loaded_model, sequence)
         return [Admitted(number, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
-    def _refuse_now(
+    def _make_room_or_refuse(
         self, loaded_model: LoadedModel, model: Model, shape: preflight.RequestShape, now: float, owner: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
         gate = self._forwards.gate
-        rows, cost = cost_of(shape, loaded_model.ledger, model)
-        answer = preflight.admit(shape, self.offered(now, owner.name), model, cost, gate)
+        rows, cost = compute_admission_cost(shape, loaded_model.ledger, model)
+        answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
-        wanted = cost + self._scheduler.required_bytes(owner.name)
-        if self._manager.free_memory(wanted) or self._make_way(owner, rows, cost, now):
-            return preflight.admit(shape, self.offered(now, owner.name), model, cost, gate)
+        wanted = cost + self._scheduler.compute_required_bytes(owner.name)
+        if self._manager.free_memory(wanted) or self._preempt_for_key(owner, rows, cost, now):
+            return preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
         return answer
 
-    def _make_way(self, owner: WeightedKey, rows: int, cost: int, now: float) -> bool:
+    def _preempt_for_key(self, owner: WeightedKey, rows: int, cost: int, now: float) -> bool:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
         The request will hold `rows` bytes and costs `cost` at its admission."""
-        headroom = self.offered(now, owner.name).headroom
-        if headroom is None or now < self._preempt_at or not self._scheduler.make_way(owner, rows, cost - headroom):
+        headroom = self.read_offered_memory(now, owner.name).headroom
+        if (
+            headroom is None
+            or now < self._preempt_at
+            or not self._scheduler.preempt_for_key(owner, rows, cost - headroom)
+        ):
             return False
         self._preempt_at = now + PREEMPTION_INTERVAL_SECONDS
         self._wiring.on_released()
         return True
 
-    def offered(self, now: float, key: str | None = None) -> Memory:
+    def read_offered_memory(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
-        memory, wanted = self._forwards.memory(now), self._scheduler.required_bytes(key)
+        memory, wanted = self._forwards.read_memory(now), self._scheduler.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
@@ -216,20 +220,22 @@ class RequestAdmission:
             del self._cancelled[next(iter(self._cancelled))]
 
 
-def _new_sequence(
+def _create_sequence(
     loaded_model: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
 ) -> Sequence:
     """Create a request's rows, without commitments; resumed rows contain their known tokens."""
     request = prepared.request
-    assert prepared.pipeline_of is not None  # noqa: S101 only a refused request has none
-    seed = _seed() if request.params.seed is None else request.params.seed
-    sequence = Sequence(request, prepared, shape, sampling_of(request.params, loaded_model.defaults), seed, arrived)
+    assert prepared.create_pipeline is not None  # noqa: S101 only a refused request has none
+    seed = _draw_seed() if request.params.seed is None else request.params.seed
+    sequence = Sequence(
+        request, prepared, shape, resolve_sampling(request.params, loaded_model.defaults), seed, arrived
+    )
     for choice in range(shape.choices):
-        row = Row(sequence, choice, Commitment(0), prepared.pipeline_of(choice))
+        row = Row(sequence, choice, Commitment(0), prepared.create_pipeline(choice))
         row.replay(request.known(choice))
         sequence.rows.append(row)
     return sequence
 
 
-def _seed() -> int:
+def _draw_seed() -> int:
     return int.from_bytes(os.urandom(8), "big")

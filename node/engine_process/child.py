@@ -20,7 +20,7 @@ import structlog
 import node
 from node.engine.process import crash_recorder
 from node.engine.process.crash_recorder import CrashRecord
-from node.engine.process.main import settings_message
+from node.engine.process.main import encode_settings
 from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import ExitTimeouts, ExitUrgency, SupervisorTimeouts
 from node.memory.sensor import Sensor, open_sensor
@@ -185,7 +185,7 @@ class EngineChild(asyncio.Protocol):
         if self.exit_task is not None:
             self.exit_task.cancel()
         self.sensor.close()
-        record = crash_recorder.read(self.page, hung=hung)
+        record = crash_recorder.read_crash_record(self.page, hung=hung)
         os.close(self.page)
         return record
 
@@ -203,7 +203,7 @@ async def start_child(
     `wired` holds the wired memory of the system before the start. Raise OSError if the program cannot be started.
     """
     own_end, child_end = socket.socketpair()
-    errors, page = -1, crash_recorder.new_page()
+    errors, page = -1, crash_recorder.create_page()
     try:
         errors = engine_log.open()
         process = await asyncio.create_subprocess_exec(
@@ -232,5 +232,5 @@ async def start_child(
     child = EngineChild(process, open_sensor(process.pid), time.monotonic(), page, on_frame, on_fault, wired)
     own_end.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
-    child.write(settings_message(command.settings))
+    child.write(encode_settings(command.settings))
     return child

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROFILES = "MACPOOL_PROFILES"
@@ -30,7 +30,7 @@ def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -
     `scratch` is the folder for temporary files, which is created; profiles are stored next to it. `blas` is the value
     of `engine.mlx.blas`. Raise OSError if the folder cannot be created.
     """
-    environment = {**inherited, "TMPDIR": str(private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
+    environment = {**inherited, "TMPDIR": str(create_private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not sys.platform.startswith("linux"):

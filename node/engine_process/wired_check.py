@@ -71,7 +71,7 @@ class WiredCheck:
         Return whether the engine leaked. Return False at once when the agent stops.
         """
         deadline = time.monotonic() + self._timeouts.settle
-        while wired.leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:
+        while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:
             if await self.wait_stopped(self._timeouts.look):
                 return False
         missing = self._leaks.add(wired, after)

@@ -36,10 +36,10 @@ from node.agent.identity import IdentityError, NodeIdentity, authority_context, 
 from node.agent.machine_id import machine_id
 from node.inspect.running_settings import read_running_settings
 from node.memory.cap import MachineBounds, compute_safe_wired_limit, resolve_cap, resolve_margin, with_device
-from node.memory.metal_limit import read_device
+from node.memory.metal_limit import read_metal_device
 from node.memory.sensor import open_machine
 from node.models.catalogue import get_hub_folder
-from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve
+from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve_settings
 from wire.certificate import read_certificate
 
 DIAL_TIMEOUT_SECONDS = 2.0
@@ -74,7 +74,7 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
     try:
         layers.append((str(file), from_tree(tomllib.loads(file.read_text()) if file.exists() else {})))
         layers += [("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
-        resolved = resolve(layers, COORDINATOR_SECTIONS)
+        resolved = resolve_settings(layers, COORDINATOR_SECTIONS)
     except (OSError, ValueError) as error:
         wrong = [
             one
@@ -108,9 +108,9 @@ def _resolve_without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Res
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
-        return resolve(kept, COORDINATOR_SECTIONS)
+        return resolve_settings(kept, COORDINATOR_SECTIONS)
     except SettingsError:
-        return resolve([], COORDINATOR_SECTIONS)
+        return resolve_settings([], COORDINATOR_SECTIONS)
 
 
 def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
     machine = machine_id(made.node.machine)
     opened = open_machine(made)
     bounds = opened.bounds()
-    device = read_device(state / "node", opened.hardware, bounds.wired)
+    device = read_metal_device(state / "node", opened.hardware, bounds.wired)
     return {
         "machine": machine,
         "hardware": convert_to_dict(opened.hardware),

@@ -15,7 +15,7 @@ import msgspec
 
 from host.private_files import write_private
 from host.settings_loader import ResolvedSettings, build_setting_rows
-from node.settings import NodeSettings, resolve
+from node.settings import NodeSettings, resolve_settings
 
 FILE = "running.json"
 
@@ -28,7 +28,7 @@ class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @contextmanager
-def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
+def publish_settings(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
     """Publish the settings of the node with this process id in its folder (STATE/node) while the block runs.
 
     After a write error, such as a full disk, the settings are not published, and the node runs.
@@ -56,7 +56,7 @@ def read_running_settings(folder: Path, others: frozenset[str]) -> ResolvedSetti
         settings = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
         if settings.pid != _find_lock_holder(folder / "lock"):
             return None
-        return resolve([(origin, {key: value}) for key, (value, origin) in settings.settings.items()], others)
+        return resolve_settings([(origin, {key: value}) for key, (value, origin) in settings.settings.items()], others)
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
 

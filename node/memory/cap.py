@@ -278,7 +278,7 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
     return Margin(size)
 
 
-def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
+def compute_reach(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
     """Return the bytes that the engine could use now; None if `phys` or `reclaimable` is None.
 
     That is the footprint of the engine (`phys`), the memory that the system can free (`reclaimable`), and the footprint
@@ -289,12 +289,13 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
     return phys + reclaimable + min(worker, lease)
 
 
-def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
+def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
     """Return the bytes that the engine may use now, at least 1, with the term that limits them and a remedy.
 
-    `reach` are the bytes that the engine could use on this machine (`dynamic`), `leases` are subtracted bytes. The
-    limiting term is the larger reduction, by leases or by other programs; on a tie, the leases. It is that of the cap
-    if nothing reduces the cap. If `reach` is None, the ceiling is 1 byte and the term `UNREADABLE`.
+    `reach` is the result of `compute_reach`: the bytes that the engine could use on this machine. `leases` are bytes,
+    which are subtracted. The limiting term is the larger reduction, by leases or by other programs; on a tie, the
+    leases. It is that of the cap if nothing reduces the cap. If `reach` is None, the ceiling is 1 byte and the term
+    `UNREADABLE`.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
@@ -307,6 +308,6 @@ def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
     return Ceiling(size, cap.bound_by, cap.remedy)
 
 
-def limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
+def build_limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
     """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling; leases in bytes."""
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

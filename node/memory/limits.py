@@ -20,16 +20,16 @@ from node.memory.cap import (
     Margin,
     MemoryCap,
     MetalDevice,
-    ceiling,
-    dynamic,
-    limits,
+    build_limits,
+    compute_ceiling,
+    compute_reach,
     resolve_cap,
     resolve_margin,
     with_device,
 )
-from node.memory.metal_limit import read_device, write_device
+from node.memory.metal_limit import read_metal_device, write_device
 from node.memory.reading import LastGood
-from node.memory.sensor import MachineMemory, footprint, members
+from node.memory.sensor import MachineMemory, list_group_members, measure_group_footprint
 from node.settings import NodeSettings
 from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
@@ -62,7 +62,7 @@ class Limiter:
         self._leases = 0
         self._worker: int | None = None
         bounds = machine.bounds()
-        self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
+        self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
@@ -111,7 +111,7 @@ class Limiter:
 
     def worker_phys(self) -> int:
         """Return the footprint of the process group that uses the leases, in bytes; 0 without one or if unreadable."""
-        return 0 if self._worker is None else footprint(self._worker) or 0
+        return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
         """Use the Metal limit that an engine reports (bytes; 0: no Metal), and store the limit for later starts.
@@ -137,17 +137,17 @@ class Limiter:
         wired = self._machine.wired()
         return None if wired is None else max(0, wired - self.worker_phys())
 
-    def now(self, phys: int | None) -> MemoryLimits:
+    def compute_current_ceiling(self, phys: int | None) -> MemoryLimits:
         """Read the machine and return the limits now. `phys` is the footprint of the engine in bytes, 0 without an
         engine, None if unreadable."""
         self._look()
         reach = self._reach.update(self._reaches(phys), time.monotonic())
-        self.current_ceiling = ceiling(self.cap, reach, self._leases)
-        return limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
+        self.current_ceiling = compute_ceiling(self.cap, reach, self._leases)
+        return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the limits as `now` does, and pass them to `send` if they have changed since they were last sent."""
-        found, last = self.now(phys), self._last_limits
+        found, last = self.compute_current_ceiling(phys), self._last_limits
         if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
             self._last_limits = found
             send(found)
@@ -156,10 +156,10 @@ class Limiter:
     def _reaches(self, phys: int | None) -> int | None:
         """Return the result of `dynamic` for the present readings; None if one of the readings fails."""
         worker = self._worker
-        lent = 0 if worker is None else footprint(worker)
-        if lent is None and worker is not None and members(worker):
+        lent = 0 if worker is None else measure_group_footprint(worker)
+        if lent is None and worker is not None and list_group_members(worker):
             return None
-        return dynamic(phys, self._machine.reclaimable(), worker=lent or 0, lease=self._leases)
+        return compute_reach(phys, self._machine.reclaimable(), worker=lent or 0, lease=self._leases)
 
     @property
     def _step(self) -> int:

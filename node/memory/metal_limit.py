@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 from node.memory.cap import MetalDevice
 from wire.report import Hardware
 
@@ -28,7 +28,7 @@ class _StoredLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: int
 
 
-def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
+def read_metal_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
     """Return the Metal limit stored in `folder` for this machine; None without one.
 
     `wired` is the present value of `iogpu.wired_limit_mb` in bytes; None if a person has not set it.
@@ -44,7 +44,7 @@ def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDev
 def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:
     """Store the Metal limit of this machine in `folder`. A write error is logged: the next start uses an estimate."""
     try:
-        write_private(private_folder(folder) / FILE, msgspec.json.encode(_build_stored_limit(hardware, device)))
+        write_private(create_private_folder(folder) / FILE, msgspec.json.encode(_build_stored_limit(hardware, device)))
     except OSError as error:
         log.warning("metal limit not stored", error=str(error))
 

@@ -152,20 +152,20 @@ class MemoryPoll:
         busy = bool(self._supervisor.live) or any(model.loading for model in models)
         return enforcer.compute_pause_seconds(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
-    def memory(self) -> Memory:
+    def read_memory(self) -> Memory:
         """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
         self._phys = self._supervisor.probe.phys().phys
-        return self._build_memory(self._limiter.now(self._ceiling_footprint()))
+        return self._build_memory(self._limiter.compute_current_ceiling(self._ceiling_footprint()))
 
     # parts of the report
 
-    def system(self) -> SystemMemory:
+    def build_system_memory(self) -> SystemMemory:
         """Return the last reading of the machine's memory for the node's report."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
         return SystemMemory(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
 
-    def enforcement(self) -> Enforcement:
+    def build_enforcement(self) -> Enforcement:
         """Return level, high-water marks, warnings and counts of the enforcer for the node's report."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.probe.highs()
         return Enforcement(

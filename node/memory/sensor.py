@@ -85,15 +85,15 @@ def open_sensor(pid: int) -> Sensor:
     )
 
 
-def footprint(group: int) -> int | None:
+def measure_group_footprint(group: int) -> int | None:
     """Return the total footprint of a process group in bytes, such as that of the video worker.
 
     Return None without processes, or if a living one cannot be read. `group` is a process group id.
     """
-    return footprint_of(members(group))
+    return measure_footprint(list_group_members(group))
 
 
-def footprint_of(pids: tuple[int, ...]) -> int | None:
+def measure_footprint(pids: tuple[int, ...]) -> int | None:
     """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
     total = 0
     for pid in pids:
@@ -112,7 +112,7 @@ def _read_footprint(pid: int) -> int | None:
         sensor.close()
 
 
-def members(group: int) -> tuple[int, ...]:
+def list_group_members(group: int) -> tuple[int, ...]:
     """Return the ids of the living processes of a process group, without zombies."""
     return tuple(pid for pid in psutil.pids() if _get_group(pid) == group and read_process_identity(pid))
 

@@ -41,7 +41,7 @@ class WiredReadings:
         """Record the bytes of weights that the process holds now."""
         self.weights = max(self.weights, weights)
 
-    def leaked_bytes(self, after: int | None) -> int:
+    def compute_leaked_bytes(self, after: int | None) -> int:
         """Return the bytes that the ended process leaked; 0 below the thresholds or if unknown.
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
@@ -73,7 +73,7 @@ class WiredLeaks:
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
         """
-        missing = wired.leaked_bytes(after)
+        missing = wired.compute_leaked_bytes(after)
         if missing and wired.before is not None and after is not None:
             self.first = self.first if self.count else wired.before
             self.count, self.missing = self.count + 1, self.missing + missing

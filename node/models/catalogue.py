@@ -10,7 +10,7 @@ shapes, types and offsets of every tensor. The third part is samples of every te
 SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
 detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
-The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
+The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `replacement` returns the model that is on the disk now.
 """
 
@@ -122,7 +122,7 @@ class ModelCatalogue:
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
         self._scanned = -SCAN_INTERVAL_SECONDS
 
-    def known(self) -> Mapping[str, ModelDescriptor]:
+    def get_models(self) -> Mapping[str, ModelDescriptor]:
         """Return all models by name, including those that cannot be served (`ModelDescriptor.cause`)."""
         return {**self._known, **self._pinned}
 
@@ -140,34 +140,34 @@ class ModelCatalogue:
             self.scan()
         return self.find(name)
 
-    def hold(self, found: ModelDescriptor) -> None:
-        """Keep the description of a loaded model until `release`, even if its files are replaced."""
-        self._pinned = {**self._pinned, found.name: found}
+    def pin(self, descriptor: ModelDescriptor) -> None:
+        """Keep the description of a loaded model until `unpin`, even if its files are replaced."""
+        self._pinned = {**self._pinned, descriptor.name: descriptor}
 
-    def release(self, name: str) -> None:
-        """End `hold` after the model was unloaded: the description of the files on the disk applies again."""
+    def unpin(self, name: str) -> None:
+        """End `pin` after the model was unloaded: the description of the files on the disk applies again."""
         self._pinned = {other: found for other, found in self._pinned.items() if other != name}
 
-    def replacement(self, found: ModelDescriptor) -> ModelDescriptor | None:
+    def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
         """Return the model that has replaced the loaded model `found` on the disk, by the last scan.
 
         Return None if the files are the same or missing, or the new model cannot be loaded.
         """
-        newest = self._known.get(found.name)
-        return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
+        newest = self._known.get(descriptor.name)
+        return None if newest is None or newest.cause or newest.fingerprint == descriptor.fingerprint else newest
 
-    def unchanged(self, found: ModelDescriptor) -> bool:
+    def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
 
         Return False if the files are missing or unreadable. A new fingerprint changes the catalogue.
         """
         try:
-            newest = describe(found.name, Path(found.folder))
+            newest = describe_folder(descriptor.name, Path(descriptor.folder))
         except OSError:
             return False
-        if newest is not None and newest.fingerprint != found.fingerprint:
-            self._known = {**self._known, found.name: newest}
-        return newest is not None and newest.fingerprint == found.fingerprint
+        if newest is not None and newest.fingerprint != descriptor.fingerprint:
+            self._known = {**self._known, descriptor.name: newest}
+        return newest is not None and newest.fingerprint == descriptor.fingerprint
 
     def refresh(self) -> bool:
         """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed."""
@@ -206,7 +206,7 @@ class ModelCatalogue:
             kept = self._described.get(folder)
             if kept is not None and kept[0] == (name, *state):
                 return kept[1]
-            found = describe(name, folder)
+            found = describe_folder(name, folder)
         except OSError as error:
             return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
@@ -298,7 +298,7 @@ def _read_file_state(folder: Path) -> tuple[object, ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
-def describe(name: str, folder: Path) -> ModelDescriptor | None:
+def describe_folder(name: str, folder: Path) -> ModelDescriptor | None:
     """Return the descriptor of a model folder; None if the folder has no text model.
 
     The `cause` of the descriptor is the reason why the model cannot be served. Raise OSError if the folder cannot be
@@ -517,7 +517,7 @@ def predict_kv(config: Config, float_size: int) -> KvParameters:
 
     `float_size` is the bytes of an unquantized number of the weights. Every layer counts with full keys and values
     unless the config names its kind. The quantization of the weights has no effect. After the load, the parameters are
-    measured (`node.engine.kv.kv_cache.kv_of`).
+    measured (`node.engine.kv.kv_cache.measure_kv_parameters`).
     """
     text = _get_text_config(config)
     number = _get_float_size(text, float_size)

@@ -28,10 +28,10 @@ from node.sharing.policy import (
     SharingPause,
     SharingRule,
     SharingState,
-    due,
-    read_hours,
-    sharing_state,
-    too_low,
+    decide_sharing,
+    is_charge_too_low,
+    list_due_actions,
+    parse_hours,
 )
 from wire.frames import PauseNode as Order
 from wire.report import Sharing
@@ -76,7 +76,7 @@ class SharingController:
         read: Callable[[], PowerState] = read_power,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        hours = read_hours(settings.hours) if settings.hours else None
+        hours = parse_hours(settings.hours) if settings.hours else None
         self._rule = SharingRule(ShareWhen(settings.when), hours, settings.idle_seconds, settings.min_battery_percent)
         self._grace = GracePeriods(settings.grace_seconds, settings.video_grace_seconds)
         self._file = PauseFile(folder)
@@ -146,8 +146,8 @@ class SharingController:
         facts = SharingInputs(
             self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
         )
-        self._low = too_low(self._rule, facts)
-        before, self.sharing_state = self.sharing_state, sharing_state(self._rule, facts, now)
+        self._low = is_charge_too_low(self._rule, facts)
+        before, self.sharing_state = self.sharing_state, decide_sharing(self._rule, facts, now)
         if before.shared != self.sharing_state.shared:
             self._changed_at = clock
             log.info(
@@ -157,7 +157,9 @@ class SharingController:
             )
         if before != self.sharing_state:
             self._target.sharing_changed(self.sharing_state)
-        for act in due(self.sharing_state.shared, self._target.occupancy(), clock - self._changed_at, self._grace):
+        for act in list_due_actions(
+            self.sharing_state.shared, self._target.occupancy(), clock - self._changed_at, self._grace
+        ):
             self._target.apply_sharing_action(act, self.sharing_state)
 
     async def _keep(self) -> None:
@@ -183,7 +185,7 @@ class SharingController:
     def _read_file(self) -> None:
         """Read a pause that was written, changed or removed. An unreadable file is a pause without an end."""
         try:
-            stamp = self._file.stamp()
+            stamp = self._file.read_stamp()
             if stamp != self._stamp:
                 kept = None if stamp is None else self._file.read()
                 self._pause = None if kept is None else SharingPause(kept.until, kept.by)
@@ -197,7 +199,7 @@ class SharingController:
 
     def _file_stamp(self) -> tuple[int, int] | None:
         with suppress(OSError):
-            return self._file.stamp()
+            return self._file.read_stamp()
         return None
 
 

@@ -60,7 +60,7 @@ class ShareHours:
         return ",".join(f"{_format_clock(begin)}-{_format_clock(end)}" for begin, end in self.spans)
 
 
-def read_hours(text: str) -> ShareHours:
+def parse_hours(text: str) -> ShareHours:
     """Parse `22:00-07:00`, or several spans separated by commas. Raise ValueError with the faulty part."""
     spans = tuple(_parse_spans(text))
     if not spans:
@@ -131,7 +131,7 @@ class SharingInputs:
     battery: float | None = None
     """Charge in percent."""
     low: bool = False
-    """Result of `too_low` for the previous inputs."""
+    """Result of `is_charge_too_low` for the previous inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ def get_pause_in_force(pause: SharingPause | None, now: float) -> SharingPause |
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
-def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
+def decide_sharing(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     """Decide whether this Mac shares at `now` (Unix seconds), with the reason and the end if it does not."""
     pause = get_pause_in_force(facts.pause, now)
     if pause is not None:
@@ -164,7 +164,7 @@ def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> Sharin
     return _decide_by_charge(rule, facts) if ruled.shared else ruled
 
 
-def too_low(rule: SharingRule, facts: SharingInputs) -> bool:
+def is_charge_too_low(rule: SharingRule, facts: SharingInputs) -> bool:
     """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
@@ -216,7 +216,7 @@ def _decide_by_charge(rule: SharingRule, facts: SharingInputs) -> SharingState:
     if least and charge is None and not facts.plugged:
         needs = f"which sharing.min_battery_percent = {least} needs: remove that setting"
         return SharingState(False, f"the battery charge cannot be read, {needs}")
-    if not too_low(rule, facts):
+    if not is_charge_too_low(rule, facts):
         return SHARED
     again = f"the Mac shares again from {compute_recovery_percent(least)} %, or on mains power"
     return SharingState(
@@ -264,7 +264,7 @@ class GracePeriods:
     video: float = 300.0
 
 
-def due(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
+def list_due_actions(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
     """Return the actions that are due `waited` seconds after the decision of `sharing_state` last changed.
 
     An action is returned again until its effect is visible in `holds`.

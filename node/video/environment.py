@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 
 HERE = Path(__file__).parent
 LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}
@@ -103,7 +103,7 @@ def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
     environment = get_environment_path(folder, files)
     if not describe_missing(folder):
         return environment
-    private_folder(folder)
+    create_private_folder(folder)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as making:
         built = Path(making) / "environment"
         build_environment(built, files, wheelhouse, Path(making) / "wheels")

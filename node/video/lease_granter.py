@@ -17,10 +17,10 @@ from node.video import leases
 from node.video.capability import VideoCapability
 from node.video.lease_store import LeaseStore
 from node.video.leases import LeaseRecord
-from node.video.worker.job_spec import JobSpec, read_spec
+from node.video.worker.job_spec import JobSpec, parse_spec
 from node.video.worker.lease_files import OUT, SCRATCH, LeaseGrant
 from node.video.worker.watchdog_policy import WorkerBounds
-from node.video.worker.worker_monitor import WorkerMonitor, worker_environment
+from node.video.worker.worker_monitor import WorkerMonitor, build_worker_environment
 from wire.capacity.arithmetic import judge
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.refusals import RefusalCode, Refused
@@ -104,17 +104,16 @@ class LeaseGranter:
         refused = (
             leases.check_name(request)
             or leases.check_generation(request, self._store.ledger)
-            or leases.check_ready(request, self._poll.memory(), self._offer.unready)
+            or leases.check_ready(request, self._poll.read_memory(), self._offer.unready)
         )
         if refused is not None:
             return refused
         package = self._offer.packages.get(request.model)
         if package is None or package.described.cause:
             cause = package.described.cause if package is not None else "this node has no such package"
-            return leases.refuse(
-                request, LeaseRefusalCode.VIDEO_NOT_READY, f"{request.model} cannot be used on this node: {cause}"
-            )
-        spec = read_spec(request.spec)
+            text = f"{request.model} cannot be used on this node: {cause}"
+            return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text)
+        spec = parse_spec(request.spec)
         return leases.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
@@ -129,7 +128,7 @@ class LeaseGranter:
     def _judge(self, request: LeaseRequest) -> LeaseRefused | None:
         report = self._supervisor.reports.latest
         pinned = frozenset(self._settings.models.preload)
-        return leases.check_fits(request, self._poll.memory(), report.models if report is not None else (), pinned)
+        return leases.check_fits(request, self._poll.read_memory(), report.models if report is not None else (), pinned)
 
     async def _lower_ceiling(self, request: LeaseRequest) -> LeaseRefused | None:
         """Lower the ceiling and wait until the engine holds the new limits.
@@ -144,7 +143,7 @@ class LeaseGranter:
         if self._supervisor.reports.limits_number < number:
             message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
             return leases.refuse(request, LeaseRefusalCode.ENGINE_SILENT, message, leases.HEADROOM_RETRY_SECONDS)
-        after = judge(self._poll.memory(), 0)
+        after = judge(self._poll.read_memory(), 0)
         if isinstance(after, Refused):
             headroom = after.numbers.headroom if after.numbers is not None else None
             return LeaseRefused(
@@ -184,7 +183,7 @@ class LeaseGranter:
             record, folder, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds
         )
         job = {
-            **spec.job(package.described),
+            **spec.to_worker_input(package.described),
             "package": str(package.folder),
             "out": str(folder / OUT),
             "wire": self._settings.memory.wire != WireMode.OFF,
@@ -195,7 +194,7 @@ class LeaseGranter:
                 generation=record.generation,
                 size=record.size,
                 python=str(self._offer.python),
-                environment=worker_environment(os.environ, folder / SCRATCH),
+                environment=build_worker_environment(os.environ, folder / SCRATCH),
                 job=job,
             )
         )

@@ -34,7 +34,7 @@ from node.video.lease_store import LeaseStore, hash_artifacts
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import read_claim
 from node.video.worker.watchdog_policy import EndWorker
-from node.video.worker.worker_monitor import POLL_INTERVAL_SECONDS, WorkerMonitor, kill
+from node.video.worker.worker_monitor import POLL_INTERVAL_SECONDS, WorkerMonitor, kill_worker_group
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.state_machine import IllegalEventError
 from wire.units import show_size
@@ -214,7 +214,7 @@ class LeaseManager:
         claim = read_claim(self._store.folder_of(record))
         worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
         if worker is not None:
-            await kill(worker, 0.0)
+            await kill_worker_group(worker, 0.0)
         self._granter.return_memory()
         self._store.clean(record)
         log.warning("lease recovered", lease=record.lease, job=record.job, size=show_size(record.size))

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 from node.video.leases import LeaseLedger, LeaseRecord
 from node.video.worker.lease_files import GRANT, OUT, SCRATCH
 from wire.video import Artifact
@@ -44,7 +44,7 @@ class LeaseStore:
 
         Raise `OSError` if the folder cannot be used. An unreadable ledger is logged and counts as empty.
         """
-        private_folder(self._folder)
+        create_private_folder(self._folder)
         try:
             self._ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=LeaseLedger)
         except FileNotFoundError:

@@ -43,8 +43,8 @@ class VideoSubsystem:
         callbacks = LeaseCallbacks(
             send=send,
             changed=self._offered,
-            begin=lambda lease, generation, place, size: self.ray.begin(lease, generation, place, size),
-            finish=lambda lease: self.ray.end(lease),
+            begin=lambda lease, generation, place, size: self.ray.start_actor(lease, generation, place, size),
+            finish=lambda lease: self.ray.end_actor(lease),
         )
         self.lease_manager = LeaseManager(
             settings, limiter, poll, supervisor, self.offer, folder / "leases", callbacks, illegal_events
@@ -87,6 +87,6 @@ class VideoSubsystem:
         self._offered()
 
     def _offered(self) -> None:
-        self.ray.set_running(on=self.lease_manager.holding)
-        self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lease_manager.holding))
+        self.ray.set_has_lease(on=self.lease_manager.holding)
+        self.ray.set_offered(wanted=not self.offer.unready and (not self._paused or self.lease_manager.holding))
         self._changed()

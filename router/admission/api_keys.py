@@ -154,7 +154,7 @@ class KeyRing:
             self._proven[seen] = known
         return known
 
-    def knows(self, presented: bytes) -> bool:
+    def is_valid(self, presented: bytes) -> bool:
         """Return whether a key is known and not expired. Unlike `check`, do not count a wrong key."""
         known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
         return known is not None and not self._expired(known)

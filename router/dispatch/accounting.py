@@ -38,46 +38,46 @@ class Accounting:
         self._usage = usage
         self._history = history
 
-    def ended(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
+    def record_end(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
         `model` is its model, or empty if no member has a model of that name.
         """
         seconds = now - request.arrived
         if request.charged is not None:
-            used, job = self._account(request, outcome, model), request.job
-            quotas.record_end(job.key, job.demand, request.charged, used, now)
-        self._counters.ended(_label(outcome), model, seconds)
-        self._history.records.append(_record(request, outcome, seconds))
+            used, spec = self._record_usage(request, outcome, model), request.spec
+            quotas.record_end(spec.key, spec.demand, request.charged, used, now)
+        self._counters.count_end(_name_outcome(outcome), model, seconds)
+        self._history.records.append(_build_record(request, outcome, seconds))
 
-    def _account(self, request: ActiveRequest, outcome: Outcome, model: str) -> int:
+    def _record_usage(self, request: ActiveRequest, outcome: Outcome, model: str) -> int:
         """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
-        prompt, cached, written = _took(request, outcome)
-        used = self._usage.of(request.job.key, model)
-        used.count(prompt, cached, written, failed=not isinstance(outcome, Finished))
-        self._counters.model(model).used(prompt, cached, written)
-        self._counters.used_by(request.job.key, model, prompt + written)
-        return max(prompt + written, request.tokens.total)
+        prompt, cached, generated = _get_token_counts(request, outcome)
+        usage = self._usage.of(request.spec.key, model)
+        usage.count(prompt, cached, generated, failed=not isinstance(outcome, Finished))
+        self._counters.get_model(model).add_tokens(prompt, cached, generated)
+        self._counters.add_key_tokens(request.spec.key, model, prompt + generated)
+        return max(prompt + generated, request.tokens.total)
 
 
-def most_prompt(request: ActiveRequest) -> int:
+def compute_max_prompt_tokens(request: ActiveRequest) -> int:
     """Return the maximum prompt tokens that a node may report for a request.
 
     Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
     """
-    demand, messages = request.job.demand, request.job.messages
-    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(request.job.ids))
+    demand, messages = request.spec.demand, request.spec.messages
+    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 
-def bounded_usage(request: ActiveRequest, frame: Finished) -> Finished:
+def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
     """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
     A false report can therefore exhaust neither a key's limits nor its usage.
     """
-    params = request.job.params
+    params = request.spec.params
     unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, request.tokens.total + UNSENT_TOKENS * params.n)
-    prompt = min(frame.prompt_tokens, most_prompt(request))
+    prompt = min(frame.prompt_tokens, compute_max_prompt_tokens(request))
     completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
     cached, reasoning_tokens = min(frame.cached_tokens, prompt), min(frame.reasoning_tokens, completion)
     reported = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.reasoning_tokens
@@ -93,42 +93,42 @@ def bounded_usage(request: ActiveRequest, frame: Finished) -> Finished:
     )
 
 
-def _took(request: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
+def _get_token_counts(request: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
     """Return the prompt tokens, the cached tokens among them, and the generated tokens."""
     if isinstance(outcome, Finished):
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
-    return (*request.read, request.tokens.total)
+    return (*request.prompt_counts, request.tokens.total)
 
 
-def _record(request: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
-    job = request.job
+def _build_record(request: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
+    spec = request.spec
     finished = outcome if isinstance(outcome, Finished) else None
-    prompt, cached, completion = _took(request, outcome)
+    prompt, cached, completion = _get_token_counts(request, outcome)
     return RequestRecord(
-        request_id=job.request_id,
-        key=job.key,
-        model=job.demand.model,
-        stream=job.stream,
+        request_id=spec.request_id,
+        key=spec.key,
+        model=spec.demand.model,
+        stream=spec.stream,
         arrived=request.arrived,
         seconds=seconds,
-        outcome=_label(outcome),
-        message="" if isinstance(outcome, Finished) else _worth_keeping(outcome),
+        outcome=_name_outcome(outcome),
+        message="" if isinstance(outcome, Finished) else _choose_stored_message(outcome),
         steps=tuple(request.steps),
         prompt_tokens=request.demand.prompt_tokens if finished is None else prompt,
         cached_tokens=cached,
         completion_tokens=completion,
         timings=None if finished is None else finished.timings,
-        ignored=job.ignored,
+        ignored=spec.ignored,
     )
 
 
-def _worth_keeping(outcome: Refused | RequestFailure) -> str:
+def _choose_stored_message(outcome: Refused | RequestFailure) -> str:
     """Return the stored message of an end: never a message that may quote the client's request."""
     quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
     return quoting or outcome.message
 
 
-def _label(outcome: Outcome) -> str:
+def _name_outcome(outcome: Outcome) -> str:
     if isinstance(outcome, Finished):
         return "ok"
     return outcome.code.value if isinstance(outcome, Refused) else outcome.code

@@ -1,4 +1,4 @@
-"""Dispatcher's side of a request from its arrival to its end: its life, the nodes it has tried, its token ids.
+"""Dispatcher's side of a request from its arrival to its end: its state, the nodes it has tried, its token ids.
 
 The reader's side is `answer.Answer`, which the dispatcher fills and the reader empties.
 """
@@ -39,13 +39,13 @@ class TriedNodes:
         self.lost: set[NodeId] = set()
         """Nodes that were lost with the request."""
 
-    def refuse(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
+    def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
         """Exclude a node until its next report, or for good if its refusal is final."""
         self.refused[node] = reported_at
         if refused is not None and refused.final:
             self.never[node] = refused
 
-    def lose(self, node: NodeId) -> None:
+    def mark_lost(self, node: NodeId) -> None:
         """Exclude a node that was lost with the request."""
         self.lost.add(node)
 
@@ -53,7 +53,7 @@ class TriedNodes:
         """Allow a node that is ready again."""
         self.lost.discard(node)
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member."""
         self.lost.discard(node)
         self.refused.pop(node, None)
@@ -61,16 +61,18 @@ class TriedNodes:
 
 
 class ActiveRequest:
-    """Request of a client in the dispatcher. Its parameters are those of its job unless given.
+    """Request of a client in the dispatcher.
 
-    `number` orders requests by arrival at `now` (monotonic seconds). `charged` is the charge of its key's quota in
-    tokens; None if it was not admitted. `rates` is the state of the key's rates after the charge. `chain` and `warm`
-    are the hashes of its prefix and the nodes that have it cached.
+    `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are those of `spec` unless
+    given. `charged` is the charge of its key's quota in tokens; None if it was not admitted. `rates` is the state of
+    the key's rates after the charge. `chain` has the hashes of its prompt. `cached_shares` maps nodes to the share of
+    the prompt in their prefix cache.
     """
 
     __slots__ = (
         "answer",
         "arrived",
+        "cached_shares",
         "chain",
         "charged",
         "deadline",
@@ -78,26 +80,25 @@ class ActiveRequest:
         "entry",
         "estimated_tokens",
         "fingerprint",
-        "job",
         "life",
         "node",
         "number",
-        "owner",
         "params",
+        "prompt_counts",
         "rates",
-        "read",
+        "spec",
         "steps",
         "streaming",
         "swap",
         "tokens",
         "tried",
-        "warm",
+        "weighted_key",
     )
 
     def __init__(
         self,
-        job: RequestSpec,
-        owner: WeightedKey,
+        spec: RequestSpec,
+        weighted_key: WeightedKey,
         number: int,
         now: float,
         *,
@@ -106,24 +107,24 @@ class ActiveRequest:
         charged: int | None = None,
         rates: tuple[RateState, ...] = (),
         chain: PrefixHashChain | None = None,
-        warm: Mapping[NodeId, float] = NOWHERE,
+        cached_shares: Mapping[NodeId, float] = NOWHERE,
     ) -> None:
-        self.job = job
-        self.owner = owner
+        self.spec = spec
+        self.weighted_key = weighted_key
         self.number = number
         self.arrived = now
-        self.demand = demand or job.demand
-        self.params = params or job.params
+        self.demand = demand or spec.demand
+        self.params = params or spec.params
         self.charged = charged
         self.rates = rates
         self.chain = chain
-        self.warm = warm
-        self.estimated_tokens = probable_tokens(job.demand)
+        self.cached_shares = cached_shares
+        self.estimated_tokens = probable_tokens(spec.demand)
         """Expected tokens of the request, for the share of its key."""
         self.answer: StreamedAnswer | CollectedAnswer = (
-            StreamedAnswer() if job.stream else CollectedAnswer(job.params.n, job.params.logprobs)
+            StreamedAnswer() if spec.stream else CollectedAnswer(spec.params.n, spec.params.logprobs)
         )
-        self.tokens = GeneratedTokens(job.params.n, self.params.max_tokens)
+        self.tokens = GeneratedTokens(spec.params.n, self.params.max_tokens)
         self.tried = TriedNodes()
         self.life = RequestLife(now)
         self.node: NodeId | None = None
@@ -132,7 +133,7 @@ class ActiveRequest:
         """Whether the current attempt has its first token, as in `life`: read for every token."""
         self.fingerprint = ""
         """Fingerprint of the model that generates the answer."""
-        self.read: tuple[int, int] = (0, 0)
+        self.prompt_counts: tuple[int, int] = (0, 0)
         """Prompt tokens and the cached tokens among them, for usage."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
         """Place in the queue; None outside of it."""
@@ -182,13 +183,14 @@ class ActiveRequest:
         assert (self.entry is not None) == (self.state is RequestState.QUEUED), self  # noqa: S101  an invariant
         assert (self.node is not None) == (self.state in ON_NODE), self  # noqa: S101  an invariant
 
-    def add_step(self, now: float, what: str, node: str = "") -> None:
-        """Record a step at `now` (monotonic seconds). Beyond MAX_STEPS the middle step is removed."""
+    def add_step(self, now: float, event: str, node: str = "") -> None:
+        """Record a step at `now` (monotonic seconds) for a person. `node` is the name of its node, empty without one.
+        Beyond MAX_STEPS the middle step is removed."""
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
-        self.steps.append((now - self.arrived, what, node))
+        self.steps.append((now - self.arrived, event, node))
 
-    def trials(self) -> AttemptHistory:
+    def get_attempt_history(self) -> AttemptHistory:
         """Return the earlier attempts, which placement takes into account."""
         if not self.life.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
@@ -196,10 +198,10 @@ class ActiveRequest:
         fingerprint = self.fingerprint if self.tokens.longest else ""
         return AttemptHistory(tried.refused, tried.never, tried.lost, self.number, fingerprint)
 
-    def forget_node(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member."""
-        self.tried.forget(node)
-        self.warm = {other: share for other, share in self.warm.items() if other != node}
+        self.tried.remove_node(node)
+        self.cached_shares = {other: share for other, share in self.cached_shares.items() if other != node}
 
     # tokens
 
@@ -208,7 +210,7 @@ class ActiveRequest:
         """Whether another node that has the same model could resume the answer."""
         return bool(self.fingerprint) and self.tokens.longest > 0
 
-    def add(self, delta: Delta) -> bool:
+    def add_delta(self, delta: Delta) -> bool:
         """Store one delta from the node. Return True if the answer must be flushed after the last delta of its frame.
 
         A streamed answer of an unknown choice discards all ids: it can no longer be resumed. A collected one ignores
@@ -217,34 +219,34 @@ class ActiveRequest:
         try:  # without a call of `tokens`: this runs for every token
             self.tokens.ids[delta.choice] += delta.ids
         except IndexError:
-            if self.job.stream or delta.choice < self.job.params.n:
-                self.tokens.forget(delta)
+            if self.spec.stream or delta.choice < self.spec.params.n:
+                self.tokens.discard_ids(delta)
         return self.answer.add(delta)
 
     def prepare_resume(self) -> None:
-        """Keep the received tokens for the next attempt."""
-        self.demand = replace(self.demand, written=self.tokens.longest)
+        """Record the received tokens in the demand, before the next attempt resumes the answer."""
+        self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 
     def restart(self) -> None:
         """Discard the answer, of which the client has received nothing, before it starts from the beginning."""
         self.tokens.restart()
         self.answer.discard()
-        self.demand = replace(self.demand, written=0)
+        self.demand = replace(self.demand, known_tokens=0)
 
     # facts from nodes
 
-    def begin_with(self, fingerprint: str) -> None:
-        """Record the model that begins the answer."""
+    def set_fingerprint(self, fingerprint: str) -> None:
+        """Record the fingerprint of the model that begins the answer."""
         self.fingerprint = fingerprint
 
-    def count_prompt(self, tokens: int) -> None:
+    def set_prompt_tokens(self, tokens: int) -> None:
         """Set the exact number of prompt tokens."""
         self.demand = replace(self.demand, prompt_tokens=tokens)
 
     def record_prefill(self, prompt: int, cached: int) -> None:
         """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline."""
-        self.count_prompt(prompt)
-        self.read = prompt, cached
+        self.set_prompt_tokens(prompt)
+        self.prompt_counts = prompt, cached
         self.deadline = None
 
     # queue
@@ -257,10 +259,10 @@ class ActiveRequest:
     def leave_queue(self) -> None:
         """Record that the request has no place in the queue any more."""
         self.entry = None
-        self.wait_for_swap("")
+        self.set_swap("")
 
-    def wait_for_swap(self, swap: str) -> bool:
-        """Set the model swap that the request waits for, empty for none. Return whether it is another one."""
+    def set_swap(self, swap: str) -> bool:
+        """Set the model swap that the request waits for, empty for none. Return whether it has changed."""
         if swap == self.swap:
             return False
         self.swap = swap

@@ -103,7 +103,7 @@ class StreamedAnswer(Answer):
         """Whether the transport to the client is full, or no reader has come yet."""
         self.keepalive_due = False
         self.takes = 0
-        """Number of calls of `take`."""
+        """Number of calls of `take_deltas`."""
 
     @property
     def ready(self) -> bool:
@@ -115,7 +115,7 @@ class StreamedAnswer(Answer):
         pending = self.pending
         pending.append(delta)
         if self.blocked:
-            self.buffered += _cost(delta)
+            self.buffered += _compute_cost(delta)
         return len(pending) == 1
 
     def discard(self) -> None:
@@ -123,20 +123,20 @@ class StreamedAnswer(Answer):
         self.pending = []
         self.buffered = 0
 
-    def nudge(self) -> None:
-        """Ask the reader for a keep-alive."""
+    def request_keepalive(self) -> None:
+        """Request a keep-alive from the reader."""
         self.keepalive_due = True
         self.flush()
 
-    def open(self) -> None:
+    def mark_opened(self) -> None:
         """Record that the client has the status of the answer: a refusal can no longer be a plain answer."""
         self.opened = True
 
-    def block(self, blocked: bool) -> None:
+    def set_blocked(self, blocked: bool) -> None:
         """Record whether the transport to the client is full."""
         self.blocked = blocked
 
-    def take(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and clear a keep-alive."""
         self.takes += 1
         self.keepalive_due = False
@@ -149,7 +149,7 @@ class StreamedAnswer(Answer):
             self.pending = taken[MAX_DELTAS_TAKEN:]
             del taken[MAX_DELTAS_TAKEN:]
         if self.buffered:
-            self.buffered = sum(_cost(delta) for delta in self.pending)
+            self.buffered = sum(_compute_cost(delta) for delta in self.pending)
         return taken
 
 
@@ -175,15 +175,15 @@ class CollectedAnswer(Answer):
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.buffered += len(text)
-                written = self._texts.get((choice, channel))
-                if written is None:
-                    written = self._texts[choice, channel] = io.StringIO()
-                written.write(text)
+                channel_text = self._texts.get((choice, channel))
+                if channel_text is None:
+                    channel_text = self._texts[choice, channel] = io.StringIO()
+                channel_text.write(text)
             elif channel == Channel.TOOL_CALL:
                 self.buffered += len(text) + DELTA_BYTES
                 self._calls.setdefault(choice, []).append(text)
         if delta.logprobs and self._with_logprobs:
-            self.buffered += _logprobs_cost(delta.logprobs)
+            self.buffered += _compute_logprobs_cost(delta.logprobs)
             self._logprobs.setdefault(choice, []).extend(delta.logprobs)
         return False
 
@@ -194,15 +194,15 @@ class CollectedAnswer(Answer):
         self._logprobs: dict[int, list[Logprob]] = {}
         self.buffered = 0
 
-    def complete(self, fingerprint: str = "") -> CompleteAnswer:
-        """Return the answer as collected so far, by a model with this fingerprint.
+    def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
+        """Build the answer from the deltas collected so far. `fingerprint` is that of the model that generated it.
 
-        It is whole once the outcome is `Finished`.
+        The answer is whole once the outcome is `Finished`.
         """
         texts = {where: text.getvalue() for where, text in self._texts.items()}
         return CompleteAnswer(texts, self._calls, self._logprobs, fingerprint)
 
-    async def outcome_of(self) -> Outcome:
+    async def wait_for_outcome(self) -> Outcome:
         """Wait for the outcome and return it."""
         while self.outcome is None:
             await self.wait()
@@ -212,12 +212,12 @@ class CollectedAnswer(Answer):
 _TEXTS = frozenset({int(Channel.CONTENT), int(Channel.REASONING)})
 
 
-def _cost(delta: Delta) -> int:
+def _compute_cost(delta: Delta) -> int:
     cost = DELTA_BYTES + sum(len(text) for _, text in delta.pieces)
-    return cost + _logprobs_cost(delta.logprobs) if delta.logprobs else cost
+    return cost + _compute_logprobs_cost(delta.logprobs) if delta.logprobs else cost
 
 
-def _logprobs_cost(logprobs: Iterable[Logprob]) -> int:
+def _compute_logprobs_cost(logprobs: Iterable[Logprob]) -> int:
     return sum(
         LOGPROB_BYTES + len(one.token) + sum(LOGPROB_BYTES + len(token) for token, _ in one.top) for one in logprobs
     )

@@ -58,7 +58,7 @@ class _Breaker:
     opened: int = 0
     last: float = 0.0
     until: float | None = None
-    lasts: float = MIN_OPEN_SECONDS
+    open_seconds: float = MIN_OPEN_SECONDS
     probe: int | None = None
     probed: float = 0.0
 
@@ -67,9 +67,9 @@ class _Breaker:
         self.until = self.probe = None
         self.faults = self.opened = 0
 
-    def open(self, lasts: float, now: float) -> None:
-        """Open the breaker for `lasts` seconds."""
-        self.until, self.lasts, self.probe = now + lasts, lasts, None
+    def open(self, open_seconds: float, now: float) -> None:
+        """Open the breaker for `open_seconds`."""
+        self.until, self.open_seconds, self.probe = now + open_seconds, open_seconds, None
         self.opened += 1
 
     def begin_probe(self, request: int, now: float) -> None:
@@ -80,7 +80,7 @@ class _Breaker:
         """Record that the probe has no result: the next request is the probe."""
         self.probe = None
 
-    def explain(self, why: str) -> None:
+    def set_message(self, why: str) -> None:
         """Record the message of a fault, unless it is empty."""
         self.why = why or self.why
 
@@ -100,11 +100,11 @@ class CircuitBreakers(Generic[N]):
         self.opened = 0
         """Number of openings of all breakers."""
 
-    def barred_nodes(self, now: float) -> list[N]:
+    def list_barred_nodes(self, now: float) -> list[N]:
         """Return the nodes that take no request now: open, or half open with a running probe."""
-        return [node for node in self._nodes if self._bars(node, now)]
+        return [node for node in self._nodes if self._is_barred(node, now)]
 
-    def _bars(self, node: N, now: float) -> bool:
+    def _is_barred(self, node: N, now: float) -> bool:
         breaker = self._nodes[node]
         if breaker.until is None:
             return False
@@ -123,10 +123,10 @@ class CircuitBreakers(Generic[N]):
         if breaker is not None and breaker.probe is None:
             breaker.begin_probe(request, now)
 
-    def state_of(self, node: N, now: float) -> BreakerState | None:
+    def get_state(self, node: N, now: float) -> BreakerState | None:
         """Return the state of a node's breaker; None if the breaker is closed."""
         breaker = self._nodes.get(node)
-        barred = breaker is not None and self._bars(node, now)
+        barred = breaker is not None and self._is_barred(node, now)
         if breaker is None or breaker.until is None:
             return None
         state = "half open" if not barred else "probing" if now >= breaker.until else "open"
@@ -136,18 +136,18 @@ class CircuitBreakers(Generic[N]):
         """Record that a node broke a request, with the node's message. The breaker opens at `MAX_FAULTS`, or at a
         failed probe."""
         breaker = self._nodes.setdefault(node, _Breaker())
-        breaker.explain(why)
+        breaker.set_message(why)
         if breaker.until is not None:
             if breaker.probe == request:
-                self._open(breaker, min(MAX_OPEN_SECONDS, 2 * breaker.lasts), now)
+                self._open_breaker(breaker, min(MAX_OPEN_SECONDS, 2 * breaker.open_seconds), now)
             return
         if breaker.faults and now < breaker.last + SAME_FAULT_SECONDS:
             return
         if breaker.count_fault(now) >= MAX_FAULTS:
-            self._open(breaker, MIN_OPEN_SECONDS, now)
+            self._open_breaker(breaker, MIN_OPEN_SECONDS, now)
 
-    def _open(self, breaker: _Breaker, lasts: float, now: float) -> None:
-        breaker.open(lasts, now)
+    def _open_breaker(self, breaker: _Breaker, open_seconds: float, now: float) -> None:
+        breaker.open(open_seconds, now)
         self.opened += 1
 
     def record_success(self, node: N, request: int) -> None:
@@ -163,6 +163,6 @@ class CircuitBreakers(Generic[N]):
         if breaker is not None and breaker.probe == request:
             breaker.end_probe()
 
-    def forget(self, node: N) -> None:
+    def remove_node(self, node: N) -> None:
         """Remove the breaker of a node that is no longer a member."""
         self._nodes.pop(node, None)

@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.node_commands import Ended
-from router.dispatch.resource_demand import demand_of
+from router.dispatch.node_commands import CommandResult
+from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, failed, from_refused
 from router.placement.cluster_view import NodeView
 from wire.capacity.fairness import WeightedKey
@@ -24,28 +24,28 @@ COUNT_TIMEOUT_SECONDS = 30.0
 _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
-async def count(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
+async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
-    request = replace(request, model=dispatcher.intake.canonical_name(request.model, limits))
-    demand = replace(demand_of(request.model, request.messages, GenerationParams(), request.tools), choices=0)
-    charged = quotas.admit(key, demand, dispatcher.now())
+    request = replace(request, model=dispatcher.intake.resolve_model_name(request.model, limits))
+    demand = replace(compute_demand(request.model, request.messages, GenerationParams(), request.tools), choices=0)
+    charged = quotas.admit(key, demand, dispatcher.get_time())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        return await _counted(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), limits)
+        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), limits)
     finally:
-        quotas.record_end(key, demand, charged, 0, dispatcher.now())
+        quotas.record_end(key, demand, charged, 0, dispatcher.get_time())
 
 
-async def _counted(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits) -> int | Problem:
+async def _ask_nodes(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits) -> int | Problem:
     """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
-    for node in _able(dispatcher, request.model, limits):
-        away = dispatcher.placer.unavailable_reason(node)
-        if away is not None:
-            why = why or away
+    for node in _list_counting_nodes(dispatcher, request.model, limits):
+        unavailable = dispatcher.placer.find_unavailable_refusal(node)
+        if unavailable is not None:
+            why = why or unavailable
             continue
         ended = await _count_on(dispatcher, node, request)
         if isinstance(ended, Finished):
@@ -55,13 +55,13 @@ async def _counted(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimi
         if ended.code in FINAL - _ELSEWHERE or ended.code is RefusalCode.OVER_SHARE:
             return from_refused(ended)
         why = ended
-    return from_refused(why or _nowhere(dispatcher, request.model, limits))
+    return from_refused(why or _refuse_without_node(dispatcher, request.model, limits))
 
 
-async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens) -> Ended:
+async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens) -> CommandResult:
     try:
         async with asyncio.timeout(COUNT_TIMEOUT_SECONDS):
-            return await dispatcher.orders.count(node.id, node.name, request)
+            return await dispatcher.commands.count_tokens(node.id, node.name, request)
     except TimeoutError:
         return Refused(
             RefusalCode.NOT_READY,
@@ -72,13 +72,13 @@ async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens
         )
 
 
-def _able(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
+def _list_counting_nodes(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
     nodes = visible(dispatcher.view, limits).nodes
     able = [node for node in nodes if model in node.models and not node.models[model].cause]
-    return sorted(able, key=lambda node: (not node.models[model].loaded, dispatcher.in_flight(node.id)))
+    return sorted(able, key=lambda node: (not node.models[model].loaded, dispatcher.count_in_flight(node.id)))
 
 
-def _nowhere(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
+def _refuse_without_node(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
     if any(model in node.models for node in dispatcher.view.nodes) and limits.labels:
         labels = ", ".join(sorted(limits.labels))
         text = f"no node with the labels that this API key is bound to ({labels}) serves {model}"

@@ -64,11 +64,11 @@ class ModelCounts:
         self.itl = Histogram(ITL_BOUNDS)
         self.e2e = Histogram(E2E_BOUNDS)
 
-    def used(self, prompt: int, cached: int, written: int) -> None:
+    def add_tokens(self, prompt: int, cached: int, generated: int) -> None:
         """Add the prompt, cached and generated tokens of a request. A negative number counts as 0."""
         self.prompt_tokens += max(0, prompt)
         self.cached_tokens += max(0, cached)
-        self.completion_tokens += max(0, written)
+        self.completion_tokens += max(0, generated)
 
 
 class NodeCounts:
@@ -84,7 +84,7 @@ class NodeCounts:
         """Add generated tokens."""
         self.generated_tokens += tokens
 
-    def count_first(self, prompt: int, seconds: float) -> None:
+    def count_first_token(self, prompt: int, seconds: float) -> None:
         """Count a first token, `seconds` after the request arrived, and the tokens of its prompt."""
         self.prompt_tokens += prompt
         self.first_tokens += 1
@@ -138,47 +138,48 @@ class Counters:
     queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
     """Duration of placement decisions."""
-    _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
+    _last_steps: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]
     )
 
-    def model(self, name: str) -> ModelCounts:
+    def get_model(self, name: str) -> ModelCounts:
         """Return a model's totals. An empty name stands for a model that no member has."""
-        found = self.models.get(name or OTHER)
-        if found is None:
+        counts = self.models.get(name or OTHER)
+        if counts is None:
             name = name if name and len(self.models) < MAX_MODELS else OTHER
-            found = self.models.setdefault(name, ModelCounts())
-        return found
+            counts = self.models.setdefault(name, ModelCounts())
+        return counts
 
-    def node(self, node: NodeId) -> NodeCounts:
+    def get_node(self, node: NodeId) -> NodeCounts:
         """Return a node's totals; zeros for a new node."""
-        found = self.nodes.get(node)
-        if found is None:
-            found = self.nodes[node] = NodeCounts()
-        return found
+        counts = self.nodes.get(node)
+        if counts is None:
+            counts = self.nodes[node] = NodeCounts()
+        return counts
 
-    def used_by(self, key: str, model: str, tokens: int) -> None:
+    def add_key_tokens(self, key: str, model: str, tokens: int) -> None:
         """Add the tokens of a key's request. An empty `model` is one that no member has."""
         pair = key, model if model in self.models else OTHER
         if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
             self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
 
-    def forget_keys(self, known: Container[str]) -> None:
+    def retain_keys(self, known: Container[str]) -> None:
         """Remove the totals of API keys that are not in `known`."""
         self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
-    def ended(self, outcome: str, model: str, seconds: float) -> None:
+    def count_end(self, outcome: str, model: str, seconds: float) -> None:
         """Count an ended request, its outcome, and its duration in seconds. An unknown outcome counts as `FAILED`."""
         outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
         self.durations += 1
         self.duration_seconds += seconds
-        counts = self.model(model)
+        counts = self.get_model(model)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         counts.e2e.observe(seconds)
 
     def count_attempt(self, node: NodeId, *, first: bool, resumed: bool) -> None:
-        """Count an attempt: a request that is sent to a node, `first` for the first time, or with its tokens."""
+        """Count an attempt: a request that is sent to a node. `first`: it is the first attempt of its request.
+        `resumed`: the received tokens are sent with it."""
         self.attempts += 1
         self.retries += not first
         self.resumes += resumed
@@ -192,7 +193,7 @@ class Counters:
 
     def count_generated(self, node: NodeId, tokens: int) -> None:
         """Add the tokens of one frame of a node."""
-        self.node(node).count_generated(tokens)
+        self.get_node(node).count_generated(tokens)
 
     def count_node_loss(self) -> None:
         """Count a request that was on a node when it was lost."""
@@ -214,47 +215,47 @@ class Counters:
         """Count an event that a state machine did not allow. `machine` names the state machine, as in `MACHINES`."""
         self.illegal_events[machine] += 1
 
-    def swapped(self, *, done: bool) -> None:
+    def count_swap(self, *, done: bool) -> None:
         """Count a model swap that has ended: `done`, or dropped."""
         self.swaps["done" if done else "dropped"] += 1
 
-    def answered(self, status: int) -> None:
+    def count_answer(self, status: int) -> None:
         """Count an HTTP answer by its status."""
         self.answers[status] = self.answers.get(status, 0) + 1
 
-    def refused(self, code: str) -> None:
+    def count_refusal(self, code: str) -> None:
         """Count a refusal by a node, by its code."""
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
-    def first(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
+    def count_first_token(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
         """Count a node's first token of a request, `seconds` after the request arrived."""
         self.first_tokens += 1
         self.first_token_seconds += seconds
-        self.node(node).count_first(prompt_tokens, seconds)
-        self.model(model).ttft.observe(seconds)
+        self.get_node(node).count_first_token(prompt_tokens, seconds)
+        self.get_model(model).ttft.observe(seconds)
 
     def count_queue_exit(self, seconds: float) -> None:
         """Record the queue time of a request that leaves the queue."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
 
-    def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
+    def record_decode_step(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
         """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.
 
         `leader` is the number of the first of these requests. If it also led the last step, the time between the steps
         counts as one gap of every stream. Otherwise no stream waited that long, and nothing counts.
         """
         key = node, model
-        last = self._paces.get(key)
-        if last is None and len(self._paces) >= MAX_PACES:
-            self._paces.clear()
-        self._paces[key] = leader, now
+        last = self._last_steps.get(key)
+        if last is None and len(self._last_steps) >= MAX_PACES:
+            self._last_steps.clear()
+        self._last_steps[key] = leader, now
         if last is not None and last[0] == leader:
-            self.model(model).itl.observe(now - last[1], streams)
+            self.get_model(model).itl.observe(now - last[1], streams)
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the totals of a node that is no longer a member."""
         self.placements.pop(node, None)
         self.nodes.pop(node, None)
-        for key in [key for key in self._paces if key[0] == node]:
-            del self._paces[key]
+        for key in [key for key in self._last_steps if key[0] == node]:
+            del self._last_steps[key]

@@ -27,7 +27,7 @@ MAX_DECISIONS_KEPT = 1000
 MAX_CANDIDATES_KEPT = 16
 """Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
 MAX_LINE_BYTES = 4 * 2**20
-"""Maximum bytes of a line for `read_line`."""
+"""Maximum bytes of a line for `parse_line`."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
@@ -46,7 +46,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     nodes: int = 0
     """Number of nodes in the cluster."""
 
-    def rows(self) -> list[dict[str, object]]:
+    def to_rows(self) -> list[dict[str, object]]:
         """Return one row per recorded candidate, with its memory and its expected times."""
         return explain(self.candidates, self.chosen)
 
@@ -90,38 +90,40 @@ class DecisionLog:
 
         At most `MAX_CANDIDATES_KEPT` candidates are stored, the chosen node always.
         """
-        kept = result.candidates
+        candidates = result.candidates
         if isinstance(result, NoPlacement):
             self.decisions.append(
-                PlacementDecision(at, request_id, key, demand, kept[:MAX_CANDIDATES_KEPT], None, result.refused, nodes)
+                PlacementDecision(
+                    at, request_id, key, demand, candidates[:MAX_CANDIDATES_KEPT], None, result.refused, nodes
+                )
             )
             return
         chosen = result.chosen
-        if len(kept) > MAX_CANDIDATES_KEPT:
-            kept = (chosen, *(one for one in kept[:MAX_CANDIDATES_KEPT] if one is not chosen))
-        self.decisions.append(PlacementDecision(at, request_id, key, demand, kept, chosen.node, None, nodes))
+        if len(candidates) > MAX_CANDIDATES_KEPT:
+            candidates = (chosen, *(one for one in candidates[:MAX_CANDIDATES_KEPT] if one is not chosen))
+        self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
-    def refused(self, at: float, request_id: str, key: str, problem: Problem) -> None:
+    def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:
         """Record a request that was refused as invalid, `at` in monotonic seconds."""
-        reason = unquoted(problem.message, problem.param or "")
+        reason = remove_quoted_text(problem.message, problem.param or "")
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
-    def newest(self, count: int) -> list[RequestRecord]:
+    def list_newest(self, count: int) -> list[RequestRecord]:
         """Return the `count` newest ended requests, invalid requests included, oldest first."""
         ended = list(self.records)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
-    def requests_by_id(self, request_id: str) -> list[RequestRecord]:
+    def find_requests(self, request_id: str) -> list[RequestRecord]:
         """Return the stored requests with a request id, because a client may use an id twice. Invalid requests are
         first."""
         return [record for record in (*self.refusals, *self.records) if record.request_id == request_id]
 
-    def decisions_about(self, request_id: str) -> list[PlacementDecision]:
+    def find_decisions(self, request_id: str) -> list[PlacementDecision]:
         """Return the stored decisions about one request, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
-    def lines(self) -> Iterator[bytes]:
-        """Return every stored decision as a line of JSON."""
+    def encode_lines(self) -> Iterator[bytes]:
+        """Return an iterator over the stored decisions, each as a line of JSON, oldest first."""
         return (msgspec.json.encode(decision) + b"\n" for decision in tuple(self.decisions))
 
 
@@ -139,7 +141,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     """Mean expected seconds to the first token as decided, and with the other policy."""
 
 
-def unquoted(message: str, param: str) -> str:
+def remove_quoted_text(message: str, param: str) -> str:
     """Return an error message without quoted text of the request, because a prompt in a wrong place must not be stored.
 
     Names stay. `param` is the path of the wrong field: keys in the path that are no names are removed as well.
@@ -150,8 +152,9 @@ def unquoted(message: str, param: str) -> str:
     return _QUOTED.sub(lambda quoted: quoted[0] if _NAME.fullmatch(quoted[0][1:-1]) else "'…'", message)
 
 
-def read_line(line: bytes) -> PlacementDecision:
-    """Parse one line of `DecisionLog.lines`. Raise `ValueError` with the reason if the line is invalid or too long."""
+def parse_line(line: bytes) -> PlacementDecision:
+    """Parse one line of `DecisionLog.encode_lines`. Raise `ValueError` with the reason if the line is invalid or longer
+    than `MAX_LINE_BYTES`."""
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"the line has {len(line)} bytes, at most {MAX_LINE_BYTES} are read")
     try:
@@ -168,8 +171,8 @@ def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callabl
     """
     count = same = refused = 0
     instead: list[tuple[str, str, str]] = []
-    was: list[float] = []
-    would: list[float] = []
+    recorded_seconds: list[float] = []
+    replayed_seconds: list[float] = []
     for one in decisions:
         count += 1
         feasible = [candidate for candidate in one.candidates if candidate.feasible]
@@ -178,14 +181,16 @@ def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callabl
             refused += 1
             continue
         best = min(feasible, key=lambda node: (*policy.score(node, one.demand), draw()))
-        was.append(taken.expected_ttft)
-        would.append(best.expected_ttft)
+        recorded_seconds.append(taken.expected_ttft)
+        replayed_seconds.append(best.expected_ttft)
         if policy.score(best, one.demand) == policy.score(taken, one.demand):
             same += 1
         else:
             instead.append((one.request_id, taken.name, best.name))
-    return ReplayResult(count, same, refused, tuple(instead), (_mean(was), _mean(would)))
+    return ReplayResult(
+        count, same, refused, tuple(instead), (_compute_mean(recorded_seconds), _compute_mean(replayed_seconds))
+    )
 
 
-def _mean(values: list[float]) -> float:
+def _compute_mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0

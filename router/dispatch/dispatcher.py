@@ -25,7 +25,7 @@ from router.admission.rate_limits import RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
 from router.dispatch.node_commands import NodeCommands
-from router.dispatch.parts.composition import Parts, Surroundings, default_policy
+from router.dispatch.parts.composition import Parts, Surroundings, get_policy
 from router.dispatch.parts.node_frames import REQUEST_FRAMES
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
@@ -77,7 +77,7 @@ class Dispatcher:
         scopes: CacheScopes | None = None,
         on_failure: Callable[[ActiveRequest, str], None] = _ignore_failure,
     ) -> None:
-        around = Surroundings(
+        surroundings = Surroundings(
             send=send,
             numbers=numbers,
             clock=clock,
@@ -86,19 +86,19 @@ class Dispatcher:
             counters=counters or Counters(),
             quotas=quotas or RateLimits(),
             scopes=scopes or CacheScopes(),
-            policy=policy or default_policy(settings),
+            policy=policy or get_policy(settings),
             on_failure=on_failure,
         )
         self._clock = clock
         self._slow_bytes = settings.slow_client_bytes
-        self._interval = around.interval
-        self._parts = parts = Parts(around, self.apply, self._wake)
-        self.counters = around.counters
-        self.quotas = around.quotas
+        self._interval = surroundings.interval
+        self._parts = parts = Parts(surroundings, self.apply, self._wake)
+        self.counters = surroundings.counters
+        self.quotas = surroundings.quotas
         self.ledger, self.queue, self.breakers = parts.ledger, parts.queue, parts.breakers
         self.affinity, self.usage, self.history = parts.affinity, parts.usage, parts.history
         self.placer, self.intake = parts.placer, parts.intake
-        self.orders = NodeCommands(send, lambda: numbers()[0])
+        self.commands = NodeCommands(send, lambda: numbers()[0])
         self._live: Mapping[int, ActiveRequest] = parts.attempts.live
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
@@ -106,7 +106,7 @@ class Dispatcher:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._perform = parts.performers(self._deliver)
+        self._perform = parts.build_performers(self._deliver)
 
     # state machine
 
@@ -119,7 +119,7 @@ class Dispatcher:
             actions = request.step(event, self._clock())
         except (IllegalEventError, InvariantError) as error:
             self.counters.count_illegal_event("request")
-            log.exception("illegal event", request_id=request.job.request_id, state=request.state.value)
+            log.exception("illegal event", request_id=request.spec.request_id, state=request.state.value)
             text = f"the request ended because of an internal error of the router: retry, and report its log ({error})"
             self.apply(request, Stopped(RequestFailure(FailureCode.ROUTER_ERROR, text)))
             return
@@ -135,7 +135,7 @@ class Dispatcher:
         finally:
             if not sent:
                 self.apply(request, Undelivered(placed.attempt))
-                self._parts.attempts.note_undelivered(request, placed.chosen.node, placed.chosen.name)
+                self._parts.attempts.record_undelivered(request, placed.chosen.node, placed.chosen.name)
             elif request.life.origin is not None:
                 self.apply(request, Delivered(placed.attempt))
 
@@ -156,25 +156,25 @@ class Dispatcher:
         for node in changed:
             self.ledger.acknowledge(node.id, node.acked_seq)
             cache = node.engine.cache
-            self.affinity.apply_report(node.id, node.life, cache.evictions, cache.evicted)
-            parts.attempts.weights_reported(node)
+            self.affinity.apply_report(node.id, node.engine_instance, cache.evictions, cache.evicted)
+            parts.attempts.release_reported_weights(node)
             before = old.get(node.id)
             if node.state == NodeState.READY and before is not None and before.state not in SERVING:
                 for request in self._open.values():
                     request.tried.readmit(node.id)
             parts.changes.mark(node.id)
-            if (node.draining or node.state == NodeState.DRAINING) and self.ledger.in_flight(node.id):
+            if (node.draining or node.state == NodeState.DRAINING) and self.ledger.count_in_flight(node.id):
                 draining.append(node.id)
-        for node_id in (*draining, *parts.drains.nodes()):
-            asyncio.get_running_loop().call_soon(self.move, node_id)
+        for node_id in (*draining, *parts.drains.list_nodes()):
+            asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:
         """Retry the queued requests on the nodes that have changed."""
         changes = self._parts.changes
-        changes.begin()
+        changes.begin_retry()
         if self.ledger.turns:
             self._parts.swaps.advance(self._clock())
-        self._parts.waiting.retry(changes.take())
+        self._parts.waiting.retry_requests(changes.take_nodes())
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Apply a frame from a node about a request or command; a frame about neither is ignored."""
@@ -185,7 +185,7 @@ class Dispatcher:
             return
         request = self._live.get(frame.request)
         if request is None or request.node != node:
-            self.orders.receive(node, frame)
+            self.commands.receive(node, frame)
         else:
             self._parts.frames.receive(request, node, frame)
 
@@ -202,7 +202,7 @@ class Dispatcher:
             if not request.streaming:
                 self.apply(request, FirstTokens(delta.request))
             tokens += len(delta.ids)
-            if request.add(delta):
+            if request.add_delta(delta):
                 touched.append(request)
             if request.answer.buffered > slow_bytes:
                 self._parts.watchdog.end_oversized(request)
@@ -210,34 +210,35 @@ class Dispatcher:
             self.counters.count_generated(node, tokens)
         if touched:
             first = touched[0]
-            self.counters.stepped(node, first.demand.model, first.number, len(touched), self._clock())
+            self.counters.record_decode_step(node, first.demand.model, first.number, len(touched), self._clock())
         for request in touched:
             request.answer.flush()
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume."""
-        self.orders.node_gone(node, reason)
-        self.placer.forget(node)
-        self._parts.migration.forget(node)
-        self._parts.losses.node_gone(node, reason)
+        self.commands.handle_lost_node(node, reason)
+        self.placer.remove_node(node)
+        self._parts.migration.remove_node(node)
+        self._parts.losses.handle_lost_node(node, reason)
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member. A new map by node must be cleared here as well."""
         parts = self._parts
-        self.affinity.forget(node)
-        self.breakers.forget(node)
-        self.counters.forget(node)
-        self.ledger.forget(node)
-        self.placer.forget(node)
-        parts.swaps.forget(node)
-        parts.changes.forget(node)
-        parts.migration.forget(node)
+        self.affinity.remove_node(node)
+        self.breakers.remove_node(node)
+        self.counters.remove_node(node)
+        self.ledger.remove_node(node)
+        self.placer.remove_node(node)
+        parts.swaps.remove_node(node)
+        parts.changes.remove_node(node)
+        parts.migration.remove_node(node)
         for request in self._open.values():
-            request.forget_node(node)
+            request.remove_node(node)
 
-    def move(self, node: NodeId) -> int:
-        """Migrate the requests of a live node, and return the number of requests that stay (`Migration.move`)."""
-        return self._parts.migration.move(node)
+    def migrate_node(self, node: NodeId) -> int:
+        """Migrate the requests of a live node, and return the number of requests that stay
+        (`Migration.migrate_node`)."""
+        return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a node, wait until it has none, and return the number left
@@ -246,11 +247,11 @@ class Dispatcher:
 
     # client requests
 
-    def submit(self, job: RequestSpec) -> ActiveRequest:
+    def submit(self, spec: RequestSpec) -> ActiveRequest:
         """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the returned
         request."""
         self._count += 1
-        request, refused = self.intake.accept(job, self._count, charges=not self._closing)
+        request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:
             self.apply(request, RequestDenied(RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING)))
         elif refused is not None:
@@ -260,7 +261,7 @@ class Dispatcher:
         self._open[request.number] = request
         self._parts.crowds.add(request)
         self._quiet.clear()
-        self._arm()
+        self._arm_timer()
         return request
 
     def close(self, request: ActiveRequest) -> None:
@@ -273,48 +274,50 @@ class Dispatcher:
         if not self._open:
             self._quiet.set()
 
-    def open_requests(self) -> list[ActiveRequest]:
+    def list_open_requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
 
     # questions
 
-    def outage_reason(self) -> str:
+    def find_outage_reason(self) -> str:
         """Return why no request could be served now; empty if one could."""
         if self._closing:
             return STOPPING
         if len(self.queue) >= self.queue.limit(len(self.view.nodes)):
             return f"the queue is full with {len(self.queue)} requests"
-        return self.placer.outage_reason()
+        return self.placer.find_outage_reason()
 
-    def leaks(self) -> int:
+    def count_leaks(self) -> int:
         """Return the number of reservations of requests that are on no node, and of holds of requests that are not
         open.
 
         Any number but 0 is a bug.
         """
-        return len(self.ledger.promised() - self._live.keys()) + len(self.ledger.holders() - self._open.keys())
+        return len(self.ledger.get_reserved_requests() - self._live.keys()) + len(
+            self.ledger.get_holders() - self._open.keys()
+        )
 
     @property
     def idle(self) -> bool:
         """Whether no request is open, which ends a drain."""
         return not self._open
 
-    def now(self) -> float:
+    def get_time(self) -> float:
         """Return the current time in seconds, on the clock of the dispatcher's other times."""
         return self._clock()
 
-    def in_flight(self, node: NodeId) -> int:
+    def count_in_flight(self, node: NodeId) -> int:
         """Return the number of requests that are on a node."""
-        return self.ledger.in_flight(node)
+        return self.ledger.count_in_flight(node)
 
-    def waiting(self) -> int:
+    def count_queued(self) -> int:
         """Return the number of queued requests."""
         return len(self.queue)
 
     # time and end
 
-    def _arm(self) -> None:
+    def _arm_timer(self) -> None:
         if self._timer is None and self._open:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self.sweep)
 
@@ -327,13 +330,13 @@ class Dispatcher:
         now, parts = self._clock(), self._parts
         parts.swaps.advance(now)
         parts.waiting.expire(now)
-        parts.migration.leave_silent(now)
+        parts.migration.migrate_from_silent_nodes(now)
         if not len(self.queue) and not self._closing:
             parts.migration.rebalance(now)
-        parts.watchdog.keep(self._open)
+        parts.watchdog.retain_requests(self._open)
         for request in list(self._open.values()):
             parts.watchdog.check(request)
-        self._arm()
+        self._arm_timer()
 
     async def drain(self, seconds: float) -> None:
         """Refuse new requests, wait at most `seconds` for the open requests, then end the remaining ones."""
@@ -345,7 +348,7 @@ class Dispatcher:
 
     def shutdown(self, message: str = STOPPING) -> None:
         """End all requests and commands with a failure, whose text is `message`. Nodes get a cancel of each request."""
-        self.orders.shutdown(message)
+        self.commands.shutdown(message)
         for request in list(self._open.values()):
             self.apply(request, Stopped(RequestFailure(FailureCode.SHUTTING_DOWN, message)))
         if self._timer is not None:

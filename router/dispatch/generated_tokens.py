@@ -7,14 +7,14 @@ from wire.frames import Delta
 class GeneratedTokens:
     """Received token ids of each of `choices` choices. `limit` is the maximum length of a choice; None: unlimited."""
 
-    __slots__ = ("_choices", "_forgotten", "_limit", "ids")
+    __slots__ = ("_choices", "_discarded", "_limit", "ids")
 
     def __init__(self, choices: int, limit: int | None) -> None:
         self._choices = max(1, choices)
         self._limit = limit or MAX_KNOWN_TOKENS
         self.ids: list[list[int]] = [[] for _ in range(self._choices)]
         """Token ids by choice; empty after they were discarded."""
-        self._forgotten = 0
+        self._discarded = 0
 
     @property
     def longest(self) -> int:
@@ -24,28 +24,28 @@ class GeneratedTokens:
     @property
     def total(self) -> int:
         """Number of generated tokens received, of all choices together."""
-        return self._forgotten + sum(map(len, self.ids))
+        return self._discarded + sum(map(len, self.ids))
 
     @property
     def unbegun(self) -> bool:
         """Whether no token has been received, and none was discarded."""
         return bool(self.ids) and not self.longest
 
-    def known(self) -> tuple[tuple[int, ...], ...]:
+    def get_ids(self) -> tuple[tuple[int, ...], ...]:
         """Return the received token ids of each choice; empty before the first token, or if they were discarded."""
         return tuple(map(tuple, self.ids)) if self.longest else ()
 
-    def forget(self, delta: Delta | None = None) -> None:
+    def discard_ids(self, delta: Delta | None = None) -> None:
         """Discard the ids, and those of `delta`, and keep only their number: the answer can no longer be resumed."""
-        self._forgotten = self.total + (0 if delta is None else len(delta.ids))
+        self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []
 
     def discard_excess(self) -> None:
         """Discard the ids if the node sent more tokens than requested, because such a node is not credible."""
         if self.longest > self._limit:
-            self.forget()
+            self.discard_ids()
 
     def restart(self) -> None:
         """Discard the ids and their number, before the answer starts from its beginning."""
-        self._forgotten = 0
+        self._discarded = 0
         self.ids = [[] for _ in range(self._choices)]

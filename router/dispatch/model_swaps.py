@@ -37,7 +37,7 @@ import msgspec
 
 from router.placement.candidate import Candidate
 from router.placement.cluster_view import NodeView
-from router.placement.feasibility import unavailable_reason
+from router.placement.feasibility import find_unavailable_reason
 from router.placement.reservations import SwapTurn
 from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
@@ -60,7 +60,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
     """Request that uses a model on a node. `request` is the number of the request."""
 
     request: int
-    owner: WeightedKey
+    weighted_key: WeightedKey
     seconds: float
     """Expected remaining seconds."""
 
@@ -69,7 +69,7 @@ class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
     """Queued request with the arithmetic of the nodes that serve its model. `request` is the number of the request."""
 
     request: int
-    owner: WeightedKey
+    weighted_key: WeightedKey
     model: str
     since: float
     """Arrival, in monotonic seconds."""
@@ -127,24 +127,24 @@ class SwapPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapPlanner:
-    """Planner of model swaps. `longest` is the maximum time of a turn, in seconds, and bounds the slices."""
+    """Planner of model swaps. `timeout_seconds` is the maximum time of a turn, and bounds the slices."""
 
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
-        self._came: dict[tuple[NodeId, str], float] = {}
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._loaded_since: dict[tuple[NodeId, str], float] = {}
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the state of a node that is no longer a member."""
-        self._came = {where: at for where, at in self._came.items() if where[0] != node}
+        self._loaded_since = {where: at for where, at in self._loaded_since.items() if where[0] != node}
 
     def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
         """Record since when (monotonic seconds) each of these nodes has each of its models loaded."""
         for node in nodes:
             for model in node.models.values():
                 if model.loaded:
-                    self._came.setdefault((node.id, model.name), now)
+                    self._loaded_since.setdefault((node.id, model.name), now)
                 else:
-                    self._came.pop((node.id, model.name), None)
+                    self._loaded_since.pop((node.id, model.name), None)
 
     def step(self, snapshot: SwapInput, now: float) -> SwapPlan:
         """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap."""
@@ -159,19 +159,19 @@ class SwapPlanner:
             if isinstance(followed, EndTurn) or followed.turn != turn:
                 actions.append(followed)
         waits: dict[str, SwapTurn | None] = {turn.model: turn for turn in turns.values()}
-        for one in snapshot.waiting:
-            if waits.get(one.model) is not None:
+        for queued in snapshot.waiting:
+            if waits.get(queued.model) is not None:
                 continue
-            options = _options(one, snapshot, turns)
+            options = _find_options(queued, snapshot, turns)
             if options is None:
                 continue
-            waits[one.model] = None
-            begun = self._begin(one, options, snapshot, now)
+            waits[queued.model] = None
+            begun = self._begin_turn(queued, options, snapshot, now)
             if begun is not None:
-                turns[begun.turn.node] = waits[one.model] = begun.turn
+                turns[begun.turn.node] = waits[queued.model] = begun.turn
                 actions.append(begun)
         for turn in turns.values():
-            candidate = _ready(turn, snapshot)
+            candidate = _find_ready_candidate(turn, snapshot)
             if candidate is not None:
                 actions.append(SendRequest(msgspec.structs.replace(turn, sent_at=now), candidate))
         return SwapPlan(tuple(actions), waits)
@@ -180,61 +180,66 @@ class SwapPlanner:
         """Return the turn with its current request, or its end."""
         node = snapshot.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
-        if node is None or model is None or unavailable_reason(node, now)[0]:
+        if node is None or model is None or find_unavailable_reason(node, now)[0]:
             return EndTurn(turn, "the node is unavailable")
-        if now - turn.began > self._longest:
-            self._came.update({(turn.node, name): now for name in turn.leaving})
-            return EndTurn(turn, f"the models were in use for {self._longest:.0f} s")
+        if now - turn.began > self._timeout_seconds:
+            self._loaded_since.update({(turn.node, name): now for name in turn.leaving})
+            return EndTurn(turn, f"the models were in use for {self._timeout_seconds:.0f} s")
         if turn.sent_at is not None:
             if (model.loaded or model.loading) and node.reported_at > turn.sent_at:
                 return EndTurn(turn)
             if any(use.request == turn.request for use in snapshot.running.get(node.id, {}).get(turn.model, ())):
                 return BeginTurn(turn, 0)
-        for one in snapshot.waiting:
-            candidate = _at(one, node.id)
-            if one.model != turn.model or candidate is None or _needs_none(one, snapshot, snapshot.turns):
+        for queued in snapshot.waiting:
+            candidate = _find_candidate(queued, node.id)
+            if queued.model != turn.model or candidate is None or _needs_no_swap(queued, snapshot, snapshot.turns):
                 continue
-            if _spare(node, candidate, turn.leaving) >= candidate.need:
-                changed = msgspec.structs.replace(turn, request=one.request, sent_at=None)
-                return BeginTurn(changed, _hold(node, candidate, turn.leaving))
+            if _compute_spare_bytes(node, candidate, turn.leaving) >= candidate.need:
+                changed = msgspec.structs.replace(turn, request=queued.request, sent_at=None)
+                return BeginTurn(changed, _compute_hold_bytes(node, candidate, turn.leaving))
         return EndTurn(turn, "no request needs it any more")
 
-    def _begin(
-        self, one: SwapCandidate, options: Sequence["_Option"], snapshot: SwapInput, now: float
+    def _begin_turn(
+        self, queued: SwapCandidate, options: Sequence["_Option"], snapshot: SwapInput, now: float
     ) -> BeginTurn | None:
         """Return the turn that a request gets now, if one is allowed."""
-        allowed = [option for option in options if self._allowed(one, option, snapshot, now)]
+        allowed = [option for option in options if self._can_unload(queued, option, snapshot, now)]
         if not allowed:
             return None
         best = min(allowed, key=lambda option: option.cost)
-        turn = SwapTurn(best.node.id, best.node.name, one.model, best.leaving, one.request, now)
-        return BeginTurn(turn, _hold(best.node, best.candidate, best.leaving))
+        turn = SwapTurn(best.node.id, best.node.name, queued.model, best.leaving, queued.request, now)
+        return BeginTurn(turn, _compute_hold_bytes(best.node, best.candidate, best.leaving))
 
-    def _allowed(self, one: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
+    def _can_unload(self, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
         """Return whether the models in use may be unloaded from a node for a request now."""
         if not option.busy:
             return True
-        if now - one.since < SWAP_AFTER_SECONDS or not all(
-            self._served(name, one, option, snapshot, now) for name in option.busy
+        if now - queued.since < SWAP_AFTER_SECONDS or not all(
+            self._has_slice_ended(name, queued, option, snapshot, now) for name in option.busy
         ):
             return False
-        older = (other for other in snapshot.waiting if other.since < one.since and other.model in option.busy)
-        return not any(_at(other, option.node.id) for other in older)
+        older = (other for other in snapshot.waiting if other.since < queued.since and other.model in option.busy)
+        return not any(_find_candidate(other, option.node.id) for other in older)
 
-    def _served(self, name: str, one: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
+    def _has_slice_ended(
+        self, name: str, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float
+    ) -> bool:
         """Return whether the slice of a model on a node has ended."""
-        came = self._came.get((option.node.id, name))
-        return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, snapshot)
+        since = self._loaded_since.get((option.node.id, name))
+        return since is not None and now - since >= self.compute_slice_seconds(
+            name, queued.model, option.node, snapshot
+        )
 
-    def slice_seconds(self, name: str, coming: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the minimum seconds that the model `name` stays on a node while requests for the model `coming`
-        wait."""
-        load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
-        mine = {use.owner.name: use.owner.weight for use in snapshot.running.get(node.id, {}).get(name, ())}
+    def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
+        """Return the minimum seconds that the model `name` stays on a node while requests for `model_to_load` wait."""
+        load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
+        mine = {
+            use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())
+        }
         mine |= snapshot.keys.get(name, {})
-        ratio = sum(mine.values()) / max(1, sum(snapshot.keys.get(coming, {}).values()))
+        ratio = sum(mine.values()) / max(1, sum(snapshot.keys.get(model_to_load, {}).values()))
         return min(
-            self._longest / WAIT_SLICES,
+            self._timeout_seconds / WAIT_SLICES,
             (MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * load) * min(MAX_SLICE_KEYS, max(1.0, ratio)),
         )
 
@@ -250,51 +255,53 @@ class _Option(msgspec.Struct, frozen=True, gc=False):
     """Keys (by priority) that lose their last node, then seconds."""
 
 
-def fits_beside(node: NodeView, candidate: Candidate) -> bool:
+def fits_next_to_loaded(node: NodeView, candidate: Candidate) -> bool:
     """Return whether a request fits on a node next to all loaded models, once all other requests there have ended."""
-    return _spare(node, candidate, frozenset()) >= candidate.need
+    return _compute_spare_bytes(node, candidate, frozenset()) >= candidate.need
 
 
-def _needs_none(one: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
+def _needs_no_swap(queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
     """Return whether a request needs no swap.
 
     It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
     """
-    for candidate in one.candidates:
+    for candidate in queued.candidates:
         node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
         if not candidate.why:
             return True
-        if candidate.code is RefusalCode.NO_ROOM and (turn is None or turn.model == one.model):
-            coming = candidate.weights and snapshot.running.get(node.id, {}).get(one.model)
-            if coming or fits_beside(node, candidate):
+        if candidate.code is RefusalCode.NO_ROOM and (turn is None or turn.model == queued.model):
+            coming = candidate.weights and snapshot.running.get(node.id, {}).get(queued.model)
+            if coming or fits_next_to_loaded(node, candidate):
                 return True
     return False
 
 
-def _options(one: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> "list[_Option] | None":
+def _find_options(
+    queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]
+) -> "list[_Option] | None":
     """Return the nodes that could swap for a request; None if it waits for no swap."""
-    if _needs_none(one, snapshot, turns):
+    if _needs_no_swap(queued, snapshot, turns):
         return None
     options: list[_Option] = []
-    turned = False
-    for candidate in one.candidates:
+    has_turn = False
+    for candidate in queued.candidates:
         node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
         if candidate.code is not RefusalCode.NO_ROOM:
             continue
         if turn is not None:
-            turned = True
+            has_turn = True
             continue
         running = snapshot.running.get(node.id, {})
-        leaving = _in_the_way(node, candidate, running)
+        leaving = _choose_models_to_unload(node, candidate, running)
         if leaving is not None:
             busy = frozenset(name for name in leaving if running.get(name) or node.models[name].loading)
             seconds = max((use.seconds for name in busy for use in running.get(name, ())), default=0.0)
-            cost = _sole(node, busy, snapshot), seconds + node.models[one.model].load_seconds
+            cost = _sum_last_node_weights(node, busy, snapshot), seconds + node.models[queued.model].load_seconds
             options.append(_Option(node, candidate, leaving, busy, cost))
-    return options if options or turned else None
+    return options if options or has_turn else None
 
 
-def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
+def _compute_spare_bytes(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
     """Return the bytes available to a request on a node without the `leaving` models and without any other rows."""
     memory, model = node.memory, candidate.model
     stays = sum(
@@ -306,65 +313,68 @@ def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int
     return memory.ceiling - memory.margin - memory.base - stays - own
 
 
-def _in_the_way(
+def _choose_models_to_unload(
     node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[ModelUse]]
 ) -> frozenset[str] | None:
     """Return the fewest models to unload from a node for a request, idle models first; None if that is not enough."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
         uses = running.get(model.name, ())
-        keys = {use.owner.name: use.owner.weight for use in uses}
+        keys = {use.weighted_key.name: use.weighted_key.weight for use in uses}
         return model.loading or bool(uses), sum(keys.values()), max((use.seconds for use in uses), default=0.0)
 
     own = candidate.model.name if candidate.model is not None else ""
     movable = [
         one for one in node.models.values() if (one.loaded or one.loading) and one.name != own and not one.pinned
     ]
-    taken: dict[str, int] = {}
-    missing = candidate.need - _spare(node, candidate, frozenset())
+    chosen: dict[str, int] = {}
+    missing = candidate.need - _compute_spare_bytes(node, candidate, frozenset())
     for model in sorted(movable, key=rank):
         if missing <= 0:
             break
-        taken[model.name] = model.weights
+        chosen[model.name] = model.weights
         missing -= model.weights
     if missing > 0:
         return None
-    for name, weights in reversed(taken.copy().items()):  # a later, larger model may make an earlier one unnecessary
+    for name, weights in reversed(chosen.copy().items()):  # a later, larger model may make an earlier one unnecessary
         if missing + weights <= 0:
-            missing += taken.pop(name)
-    return frozenset(taken)
+            missing += chosen.pop(name)
+    return frozenset(chosen)
 
 
-def _sole(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
+def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
     """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(
             other.models[name].loaded for other in snapshot.nodes.values() if other is not node and name in other.models
         ):
-            keys |= {use.owner.name: use.owner.weight for use in snapshot.running.get(node.id, {}).get(name, ())}
+            keys |= {
+                use.weighted_key.name: use.weighted_key.weight
+                for use in snapshot.running.get(node.id, {}).get(name, ())
+            }
             keys |= snapshot.keys.get(name, {})
     return sum(keys.values())
 
 
-def _at(one: SwapCandidate, node: NodeId) -> Candidate | None:
+def _find_candidate(queued: SwapCandidate, node: NodeId) -> Candidate | None:
     """Return the arithmetic of one node, unless something other than memory excludes the node."""
-    return next((at for at in one.candidates if at.node == node and at.code in (None, RefusalCode.NO_ROOM)), None)
+    return next((at for at in queued.candidates if at.node == node and at.code in (None, RefusalCode.NO_ROOM)), None)
 
 
-def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
+def _compute_hold_bytes(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
     """Return the bytes to hold for a request in addition to the memory of the models to unload."""
-    gives = sum(node.models[name].weights for name in leaving if name in node.models and node.models[name].loaded)
-    return max(0, candidate.need - gives)
+    freed = sum(node.models[name].weights for name in leaving if name in node.models and node.models[name].loaded)
+    return max(0, candidate.need - freed)
 
 
-def _ready(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
+def _find_ready_candidate(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
     """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
     one = next((one for one in snapshot.waiting if one.request == turn.request), None)
     if turn.sent_at is not None or one is None:
         return None
     node, running = snapshot.nodes[turn.node], snapshot.running.get(turn.node, {})
-    candidate = _at(one, turn.node)
+    candidate = _find_candidate(one, turn.node)
     if candidate is None or turn.node in one.refused:
         return None
     idle = sum(

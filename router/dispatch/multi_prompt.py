@@ -27,9 +27,9 @@ class MergedRequest:
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         first = requests[0]
         self._requests = requests
-        choices = first.job.params.n
-        params = replace(first.job.params, n=len(requests) * choices)
-        self.job: RequestSpec = replace(first.job, params=params)
+        choices = first.spec.params.n
+        params = replace(first.spec.params, n=len(requests) * choices)
+        self.spec: RequestSpec = replace(first.spec, params=params)
         answers = [request.answer for request in requests]
         streamed = [answer for answer in answers if isinstance(answer, StreamedAnswer)]
         self.answer: MergedStream | MergedResponse = (
@@ -55,7 +55,7 @@ class MergedRequest:
 
     @property
     def node_name(self) -> str:
-        """Names of the nodes in order, without duplicates."""
+        """Names of the nodes of all requests, separated by commas, in order and without duplicates."""
         return ",".join(dict.fromkeys(request.node_name for request in self._requests if request.node_name))
 
     @property
@@ -73,7 +73,7 @@ class MergedAnswer(Generic[A]):
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Callable[[], None] | None = None
         for answer in answers:
-            answer.attach(self._flow)
+            answer.attach(self._notify)
 
     @property
     def waits_for(self) -> str:
@@ -88,7 +88,7 @@ class MergedAnswer(Generic[A]):
         if failed is not None:
             return failed
         finished = [end for end in ends if isinstance(end, Finished)]
-        return _sum(finished, self._choices) if len(finished) == len(ends) else None
+        return _combine_ends(finished, self._choices) if len(finished) == len(ends) else None
 
     def attach(self, sink: Callable[[], None]) -> None:
         """Call `sink` whenever any request has something new."""
@@ -103,7 +103,7 @@ class MergedAnswer(Generic[A]):
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
-    def _flow(self) -> None:
+    def _notify(self) -> None:
         if self._sink is not None:
             self._sink()
         elif self._waiter is not None and not self._waiter.done():
@@ -113,15 +113,15 @@ class MergedAnswer(Generic[A]):
 class MergedStream(MergedAnswer[StreamedAnswer]):
     """Streamed answer of several requests; see `StreamedAnswer`."""
 
-    def open(self) -> None:
+    def mark_opened(self) -> None:
         """Record that the client has the status of the answer."""
         for answer in self._answers:
-            answer.open()
+            answer.mark_opened()
 
-    def block(self, blocked: bool) -> None:
+    def set_blocked(self, blocked: bool) -> None:
         """Record whether the transport to the client is full."""
         for answer in self._answers:
-            answer.block(blocked)
+            answer.set_blocked(blocked)
 
     @property
     def keepalive_due(self) -> bool:
@@ -138,7 +138,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
         """Whether a request has deltas, its end or a keep-alive to send."""
         return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
-    def take(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """Return pending deltas of all requests with consecutive choice numbers. Deltas of an unknown choice are left
         out."""
         taken: list[Delta] = []
@@ -146,7 +146,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
             base = at * self._choices
             taken += (
                 replace(delta, choice=base + delta.choice)
-                for delta in answer.take()
+                for delta in answer.take_deltas()
                 if 0 <= delta.choice < self._choices
             )
         return taken
@@ -155,40 +155,41 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 class MergedResponse(MergedAnswer[CollectedAnswer]):
     """Whole answer of several requests, read once at the end; see `CollectedAnswer`."""
 
-    async def outcome_of(self) -> Outcome:
+    async def wait_for_outcome(self) -> Outcome:
         """Wait for the outcome and return it."""
         while (outcome := self.outcome) is None:
             await self.wait()
         return outcome
 
-    def complete(self, fingerprint: str = "") -> CompleteAnswer:
-        """Return the whole answer with consecutive choice numbers, by a model with this fingerprint."""
-        answers = [answer.complete() for answer in self._answers]
+    def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
+        """Build the whole answer with consecutive choice numbers. `fingerprint` is that of the model that generated
+        it."""
+        answers = [answer.build_answer() for answer in self._answers]
         texts = {
             (at * self._choices + choice, channel): text
             for at, answer in enumerate(answers)
             for (choice, channel), text in answer.texts.items()
         }
         calls, logprobs = ([answer.calls for answer in answers], [answer.logprobs for answer in answers])
-        return CompleteAnswer(texts, self._counted(calls), self._counted(logprobs), fingerprint)
+        return CompleteAnswer(texts, self._renumber_choices(calls), self._renumber_choices(logprobs), fingerprint)
 
-    def _counted(self, found: Sequence[Mapping[int, T]]) -> dict[int, T]:
-        return {at * self._choices + choice: one for at, each in enumerate(found) for choice, one in each.items()}
+    def _renumber_choices(self, parts: Sequence[Mapping[int, T]]) -> dict[int, T]:
+        return {at * self._choices + choice: one for at, each in enumerate(parts) for choice, one in each.items()}
 
 
-def _sum(ends: Sequence[Finished], choices: int) -> Finished:
+def _combine_ends(ends: Sequence[Finished], choices: int) -> Finished:
     """Combine the ends: reasons and stop strings in order, tokens added up."""
 
-    def each(of: Sequence[str], default: str) -> tuple[str, ...]:
+    def pad(of: Sequence[str], default: str) -> tuple[str, ...]:
         return (tuple(of) + (default,) * choices)[:choices]
 
     return Finished(
         request=ends[0].request,
-        reasons=tuple(reason for end in ends for reason in each(end.reasons, "stop")),
+        reasons=tuple(reason for end in ends for reason in pad(end.reasons, "stop")),
         prompt_tokens=sum(end.prompt_tokens for end in ends),
         completion_tokens=sum(end.completion_tokens for end in ends),
         cached_tokens=sum(end.cached_tokens for end in ends),
         timings=ends[0].timings,
-        stops=tuple(stop for end in ends for stop in each(end.stops, "")),
+        stops=tuple(stop for end in ends for stop in pad(end.stops, "")),
         reasoning_tokens=sum(end.reasoning_tokens for end in ends),
     )

@@ -36,7 +36,7 @@ COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
 _DIED = frozenset({FailureCode.ENGINE_CRASHED, FailureCode.ENGINE_LOST})
 
-Ended = Finished | Refused | RequestFailure
+CommandResult = Finished | Refused | RequestFailure
 Kind = type[LoadModel] | type[UnloadModel] | type[ProfileModel]
 _DID: dict[type[Frame], str] = {
     LoadModel: "loaded",
@@ -52,10 +52,10 @@ class _OpenCommand:
     node: NodeId
     name: str
     model: str
-    ended: asyncio.Future[Ended]
+    ended: asyncio.Future[CommandResult]
     key: str = ""
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: CommandResult) -> None:
         if not self.ended.done():
             self.ended.set_result(ended)
 
@@ -81,15 +81,16 @@ class NodeCommands:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
-        """Send a command about a model to a node and wait for its result. `name` is the node's display name.
+    async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandResult:
+        """Send a command about a model to a node and wait for its result. `kind` is the class of its frame, `name` the
+        node's display name.
 
         Without a link, or with too many open commands, the result is a refusal.
         """
         number = self._number()
-        return await self._carried(kind(number, model), number, node, name, model)
+        return await self._run_command(kind(number, model), number, node, name, model)
 
-    async def count(self, node: NodeId, name: str, request: CountTokens) -> Ended:
+    async def count_tokens(self, node: NodeId, name: str, request: CountTokens) -> CommandResult:
         """Send a prompt to a node for counting and wait for the result. The request number of `request` is replaced.
 
         Without a link, or with too many open counts of the key or of all keys, the result is a refusal.
@@ -99,20 +100,22 @@ class NodeCommands:
         if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} token counts of this API key are open, which is the limit: wait for one to end"
             return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
-        return await self._carried(replace(request, request=number), number, node, name, request.model, key)
+        return await self._run_command(replace(request, request=number), number, node, name, request.model, key)
 
-    async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
+    async def _run_command(
+        self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = ""
+    ) -> CommandResult:
         if self._closed:
             return RequestFailure(FailureCode.SHUTTING_DOWN, self._closed)
-        order = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
-        same = sum((one.kind is CountTokens) == (order.kind is CountTokens) for one in self._open.values())
+        command = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
+        same = sum((one.kind is CountTokens) == (command.kind is CountTokens) for one in self._open.values())
         if same >= MAX_OPEN_COMMANDS:
-            what = "token counts" if order.kind is CountTokens else "model commands"
+            what = "token counts" if command.kind is CountTokens else "model commands"
             return Refused(
                 RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are open, which is the limit: wait for one to end"
             )
-        self._open[number] = order
-        ended: Ended | None = None
+        self._open[number] = command
+        ended: CommandResult | None = None
         try:
             if not self._send(node, frame):
                 ended = Refused(
@@ -120,11 +123,11 @@ class NodeCommands:
                 )
                 return ended
             async with asyncio.timeout(COMMAND_TIMEOUT_SECONDS):
-                ended = await order.ended
+                ended = await command.ended
         except TimeoutError:
             return RequestFailure(
                 FailureCode.COMMAND_TIMEOUT,
-                f"{name} sent nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}",
+                f"{name} sent nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {command.doing}",
             )
         else:
             return ended
@@ -135,31 +138,33 @@ class NodeCommands:
 
     def receive(self, node: NodeId, frame: Admitted | Finished | Refusal | Failed) -> None:
         """Apply a frame of a node; a frame without an open command on that node is ignored."""
-        order = self._open.get(frame.request)
-        if order is None or order.node != node:
+        command = self._open.get(frame.request)
+        if command is None or command.node != node:
             return
         if isinstance(frame, Finished):
-            order.end(frame)
+            command.end(frame)
         elif isinstance(frame, Refusal):
             refused = frame.refused
-            order.end(replace(refused, node=order.name, message=f"{order.name}: {refused.message}"))
+            command.end(replace(refused, node=command.name, message=f"{command.name}: {refused.message}"))
         elif isinstance(frame, Failed):
             died = frame.code in _DIED
-            what = f"the engine of {order.name} died" if died else f"{order.name} failed"
-            order.end(
+            what = f"the engine of {command.name} died" if died else f"{command.name} failed"
+            command.end(
                 RequestFailure(
-                    FailureCode.ENGINE_CRASHED if died else frame.code, f"{what} {order.doing}: {frame.message}"
+                    FailureCode.ENGINE_CRASHED if died else frame.code, f"{what} {command.doing}: {frame.message}"
                 )
             )
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """End the commands of a lost node with a failure that names `reason`."""
-        for order in self._open.values():
-            if order.node == node:
-                order.end(RequestFailure(FailureCode.NODE_LOST, f"{order.name} was lost {order.doing} ({reason})"))
+        for command in self._open.values():
+            if command.node == node:
+                command.end(
+                    RequestFailure(FailureCode.NODE_LOST, f"{command.name} was lost {command.doing} ({reason})")
+                )
 
     def shutdown(self, message: str) -> None:
         """End all commands with a failure, whose text is `message`, and accept no more."""
         self._closed = message
-        for order in self._open.values():
-            order.end(RequestFailure(FailureCode.SHUTTING_DOWN, message))
+        for command in self._open.values():
+            command.end(RequestFailure(FailureCode.SHUTTING_DOWN, message))

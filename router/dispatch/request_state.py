@@ -65,7 +65,7 @@ from router.dispatch.request_events import (
     Undelivered,
     Withdraw,
 )
-from router.placement.recovery import LossKind, may_recover
+from router.placement.recovery import LossKind, can_recover
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError
 
@@ -138,13 +138,13 @@ Step = tuple[RequestLife, tuple[Action, ...]]
 _NEW, _QUEUED, _SENT, _ADMITTED, _STREAMING, _ENDED = RequestState
 
 
-def _each(states: frozenset[RequestState], *after: RequestState) -> dict[RequestState, frozenset[RequestState]]:
+def _map_states(states: frozenset[RequestState], *after: RequestState) -> dict[RequestState, frozenset[RequestState]]:
     return {state: frozenset(after) for state in states}
 
 
 TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
     Placed: {_NEW: frozenset({_SENT}), _QUEUED: frozenset({_SENT})},
-    Moved: _each(ON_NODE, _SENT),
+    Moved: _map_states(ON_NODE, _SENT),
     Delivered: {_SENT: frozenset({_SENT})},
     Undelivered: {_SENT: frozenset({_NEW, _QUEUED, *ON_NODE})},
     NoRoom: {_NEW: frozenset({_QUEUED})},
@@ -153,9 +153,9 @@ TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
     NodeAdmitted: {_SENT: frozenset({_ADMITTED})},
     NodeRefused: {_SENT: frozenset({_NEW}), _ADMITTED: frozenset({_NEW})},
     FirstTokens: {_SENT: frozenset({_STREAMING}), _ADMITTED: frozenset({_STREAMING})},
-    AttemptLost: _each(ON_NODE, _NEW, _ENDED),
-    AttemptEnded: _each(ON_NODE, _ENDED),
-    Stopped: _each(frozenset(RequestState), _ENDED),
+    AttemptLost: _map_states(ON_NODE, _NEW, _ENDED),
+    AttemptEnded: _map_states(ON_NODE, _ENDED),
+    Stopped: _map_states(frozenset(RequestState), _ENDED),
 }
 """For each event: the states in which it is legal, and the states that may follow."""
 
@@ -176,22 +176,22 @@ def step(life: RequestLife, event: Event, now: float) -> Step:
         raise IllegalEventError(f"the request is {life.state}: {kind.__name__} cannot happen")
     early: tuple[Action, ...] = ()
     if life.origin is not None and kind is not Undelivered and kind is not Delivered:
-        life, early = _delivered(life, event, now)  # any other event comes after the frame left
+        life, early = _apply_delivered(life, event, now)  # any other event comes after the frame left
     after, actions = _HANDLERS[kind](life, event, now)
     if after.state not in allowed:
         raise InvariantError(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
     return after, early + actions if early else actions
 
 
-def _placed(life: RequestLife, event: Placed, now: float) -> Step:
-    return _sent(life, event, now, life.in_a_row + 1, life.losses)
+def _apply_placed(life: RequestLife, event: Placed, now: float) -> Step:
+    return _begin_attempt(life, event, now, life.in_a_row + 1, life.losses)
 
 
-def _moved(life: RequestLife, event: Moved, now: float) -> Step:
-    return _sent(life, event, now, 1, life.losses + event.is_loss)
+def _apply_moved(life: RequestLife, event: Moved, now: float) -> Step:
+    return _begin_attempt(life, event, now, 1, life.losses + event.is_loss)
 
 
-def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: int) -> Step:
+def _begin_attempt(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: int) -> Step:
     if event.attempt <= life.newest:
         raise IllegalEventError(f"attempt {event.attempt} is not newer than {life.newest}")
     after = replace(
@@ -211,7 +211,7 @@ def _sent(life: RequestLife, event: Placed, now: float, in_a_row: int, losses: i
     return after, (Reserve(event, first), Send(event, first))
 
 
-def _delivered(life: RequestLife, _: Event, __: float) -> Step:
+def _apply_delivered(life: RequestLife, _: Event, __: float) -> Step:
     origin = life.origin
     after = replace(life, origin=None)
     if origin is None:
@@ -221,53 +221,53 @@ def _delivered(life: RequestLife, _: Event, __: float) -> Step:
     return after, (Release(origin.node, origin.attempt), CancelAttempt(origin.node, origin.attempt))
 
 
-def _undelivered(life: RequestLife, _: Undelivered, now: float) -> Step:
+def _apply_undelivered(life: RequestLife, _: Undelivered, now: float) -> Step:
     origin = life.origin
     if origin is None:
-        return _off_node(life, now), _release(life)
+        return _leave_node(life, now), _release_attempt(life)
     after = replace(origin, newest=life.newest, attempts=life.attempts, in_a_row=life.in_a_row)
-    return after, _release(life)
+    return after, _release_attempt(life)
 
 
-def _off_node(life: RequestLife, now: float) -> RequestLife:
+def _leave_node(life: RequestLife, now: float) -> RequestLife:
     return replace(life, state=_NEW, since=now, attempt=0, node=None, origin=None)
 
 
-def _release(life: RequestLife) -> tuple[Action, ...]:
+def _release_attempt(life: RequestLife) -> tuple[Action, ...]:
     return () if life.node is None else (Release(life.node, life.attempt),)
 
 
-def _no_room(life: RequestLife, event: NoRoom, now: float) -> Step:
+def _apply_no_room(life: RequestLife, event: NoRoom, now: float) -> Step:
     return replace(life, state=_QUEUED, since=now, in_a_row=0), (Enqueue(event.result),)
 
 
-def _deadline_passed(life: RequestLife, _: DeadlinePassed, now: float) -> Step:
+def _apply_deadline_passed(life: RequestLife, _: DeadlinePassed, now: float) -> Step:
     return replace(life, state=_NEW, since=now), (Dequeue(),)
 
 
-def _denied(life: RequestLife, event: RequestDenied, now: float) -> Step:
-    return _ended(life, event.outcome, now, ())
+def _apply_denied(life: RequestLife, event: RequestDenied, now: float) -> Step:
+    return _end(life, event.outcome, now, ())
 
 
-def _admitted(life: RequestLife, event: NodeAdmitted, now: float) -> Step:
+def _apply_admitted(life: RequestLife, event: NodeAdmitted, now: float) -> Step:
     node = life.node
     return replace(life, state=_ADMITTED, since=now), () if node is None else (RecordPrompt(node, event.frame),)
 
 
-def _refused(life: RequestLife, event: NodeRefused, now: float) -> Step:
-    actions = _release(life)
+def _apply_refused(life: RequestLife, event: NodeRefused, now: float) -> Step:
+    actions = _release_attempt(life)
     if event.headroom is not None and life.node is not None:
         actions += (CorrectHeadroom(life.node, event.headroom),)
-    return _off_node(life, now), actions
+    return _leave_node(life, now), actions
 
 
-def _first_tokens(life: RequestLife, event: FirstTokens, now: float) -> Step:
+def _apply_first_tokens(life: RequestLife, event: FirstTokens, now: float) -> Step:
     node, first = life.node, life.first_at is None
     after = replace(life, state=_STREAMING, since=now, first_at=now if first else life.first_at)
     return after, () if node is None else (PrefillDone(node, event.attempt, first),)
 
 
-def _lost(life: RequestLife, event: AttemptLost, now: float) -> Step:
+def _apply_lost(life: RequestLife, event: AttemptLost, now: float) -> Step:
     is_loss = event.kind in (LossKind.NODE, LossKind.MEMORY)
     counted = replace(
         life,
@@ -276,26 +276,26 @@ def _lost(life: RequestLife, event: AttemptLost, now: float) -> Step:
         lost_by=event.cause,
         in_a_row=0,
     )
-    if not may_recover(event.kind, counted.losses, counted.crashes):
-        return _ended(counted, event.cause, now, _release(life))
+    if not can_recover(event.kind, counted.losses, counted.crashes):
+        return _end(counted, event.cause, now, _release_attempt(life))
     if event.stranded is not None:
-        return _ended(counted, event.stranded, now, _release(life))
-    return _off_node(counted, now), _release(life)
+        return _end(counted, event.stranded, now, _release_attempt(life))
+    return _leave_node(counted, now), _release_attempt(life)
 
 
-def _attempt_ended(life: RequestLife, event: AttemptEnded, now: float) -> Step:
-    return _ended(life, event.outcome, now, _release(life))
+def _apply_attempt_ended(life: RequestLife, event: AttemptEnded, now: float) -> Step:
+    return _end(life, event.outcome, now, _release_attempt(life))
 
 
-def _stopped(life: RequestLife, event: Stopped, now: float) -> Step:
+def _apply_stopped(life: RequestLife, event: Stopped, now: float) -> Step:
     if life.state is _ENDED:
         return life, ()
     if life.node is None:
-        return _ended(life, event.outcome, now, ())
-    return _ended(life, event.outcome, now, (CancelAttempt(life.node, life.attempt), *_release(life)))
+        return _end(life, event.outcome, now, ())
+    return _end(life, event.outcome, now, (CancelAttempt(life.node, life.attempt), *_release_attempt(life)))
 
 
-def _ended(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Action, ...]) -> Step:
+def _end(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Action, ...]) -> Step:
     if life.state is _QUEUED:
         actions = (Withdraw(),)
     after = replace(life, state=_ENDED, since=now, attempt=0, node=None, origin=None, outcome=outcome)
@@ -303,17 +303,17 @@ def _ended(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Actio
 
 
 _HANDLERS: Mapping[type[Event], Callable[[RequestLife, Any, float], Step]] = {
-    Placed: _placed,
-    Moved: _moved,
-    Delivered: _delivered,
-    Undelivered: _undelivered,
-    NoRoom: _no_room,
-    DeadlinePassed: _deadline_passed,
-    RequestDenied: _denied,
-    NodeAdmitted: _admitted,
-    NodeRefused: _refused,
-    FirstTokens: _first_tokens,
-    AttemptLost: _lost,
-    AttemptEnded: _attempt_ended,
-    Stopped: _stopped,
+    Placed: _apply_placed,
+    Moved: _apply_moved,
+    Delivered: _apply_delivered,
+    Undelivered: _apply_undelivered,
+    NoRoom: _apply_no_room,
+    DeadlinePassed: _apply_deadline_passed,
+    RequestDenied: _apply_denied,
+    NodeAdmitted: _apply_admitted,
+    NodeRefused: _apply_refused,
+    FirstTokens: _apply_first_tokens,
+    AttemptLost: _apply_lost,
+    AttemptEnded: _apply_attempt_ended,
+    Stopped: _apply_stopped,
 }

@@ -9,29 +9,31 @@ from wire.frames import GenerationParams, Message
 _PLAIN: frozenset[str] = frozenset()
 
 
-def demand_of(model: str, messages: Iterable[Message], params: GenerationParams, tools: str = "") -> ResourceDemand:
+def compute_demand(
+    model: str, messages: Iterable[Message], params: GenerationParams, tools: str = ""
+) -> ResourceDemand:
     """Return the demand of a conversation. `tools` is the JSON text that goes into the prompt, empty without tools."""
     size = len(tools.encode())
     for message in messages:
         content = message.content
         size += (len(content) if content.isascii() else len(content.encode())) + TEMPLATE_BYTES
         if message.tool_calls or message.reasoning:
-            size += _besides(message)
-    return ResourceDemand(model, size, None, params.max_tokens, params.n, features_of(params, tools))
+            size += _count_extra_bytes(message)
+    return ResourceDemand(model, size, None, params.max_tokens, params.n, find_features(params, tools))
 
 
-def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: GenerationParams) -> ResourceDemand:
+def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: GenerationParams) -> ResourceDemand:
     """Return the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
-    return ResourceDemand(model, size, tokens, params.max_tokens, params.n, features_of(params))
+    return ResourceDemand(model, size, tokens, params.max_tokens, params.n, find_features(params))
 
 
-def _besides(message: Message) -> int:
+def _count_extra_bytes(message: Message) -> int:
     calls = sum(len(f"{call.id}{call.name}{call.arguments}".encode()) + TEMPLATE_BYTES for call in message.tool_calls)
     return calls + len(message.reasoning.encode())
 
 
-def features_of(params: GenerationParams, tools: str = "") -> frozenset[str]:
+def find_features(params: GenerationParams, tools: str = "") -> frozenset[str]:
     """Return the features that a request needs beyond plain sampling, as named in `Model.features`.
 
     Parameters without an effect need no feature.

@@ -126,7 +126,7 @@ class RouterApp:
         try:
             await answered
         finally:
-            self._counters.answered(exchange.status)
+            self._counters.count_answer(exchange.status)
 
     def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
         return allowed(self._keys, exchange, methods, scope)
@@ -144,7 +144,7 @@ class RouterApp:
         if isinstance(parsed, Problem):
             await self._refuse(exchange, key, parsed)
             return
-        jobs = parsed.jobs(key.id, exchange.request_id, int(self._clock()))
+        jobs = parsed.to_specs(key.id, exchange.request_id, int(self._clock()))
         session = session_of(exchange.header(SESSION_HEADER))
         if session:
             jobs = tuple(replace(job, session=session) for job in jobs)
@@ -152,7 +152,7 @@ class RouterApp:
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
         """Refuse an invalid request and record it for `cluster explain`."""
-        self._dispatcher.history.refused(self._dispatcher.now(), exchange.request_id, key.id, problem)
+        self._dispatcher.history.record_invalid(self._dispatcher.get_time(), exchange.request_id, key.id, problem)
         await exchange.refuse(problem)
 
     async def _read_parsed(
@@ -202,7 +202,7 @@ class RouterApp:
         if isinstance(parsed, Problem):
             await self._refuse(exchange, key, parsed)
             return
-        tokens = await count_tokens.count(self._dispatcher, parsed.tokens, key.id)
+        tokens = await count_tokens.count_prompt_tokens(self._dispatcher, parsed.tokens, key.id)
         if isinstance(tokens, Problem):
             await self._refuse(exchange, key, tokens)
             return
@@ -257,10 +257,10 @@ class RouterApp:
         if exchange.method not in _READ:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
-        why = self._dispatcher.outage_reason()
+        why = self._dispatcher.find_outage_reason()
         state: dict[str, object] = {"status": "unavailable" if why else "ok"}
         presented = credential(exchange.headers)
-        if presented is not None and self._keys.knows(presented):
+        if presented is not None and self._keys.is_valid(presented):
             ready = sum(node.state == NodeState.READY for node in self._dispatcher.view.nodes)
             state |= {"reason": why, "nodes_ready": ready, "waiting": len(self._dispatcher.queue)}
         await exchange.answer(json.dumps(state).encode(), 503 if why else 200)

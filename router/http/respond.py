@@ -55,10 +55,10 @@ async def generate(
 async def _send_complete(
     exchange: Exchange, parsed: ParsedRequest, request: Answered, answer: CollectedAnswer | MergedResponse
 ) -> None:
-    outcome = await answer.outcome_of()
+    outcome = await answer.wait_for_outcome()
     if isinstance(outcome, Finished):
-        write = partial(parsed.render_complete, request.job, answer.complete(request.fingerprint), outcome)
-        body = await run_in_worker(write) if request.job.params.logprobs else write()
+        write = partial(parsed.render_complete, request.spec, answer.build_answer(request.fingerprint), outcome)
+        body = await run_in_worker(write) if request.spec.params.logprobs else write()
         await exchange.answer(body, 200, _about(request))
     else:
         await _decline(exchange, request, outcome)
@@ -76,7 +76,7 @@ async def _send_stream(
         return
     stream = EventStream(exchange.send)
     exchange.begin()
-    answer.open()
+    answer.mark_opened()
     await stream.open([*exchange.named(), *_about(request)], exchange.style.stream)
     StreamPump(answer, parsed.chunks(request), stream)
     await stream.done
@@ -99,8 +99,8 @@ def optional_headers(request: Answered) -> list[Header]:
     """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
     rates."""
     if not request.rates:
-        return named(request.job.ignored)
-    return named(request.job.ignored) + [
+        return named(request.spec.ignored)
+    return named(request.spec.ignored) + [
         (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
         for rate in request.rates
         for name, value in (

@@ -56,7 +56,7 @@ class EventSource(Protocol):
         """End the calls of the sink."""
         ...
 
-    def block(self, blocked: bool) -> None:
+    def set_blocked(self, blocked: bool) -> None:
         """Record whether the transport to the client is full."""
         ...
 
@@ -80,7 +80,7 @@ class EventSource(Protocol):
         """Outcome of the request; None before its end."""
         ...
 
-    def take(self) -> list[Delta]:
+    def take_deltas(self) -> list[Delta]:
         """Return pending deltas in order, and clear a keep-alive. After the call, `pending` shows whether more deltas
         are left."""
         ...
@@ -167,7 +167,7 @@ class StreamPump:
         self._opening = b""
         stream.when_ready(self.pump)
         source.attach(self.pump)
-        source.block(False)
+        source.set_blocked(False)
         self.pump()
 
     def pump(self) -> None:
@@ -182,7 +182,7 @@ class StreamPump:
     def _send(self) -> None:
         source, stream = self._source, self._stream
         keepalive_due = source.keepalive_due
-        taken = source.take()
+        taken = source.take_deltas()
         if not self._opening_sent and (taken or source.outcome is not None):
             self._opening_sent = True
             self._opening = self._chunks.opening()
@@ -197,7 +197,7 @@ class StreamPump:
         if not events and keepalive_due:
             events = self._chunks.keepalive(source.waits_for)
         if events:
-            source.block(not stream.push(events))
+            source.set_blocked(not stream.push(events))
 
     def _ending(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):

@@ -26,33 +26,34 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     features: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
     """Node labels that the API key requires."""
-    written: int = 0
+    known_tokens: int = 0
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
-    def tokens_on(self, model: Model) -> int:
-        """Return the prompt tokens on a model: the exact number, or an estimate that is at most the context."""
+    def estimate_prompt_tokens(self, model: Model) -> int:
+        """Return the prompt tokens on a model. Without an exact number, estimate them from the bytes of the prompt, at
+        most the context."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
         return min(estimate, model.context) if model.context else estimate
 
-    def output_on(self, model: Model, tokens: int) -> int:
+    def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:
         """Return the output tokens to reserve for each choice.
 
-        That is the model's usual output, or `max_tokens` if that is less, and at most the context left after `tokens`
-        of prompt.
+        That is the model's usual output, or `max_tokens` if that is less, and at most the context left after
+        `prompt_tokens`.
         """
         usual = model.expected_output
-        if self.written:
-            usual = max(usual, self.written + KV_GROWTH_TOKENS)
+        if self.known_tokens:
+            usual = max(usual, self.known_tokens + KV_GROWTH_TOKENS)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
-        context_left = model.context - tokens
+        context_left = model.context - prompt_tokens
         return usual if usual <= context_left or not model.context else max(1, context_left)
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """Placement arithmetic of one node for one request, as `consider` computes it."""
+    """Placement arithmetic of one node for one request, as `evaluate_node` computes it."""
 
     node: NodeId
     name: str
@@ -66,7 +67,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     headroom: int | None = None
     """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read."""
     withheld: int = 0
-    """Bytes reserved on the node since its reading."""
+    """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
+    a refusal."""
     memory: Memory = Memory()
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -78,11 +80,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     model: Model | None = None
     weights: int = 0
     """Part of `need` that a load takes, in bytes."""
-    warm: float = 0.0
+    cached_share: float = 0.0
     """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
-    ahead: int = 0
+    tokens_ahead: int = 0
     """Queued tokens in front of this request."""
-    reading: int = 0
+    prefill_tokens: int = 0
     """Tokens that the node must prefill for this request: those that are probably not cached."""
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
@@ -97,14 +99,14 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def idle(self) -> bool:
         """Whether the node has the model loaded and no work."""
-        return self.model is not None and self.model.loaded and not self.in_flight and not self.ahead
+        return self.model is not None and self.model.loaded and not self.in_flight and not self.tokens_ahead
 
     @property
-    def most(self) -> int:
+    def most_bytes(self) -> int:
         """Bytes that the node could give a request that runs alone on it."""
         return most_bytes(self.memory)
 
-    def numbers(self) -> MemoryNumbers:
+    def build_memory_numbers(self) -> MemoryNumbers:
         """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer."""
         memory = self.memory
         now = occupied(memory)
@@ -154,7 +156,7 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     lost: Collection[NodeId] = ()
     """Nodes that were lost with the request."""
     waiting: int = -1
-    """Number of the waiting request, whose own hold does not count against it; -1 for none."""
+    """Number of the queued request, whose own hold does not count against it; -1 for none."""
     fingerprint: str = ""
     """Fingerprint of the only model that may take the request; empty allows any.
 
@@ -176,12 +178,15 @@ class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
-    """Return the arithmetic of each candidate as a plain row, for `cluster place` and `cluster explain`."""
-    return [_row(candidate, candidate.node == chosen) for candidate in candidates]
+    """Return one row for each candidate with its arithmetic, for `cluster place` and `cluster explain`.
+
+    `chosen` is the chosen node; None without one. Sizes are in bytes, times in seconds.
+    """
+    return [_to_row(candidate, candidate.node == chosen) for candidate in candidates]
 
 
-def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
-    numbers = candidate.numbers()
+def _to_row(candidate: Candidate, chosen: bool) -> dict[str, object]:
+    numbers = candidate.build_memory_numbers()
     return {
         "node": candidate.node,
         "name": candidate.name,
@@ -198,6 +203,6 @@ def _row(candidate: Candidate, chosen: bool) -> dict[str, object]:
         "expected_ttft_seconds": round(candidate.expected_ttft, 3),
         "expected_answer_seconds": round(candidate.expected_answer, 3),
         "delay_seconds": round(candidate.delay, 3),
-        "known_share": round(candidate.warm, 3),
+        "known_share": round(candidate.cached_share, 3),
         "in_flight": candidate.in_flight,
     }

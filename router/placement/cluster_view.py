@@ -1,6 +1,6 @@
 """Immutable view of the cluster for one placement decision, rebuilt at every report.
 
-`sanitize_report.view_of` builds the view of a node from its report.
+`sanitize_report.build_node_view` builds the view of a node from its report.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ MAX_NAME_PREFIXES = 3
 class NodeView:
     """State of one member for placement: its membership, and its newest report without impossible values.
 
-    `view_of` builds it.
+    `build_node_view` builds it.
     """
 
     id: NodeId
@@ -63,7 +63,7 @@ class NodeView:
         return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
 
     @property
-    def life(self) -> int:
+    def engine_instance(self) -> int:
         """Identifier of the engine process, which changes when the engine restarts or the node gets a new link."""
         return hash((self.epoch, self.engine.restarts, self.engine.recycles))
 
@@ -85,7 +85,7 @@ class ModelIdentity:
     """Number of members that have each fingerprint."""
 
     @property
-    def conflict(self) -> bool:
+    def has_conflict(self) -> bool:
         """Whether members have different models under this name."""
         return len(self.holders) > 1
 
@@ -100,7 +100,7 @@ class ClusterView:
         default_factory=dict[str, ModelIdentity], init=False, repr=False, compare=False
     )
 
-    def identity(self, name: str) -> ModelIdentity:
+    def identify(self, name: str) -> ModelIdentity:
         """Return the fingerprint that serves a name, and the number of members of each fingerprint.
 
         Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
@@ -111,10 +111,10 @@ class ClusterView:
         """
         found = self._identities.get(name)
         if found is None:
-            found = self._identities[name] = _identity(self.nodes, name)
+            found = self._identities[name] = _compute_identity(self.nodes, name)
         return found
 
-    def canonical_name(self, name: str) -> str:
+    def resolve_name(self, name: str) -> str:
         """Return the name of the model that a client means.
 
         An exact match comes first, then a match without regard to case, then a match without provider parts
@@ -122,62 +122,63 @@ class ClusterView:
         """
         if any(name in node.models for node in self.nodes):
             return name
-        folded = {known.casefold(): known for known in sorted(self.models(), reverse=True)}
+        folded = {known.casefold(): known for known in sorted(self.get_models(), reverse=True)}
         parts = name.casefold().split("/", MAX_NAME_PREFIXES)
         tails = ("/".join(parts[at:]) for at in range(len(parts)))
         return next((folded[tail] for tail in tails if tail in folded), name)
 
+    @property
     def conflicts(self) -> list[str]:
-        """Return the names under which members have different models, sorted."""
-        return sorted(name for name in self.served() if self.identity(name).conflict)
+        """Names under which members have different models, sorted."""
+        return sorted(name for name in self.get_served_models() if self.identify(name).has_conflict)
 
-    def models(self) -> dict[str, Model]:
+    def get_models(self) -> dict[str, Model]:
         """Return every model that some member knows, by name. Of several fingerprints the served one is returned."""
-        return self._of_names(lambda _: True)
+        return self._select_models(lambda _: True)
 
-    def served(self) -> dict[str, Model]:
+    def get_served_models(self) -> dict[str, Model]:
         """Return every model that some member has loaded or can load, by name. Of several fingerprints the served one
         is returned."""
-        return self._of_names(lambda model: not model.cause)
+        return self._select_models(lambda model: not model.cause)
 
-    def loaded(self) -> dict[str, Model]:
+    def get_loaded_models(self) -> dict[str, Model]:
         """Return every model that some member has loaded, by name. Of several fingerprints the served one is
         preferred."""
-        return self._of_names(lambda model: model.loaded)
+        return self._select_models(lambda model: model.loaded)
 
-    def _of_names(self, counts: Callable[[Model], bool]) -> dict[str, Model]:
-        found: dict[str, Model] = {}
+    def _select_models(self, is_selected: Callable[[Model], bool]) -> dict[str, Model]:
+        models: dict[str, Model] = {}
         for node in self.nodes:
             for name, model in node.models.items():
-                if counts(model) and (name not in found or model.fingerprint == self.identity(name).fingerprint):
-                    found[name] = model
-        return found
+                if is_selected(model) and (name not in models or model.fingerprint == self.identify(name).fingerprint):
+                    models[name] = model
+        return models
 
-    def node(self, node: NodeId) -> NodeView | None:
+    def find_node(self, node_id: NodeId) -> NodeView | None:
         """Return the view of one node; None if the node is not a member."""
-        return next((seen for seen in self.nodes if seen.id == node), None)
+        return next((seen for seen in self.nodes if seen.id == node_id), None)
 
 
-def _identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
+def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
     holders: dict[str, int] = {}
     able: set[str] = set()
     for node in nodes:
         model = node.models.get(name)
         if model is not None and not model.cause and node.state != NodeState.LEFT:
             holders[model.fingerprint] = holders.get(model.fingerprint, 0) + 1
-            if _serves(node):
+            if _can_serve(node):
                 able.add(model.fingerprint)
     chosen = min(able or holders, key=lambda one: (not one, -holders[one], one), default="")
     return ModelIdentity(chosen, holders)
 
 
-def _serves(node: NodeView) -> bool:
+def _can_serve(node: NodeView) -> bool:
     """Return whether a node takes new requests, now or after an interruption of a few seconds."""
     return node.state in (NodeState.READY, NodeState.SUSPECT) and not (
         node.cordoned or node.draining or node.engine.state == "failed"
     )
 
 
-def with_state(node: NodeView, state: str) -> NodeView:
+def replace_state(node: NodeView, state: str) -> NodeView:
     """Return a copy of a node's view with another state, which only placement sees."""
     return dataclasses.replace(node, state=state)

@@ -22,44 +22,45 @@ from router.placement.weights import (
 from wire.report import ROW_COST, Model
 
 
-def expected_times(
-    node: NodeView, model: Model, account: NodeReservations, reading: int, output: int, choices: int
+def estimate_times(
+    node: NodeView, model: Model, account: NodeReservations, prefill_tokens: int, output_tokens: int, choices: int
 ) -> tuple[float, float, float]:
     """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
 
-    The delay is the time by which the request delays the other requests of the node. `reading` is the number of prompt
-    tokens to prefill, `output` that of answer tokens for each of `choices`. `account` has the requests of this router
-    on the node.
+    The delay is the time by which the request delays the other requests of the node. `output_tokens` is the number of
+    answer tokens for each of `choices`. `account` has the requests of this router on the node.
     """
     speed, engine = model.prefill_speed, node.engine
-    ttft, delay = prefill_wait(account, engine.queued_tokens + account.tokens, reading, speed)
+    ttft, delay = estimate_prefill_wait(account, engine.queued_tokens + account.tokens, prefill_tokens, speed)
     if engine.running:
         ttft *= PREFILL_SLOWDOWN_WHILE_DECODING
-        delay += ROW_WEIGHT * engine.running * reading / speed
+        delay += ROW_WEIGHT * engine.running * prefill_tokens / speed
     if not model.loaded:
-        read = model.progress or UNKNOWN_LOAD_LEFT_SHARE
-        ttft += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - read) if model.loading else 1.0)
-    taken, most = account.rows, engine.rows
-    answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
-    if taken + choices > most > 0:
-        ttft += (taken + choices - most) * answer / most
+        loaded_share = model.progress or UNKNOWN_LOAD_LEFT_SHARE
+        ttft += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - loaded_share) if model.loading else 1.0)
+    taken_rows, max_rows = account.rows, engine.rows
+    answer = output_tokens / model.decode_speed * (1.0 + ROW_COST * taken_rows)
+    if taken_rows + choices > max_rows > 0:
+        ttft += (taken_rows + choices - max_rows) * answer / max_rows
     return ttft, answer, delay
 
 
-def prefill_wait(account: NodeReservations, ahead: int, reading: int, speed: float) -> tuple[float, float]:
-    """Return two times in seconds: until a prompt of `reading` tokens is prefilled, and the wait that it adds to other
+def estimate_prefill_wait(
+    account: NodeReservations, tokens_ahead: int, prefill_tokens: int, speed: float
+) -> tuple[float, float]:
+    """Return two times in seconds: until a prompt of `prefill_tokens` is prefilled, and the wait that it adds to other
     prompts.
 
-    The prompts of a node alternate between the shortest and the oldest. `ahead` is the number of tokens in front. It
-    covers the rest of the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long
-    ones. `speed` is in prompt tokens per second.
+    The prompts of a node alternate between the shortest and the oldest. `tokens_ahead` is the number of tokens in
+    front. It covers the rest of the account's unfinished prompts; any surplus belongs to unknown prompts, which count
+    as long ones. `speed` is in prompt tokens per second.
     """
-    mine, others, known = reading / speed, ahead / speed, account.unread_tokens
+    mine, others, known = prefill_tokens / speed, tokens_ahead / speed, account.pending_tokens
     if not known or others < TTFT_STEP_SECONDS / 2:  # below the noise of the measured speed
         return mine + others, 0.0
-    left = min(1.0, ahead / known)
-    shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
-    for one in account.unread.values():
+    left = min(1.0, tokens_ahead / known)
+    shorter, longer, behind = mine, max(0, tokens_ahead - known) / speed, 0
+    for one in account.pending_prefills.values():
         seconds = one.seconds * left
         if seconds <= mine:
             shorter += seconds

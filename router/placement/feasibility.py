@@ -9,11 +9,15 @@ from wire.report import Model
 _FIT: tuple[str, RefusalCode | None] = ("", None)
 
 
-def infeasible_reason(
+def find_infeasible_reason(
     node: NodeView, model: Model, request: ResourceDemand, now: float, trials: AttemptHistory
 ) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code why a node is infeasible regardless of memory; an empty reason when it is feasible."""
-    why = unavailable_reason(node, now)
+    """Return the reason and code why a node is infeasible regardless of memory. The reason is empty and the code None
+    if it is feasible.
+
+    `now` is in monotonic seconds. `trials` are the earlier attempts of the request.
+    """
+    why = find_unavailable_reason(node, now)
     if why is not _FIT:
         return why
     if model.cause:
@@ -24,10 +28,10 @@ def infeasible_reason(
         )
     if exceeds_context(model, request):
         return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
-    return _FIT if trials is FIRST else _tried(node, model, trials)
+    return _FIT if trials is FIRST else _find_attempt_reason(node, model, trials)
 
 
-def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
+def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if it
     does.
 
@@ -49,11 +53,10 @@ def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | N
     return _FIT
 
 
-def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
+def _find_attempt_reason(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
     if trials.fingerprint and trials.fingerprint != model.fingerprint:
-        return f"its {model.name} is another model: {_short(model.fingerprint)}, not {_short(trials.fingerprint)}", (
-            RefusalCode.NOT_READY
-        )
+        own, other = _format_fingerprint(model.fingerprint), _format_fingerprint(trials.fingerprint)
+        return f"its {model.name} is another model: {own}, not {other}", RefusalCode.NOT_READY
     if node.id in trials.lost:
         return "was lost with this request", RefusalCode.NOT_READY
     if node.id in trials.never:
@@ -63,7 +66,7 @@ def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, R
     return _FIT
 
 
-def _short(fingerprint: str) -> str:
+def _format_fingerprint(fingerprint: str) -> str:
     return f"fingerprint {fingerprint[:8] or 'unknown'}"
 
 

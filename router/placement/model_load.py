@@ -42,7 +42,7 @@ class LoadPlacement(msgspec.Struct, frozen=True, gc=False):
     """Whether the node has the model already, according to its report."""
 
 
-def choose(
+def choose_load_node(
     view: ClusterView,
     model: str,
     ledger: ReservationLedger,
@@ -60,7 +60,7 @@ def choose(
     an empty fingerprint allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.
     """
 
-    def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
+    def place_among(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
         return place(
             ClusterView(nodes),
             ResourceDemand(model, 0, 1, 1),
@@ -72,19 +72,19 @@ def choose(
             trials=AttemptHistory(never=tried, fingerprint=fingerprint),
         )
 
-    fresh = placed(tuple(node for node in view.nodes if not _here(node, model)))
+    fresh = place_among(tuple(node for node in view.nodes if not _has_or_loads(node, model)))
     if isinstance(fresh, Placement):
         return LoadPlacement(fresh.chosen.node, fresh.chosen.name)
-    result = placed(view.nodes)
+    result = place_among(view.nodes)
     able = [candidate for candidate in result.candidates if candidate.node not in tried]
     best = max(able, key=_rank, default=None)
     if best is not None and _rank(best) > (0,):
         return LoadPlacement(best.node, best.name, best.model is not None and best.model.loaded)
     assert isinstance(result, NoPlacement)  # noqa: S101  a candidate that may be picked has a rank
-    return _explained(result, model)
+    return _rewrite_refusal(result, model)
 
 
-def _here(node: NodeView, name: str) -> bool:
+def _has_or_loads(node: NodeView, name: str) -> bool:
     model = node.models.get(name)
     return model is not None and (model.loaded or model.loading)
 
@@ -105,7 +105,7 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
     return (1, candidate.headroom or 0) if code is RefusalCode.LOAD_FAILED else (0,)
 
 
-def _explained(result: NoPlacement, model: str) -> Refused:
+def _rewrite_refusal(result: NoPlacement, model: str) -> Refused:
     """Rewrite a placement refusal for a load, which has no prompt to shorten."""
     refused = result.refused
     offers = [candidate for candidate in result.candidates if candidate.model is not None]
@@ -117,4 +117,4 @@ def _explained(result: NoPlacement, model: str) -> Refused:
         f"{show_size(max(0, most_weights(best.memory)))} at most and has {show_size(best.headroom)} now: use a smaller "
         "variant, or raise memory.cap"
     )
-    return Refused(refused.code, text, best.numbers(), refused.retry_after, best.name)
+    return Refused(refused.code, text, best.build_memory_numbers(), refused.retry_after, best.name)

@@ -46,11 +46,11 @@ from router.placement.candidate import (
     ResourceDemand,
 )
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.cost_model import expected_times
-from router.placement.feasibility import infeasible_reason
+from router.placement.cost_model import estimate_times
+from router.placement.feasibility import find_infeasible_reason
 from router.placement.policies import POLICIES, Policy
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.refusals import refuse
+from router.placement.refusals import build_refusal
 from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import Fits, headroom, judge, occupied, reading_bytes, request_need
 from wire.identity import NodeId
@@ -67,32 +67,34 @@ def place(
     policy: Policy = POLICIES["balanced"],
     corrections: Mapping[NodeId, HeadroomCorrection] = MappingProxyType({}),
     trials: AttemptHistory = FIRST,
-    warm: Mapping[NodeId, float] = NOWHERE,
+    cached_shares: Mapping[NodeId, float] = NOWHERE,
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
 
     `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties.
-    `corrections` limit the headroom of nodes that have just refused. `warm` maps nodes to the share of the prompt in
-    their prefix cache.
+    `corrections` limit the headroom of nodes that have just refused. `cached_shares` maps nodes to the share of the
+    prompt in their prefix cache.
     """
-    seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
-    feasible = [candidate for candidate in seen if not candidate.why]
+    candidates = tuple(
+        [evaluate_node(node, request, ledger, now, corrections, trials, cached_shares) for node in view.nodes]
+    )
+    feasible = [candidate for candidate in candidates if not candidate.why]
     if not feasible:
-        return refuse(view, request, seen, trials)
+        return build_refusal(view, request, candidates, trials)
     if len(feasible) == 1:
-        return Placement(feasible[0], seen)
+        return Placement(feasible[0], candidates)
     ranks = [(*policy.score(one, request), draw()) for one in feasible]
-    return Placement(feasible[ranks.index(min(ranks))], seen)
+    return Placement(feasible[ranks.index(min(ranks))], candidates)
 
 
-def consider(
+def evaluate_node(
     node: NodeView,
     request: ResourceDemand,
     ledger: ReservationLedger,
     now: float,
     corrections: Mapping[NodeId, HeadroomCorrection],
     trials: AttemptHistory,
-    warm: Mapping[NodeId, float],
+    cached_shares: Mapping[NodeId, float],
 ) -> Candidate:
     """Compute the placement arithmetic of one node for a request, with the reason if the node is infeasible.
 
@@ -100,21 +102,21 @@ def consider(
     """
     if not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
-        return _excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
+        return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
-        return _excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
-    tokens = request.tokens_on(model)
-    output = request.output_on(model, tokens)
+        return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
+    tokens = request.estimate_prompt_tokens(model)
+    output = request.estimate_output_tokens(model, tokens)
     tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
     need = max(request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
     if weights and node.is_loading(model):
         need, weights = need - weights, 0
-    withheld = ledger.unacknowledged(node.id, trials.waiting)
+    withheld = ledger.get_unacknowledged_bytes(node.id, trials.waiting)
     if node.id in corrections:
-        withheld += _withheld(node, ledger, corrections[node.id])
-    why, code = infeasible_reason(node, model, request, now, trials)
+        withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
+    why, code = find_infeasible_reason(node, model, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
     if headroom is not None and memory.guard and need <= headroom - withheld:
         headroom -= withheld
@@ -127,15 +129,15 @@ def consider(
             if not why:
                 why, code = verdict.message, verdict.code
     turn = None if why else ledger.turns.get(node.id)
-    if turn is not None and not request.written and turn.bars(model.name, model.loaded):
+    if turn is not None and not request.known_tokens and turn.is_barred(model.name, model.loaded):
         why, code = (
             f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
             RefusalCode.NO_ROOM,
         )
-    account = ledger.account(node.id)
-    known = warm.get(node.id, 0.0) if model.loaded else 0.0
-    reading = round(tokens * (1.0 - known)) + request.written
-    ttft, answer, delay = expected_times(node, model, account, reading, output, request.choices)
+    account = ledger.get_account(node.id)
+    cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
+    prefill_tokens = round(tokens * (1.0 - cached_share)) + request.known_tokens
+    ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)
     return Candidate(
         node=node.id,
         name=node.name,
@@ -152,23 +154,25 @@ def consider(
         in_flight=len(account.requests),
         model=model,
         weights=weights,
-        warm=known,
-        ahead=node.engine.queued_tokens + account.tokens,
-        reading=reading,
+        cached_share=cached_share,
+        tokens_ahead=node.engine.queued_tokens + account.tokens,
+        prefill_tokens=prefill_tokens,
         expected_answer=answer,
         delay=delay,
     )
 
 
-def _excluded(node: NodeView, why: str, code: RefusalCode) -> Candidate:
+def _build_excluded(node: NodeView, why: str, code: RefusalCode) -> Candidate:
     return Candidate(node=node.id, name=node.name, state=node.state, why=why, code=code)
 
 
-def _withheld(node: NodeView, ledger: ReservationLedger, correction: HeadroomCorrection) -> int:
+def _compute_overstated_bytes(node: NodeView, ledger: ReservationLedger, correction: HeadroomCorrection) -> int:
     """Return the bytes by which the view still overstates a node that has just refused."""
     if correction.reported_at != node.reported_at:
         return 0
     memory = node.memory
     now = occupied(memory)
-    free_bytes = headroom(memory.ceiling, memory.margin, now, memory.reserved + ledger.unacknowledged(node.id))
+    free_bytes = headroom(
+        memory.ceiling, memory.margin, now, memory.reserved + ledger.get_unacknowledged_bytes(node.id)
+    )
     return 0 if free_bytes is None else max(0, free_bytes - correction.headroom)

@@ -33,13 +33,13 @@ class Balanced:
         """
         headroom, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = HEADROOM_SATURATION
-        if candidate.warm < PREFIX_HIT_SHARE and headroom < HEADROOM_SATURATION * need and not candidate.idle:
+        if candidate.cached_share < PREFIX_HIT_SHARE and headroom < HEADROOM_SATURATION * need and not candidate.idle:
             marks = headroom // need
         fraction = headroom / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
         speed = candidate.model.decode_speed if candidate.model else 1.0
         busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
-        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.warm, -fraction)
+        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.cached_share, -fraction)
 
 
 class MostHeadroom:

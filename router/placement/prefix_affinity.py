@@ -43,7 +43,7 @@ NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
     """Chain of hashes of a prompt, each over the prompt from its beginning."""
 
-    links: tuple[tuple[int, int], ...]
+    hashes: tuple[tuple[int, int], ...]
     """Hashes with the number of characters up to each, shortest first."""
     size: int
     """Characters of the whole prompt."""
@@ -56,21 +56,21 @@ class _Session:
     """Node of a named conversation."""
 
     node: NodeId
-    engine: int
+    generation: int
     size: int
     """Characters of its last prompt."""
     trust: float = 1.0
     """Trust factor of the name, 0 to 1."""
 
 
-def chain_of(
+def compute_hash_chain(
     root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
 ) -> PrefixHashChain:
     """Compute the hash chain of a prompt.
 
-    `root` holds everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
-    conversation. Both belong to `scope`, the key that may reuse the cached tokens. Where the first message is `shared`
-    by all keys, the links of that message alone belong to all keys.
+    `root` has everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
+    conversation. `scope` is the key that may reuse the cached tokens; every hash depends on it. With `shared`, all keys
+    may reuse the first message: the hashes of that message do not depend on `scope`.
     """
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0
@@ -99,34 +99,38 @@ class PrefixAffinity:
     """
 
     def __init__(self, entries: int = MAX_ENTRIES) -> None:
-        self._most = entries
-        self._links: OrderedDict[int, dict[NodeId, tuple[int, bytes]]] = OrderedDict()
+        self._max_entries = entries
+        self._nodes_by_hash: OrderedDict[int, dict[NodeId, tuple[int, bytes]]] = OrderedDict()
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
-        self._engines: dict[NodeId, int] = {}
-        self._lives: dict[NodeId, int] = {}
+        self._generations: dict[NodeId, int] = {}
+        self._instances: dict[NodeId, int] = {}
         self._evictions: dict[NodeId, int] = {}
         self._prompts: OrderedDict[tuple[NodeId, bytes], tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._links) + len(self._sessions) + len(self._prompts)
+        return len(self._nodes_by_hash) + len(self._sessions) + len(self._prompts)
 
-    def shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
+    def estimate_shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
         """Return the probably cached share of a prompt by node, 0 to 1. Nodes without a share are left out."""
-        found: dict[NodeId, float] = {}
-        for link, size in reversed(chain.links):
-            nodes = self._links.get(link)
+        shares: dict[NodeId, float] = {}
+        for link, size in reversed(chain.hashes):
+            nodes = self._nodes_by_hash.get(link)
             if nodes is None:
                 continue
             for node, (engine, _) in nodes.items():
-                if node not in found and self._engines.get(node) == engine:
-                    found[node] = size / chain.size
+                if node not in shares and self._generations.get(node) == engine:
+                    shares[node] = size / chain.size
         session = self._sessions.get(chain.session)
-        if session is not None and session.trust > MIN_TRUST and self._engines.get(session.node) == session.engine:
+        if (
+            session is not None
+            and session.trust > MIN_TRUST
+            and self._generations.get(session.node) == session.generation
+        ):
             share = session.trust * min(1.0, session.size / chain.size)
-            found[session.node] = max(share, found.get(session.node, 0.0))
-        return found or NOWHERE
+            shares[session.node] = max(share, shares.get(session.node, 0.0))
+        return shares or NOWHERE
 
-    def read(
+    def record_prefill(
         self, chain: PrefixHashChain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int
     ) -> None:
         """Record that a node has prefilled a prompt, of which `cached_tokens` were in its prefix cache.
@@ -135,68 +139,68 @@ class PrefixAffinity:
         """
         if not prompt_hash or not chain.size:
             return
-        engine = self._engines.setdefault(node, self._new_life(node))
-        for link, _ in chain.links:
-            self._links.setdefault(link, {})[node] = (engine, prompt_hash)
-            self._links.move_to_end(link)
-        self._prompts[node, prompt_hash] = tuple(link for link, _ in chain.links)
+        engine = self._generations.setdefault(node, self._next_generation(node))
+        for link, _ in chain.hashes:
+            self._nodes_by_hash.setdefault(link, {})[node] = (engine, prompt_hash)
+            self._nodes_by_hash.move_to_end(link)
+        self._prompts[node, prompt_hash] = tuple(link for link, _ in chain.hashes)
         self._prompts.move_to_end((node, prompt_hash))
         if chain.session:
-            self._remember(chain, node, engine, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
-        while len(self._links) > self._most:
-            self._links.popitem(last=False)
-        while len(self._prompts) > self._most:
+            self._record_session(chain, node, engine, cached_tokens / prompt_tokens if prompt_tokens else 0.0)
+        while len(self._nodes_by_hash) > self._max_entries:
+            self._nodes_by_hash.popitem(last=False)
+        while len(self._prompts) > self._max_entries:
             self._prompts.popitem(last=False)
 
-    def _remember(self, chain: PrefixHashChain, node: NodeId, engine: int, cached: float) -> None:
+    def _record_session(self, chain: PrefixHashChain, node: NodeId, engine: int, cached: float) -> None:
         last = self._sessions.get(chain.session)
         trust = 1.0
-        if last is not None and (last.node, last.engine) == (node, engine):
+        if last is not None and (last.node, last.generation) == (node, engine):
             expected = min(1.0, last.size / chain.size)
             trust = (last.trust + min(1.0, cached / expected)) / 2
         self._sessions[chain.session] = _Session(node, engine, chain.size, trust)
         self._sessions.move_to_end(chain.session)
-        while len(self._sessions) > self._most:
+        while len(self._sessions) > self._max_entries:
             self._sessions.popitem(last=False)
 
-    def apply_report(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
-        """Remove the entries that a node's report shows to be evicted. All are removed if `life` shows a new engine
-        process.
+    def apply_report(self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes]) -> None:
+        """Remove the entries that a node's report shows to be evicted. Remove all entries of the node if
+        `engine_instance` has changed, because its cache was lost with the old engine process.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks
         the hashes of some evictions, all entries of the node are removed.
         """
-        if self._lives.setdefault(node, life) != life:
-            self._lives[node] = life
-            self._engines[node] = self._new_life(node)
+        if self._instances.setdefault(node, engine_instance) != engine_instance:
+            self._instances[node] = engine_instance
+            self._generations[node] = self._next_generation(node)
         new = evictions - self._evictions.get(node, 0)
         self._evictions[node] = evictions
         for prompt_hash in evicted[-new:] if new > 0 else ():
-            self._drop(node, prompt_hash)
+            self._remove_prompt(node, prompt_hash)
         if new > len(evicted):
-            self._engines[node] = self._new_life(node)
+            self._generations[node] = self._next_generation(node)
 
-    def _drop(self, node: NodeId, prompt_hash: bytes) -> None:
+    def _remove_prompt(self, node: NodeId, prompt_hash: bytes) -> None:
         """Remove one prompt, and its beginnings where no other prompt has them."""
         for link in self._prompts.pop((node, prompt_hash), ()):
-            nodes = self._links.get(link)
+            nodes = self._nodes_by_hash.get(link)
             if nodes is not None and node in nodes and nodes[node][1] == prompt_hash:
                 del nodes[node]
                 if not nodes:
-                    del self._links[link]
+                    del self._nodes_by_hash[link]
 
-    def _new_life(self, node: NodeId) -> int:
-        return self._engines.get(node, 0) + 1
+    def _next_generation(self, node: NodeId) -> int:
+        return self._generations.get(node, 0) + 1
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove all entries of a node that is no longer a member."""
-        for nodes in self._links.values():
+        for nodes in self._nodes_by_hash.values():
             nodes.pop(node, None)
-        for link in [link for link, nodes in self._links.items() if not nodes]:
-            del self._links[link]
+        for link in [link for link, nodes in self._nodes_by_hash.items() if not nodes]:
+            del self._nodes_by_hash[link]
         for key in [key for key in self._prompts if key[0] == node]:
             del self._prompts[key]
         for name in [name for name, session in self._sessions.items() if session.node == node]:
             del self._sessions[name]
-        for known in (self._engines, self._lives, self._evictions):
+        for known in (self._generations, self._instances, self._evictions):
             known.pop(node, None)

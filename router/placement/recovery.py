@@ -37,7 +37,7 @@ class LossKind(Enum):
     MEMORY = "its node had no memory left for it"
 
 
-_FALLS = {
+_LOSS_KINDS = {
     FailureCode.ENGINE_CRASHED: LossKind.FORWARD,
     FailureCode.ENGINE_LOST: LossKind.ENGINE,
     FailureCode.NODE_STOPPING: LossKind.NODE,
@@ -46,9 +46,9 @@ _FALLS = {
 }
 
 
-def loss_kind(code: str) -> LossKind | None:
+def classify_loss(code: str) -> LossKind | None:
     """Return the cause that a node's failure code stands for; None if no node could recover the request."""
-    return _FALLS.get(code)
+    return _LOSS_KINDS.get(code)
 
 
 def is_fault(code: str) -> bool:
@@ -56,21 +56,21 @@ def is_fault(code: str) -> bool:
 
     A failed grammar is a fault of the client. A lost node and a lack of memory are no faults.
     """
-    return code != FailureCode.GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
+    return code != FailureCode.GRAMMAR_FAILED and classify_loss(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
-def may_recover(fall: LossKind, losses: int, crashes: int) -> bool:
+def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
     """Return whether a request may be recovered. `losses` and `crashes` are its totals, which include the present
     event."""
-    if fall is LossKind.FORWARD:
+    if loss is LossKind.FORWARD:
         return False
-    return crashes < MAX_CRASHES if fall is LossKind.ENGINE else losses <= MAX_LOSSES
+    return crashes < MAX_CRASHES if loss is LossKind.ENGINE else losses <= MAX_LOSSES
 
 
-def resume_after_seconds(expected: float) -> float:
+def compute_silence_limit_seconds(prefill_seconds: float) -> float:
     """Return the seconds of silence after which a resume elsewhere pays.
 
-    `expected` is the time in seconds to prefill the known tokens on another node. A request that would lose much waits
+    `prefill_seconds` is the time to prefill the known tokens on another node. A request that would lose much waits
     longer for its node to return.
     """
-    return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, expected))
+    return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, prefill_seconds))

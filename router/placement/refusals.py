@@ -28,34 +28,39 @@ _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, 
 _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
 
 
-def refuse(
-    view: ClusterView, request: ResourceDemand, seen: tuple[Candidate, ...], trials: AttemptHistory
+def build_refusal(
+    view: ClusterView, request: ResourceDemand, candidates: tuple[Candidate, ...], trials: AttemptHistory
 ) -> NoPlacement:
-    """Return the refusal of a request for which no node of `seen` is feasible, and the node that alone can decide."""
+    """Build the refusal of a request for which none of `candidates` is feasible, with the node that alone can decide.
+
+    `trials` are the earlier attempts of the request.
+    """
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
-        return NoPlacement(_no_model(view, request), seen)
+        return NoPlacement(_refuse_unknown_model(view, request), candidates)
     known = [node for node in all_known if request.labels <= node.labels]
     if not known:
         text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
-        return NoPlacement(Refused(RefusalCode.NOT_ALLOWED, f"{text} {request.model}"), seen)
-    causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
+        return NoPlacement(Refused(RefusalCode.NOT_ALLOWED, f"{text} {request.model}"), candidates)
+    causes = {node.id: cause for node in known if (cause := _find_load_failure(node, request, trials))}
     serving = [node for node in known if node.id not in causes]
     if not serving:
-        return NoPlacement(_load_failed(known, request, causes), seen)
-    offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
-    missing = _missing(serving, request)
+        return NoPlacement(_refuse_load_failed(known, request, causes), candidates)
+    offers = [candidate for candidate in candidates if candidate.model is not None and candidate.node not in causes]
+    missing = _name_missing_features(serving, request)
     if missing:
-        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, f"no node supports {missing} with {request.model}"), seen)
+        return NoPlacement(
+            Refused(RefusalCode.UNSUPPORTED, f"no node supports {missing} with {request.model}"), candidates
+        )
     if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
-        final = _never(serving, request, offers, trials)
+        final = _refuse_permanently(serving, request, offers, trials)
         if final is not None:
-            return NoPlacement(final, seen)
-    decider = _counter(serving, request, offers, trials) or _emptier(serving, offers, trials)
-    return NoPlacement(_not_now(request, offers), seen, decider)
+            return NoPlacement(final, candidates)
+    decider = _choose_counting_node(serving, request, offers, trials) or _choose_unloading_node(serving, offers, trials)
+    return NoPlacement(_refuse_for_now(request, offers), candidates, decider)
 
 
-def _broken(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> str:
+def _find_load_failure(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> str:
     """Return why a node cannot load the model, by its report or its answer to this request; empty if it can."""
     failure = trials.never.get(node.id)
     if failure is not None and failure.code is RefusalCode.LOAD_FAILED:
@@ -63,14 +68,14 @@ def _broken(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> 
     return node.models[request.model].cause
 
 
-def _load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
+def _refuse_load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
     details = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
     more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
     text = f"no node can load {request.model}: {details}{more}"
     return Refused(RefusalCode.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
 
 
-def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
+def _name_missing_features(serving: list[NodeView], request: ResourceDemand) -> str:
     """Name the features that no member offers with this model, in any state; empty when one member offers all."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
@@ -79,12 +84,12 @@ def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
     return " and ".join(_MEANT.get(feature, feature) for feature in sorted(missing))
 
 
-def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
+def _refuse_unknown_model(view: ClusterView, request: ResourceDemand) -> Refused:
     if any(package.name == request.model for node in view.nodes for package in node.video.packages):
         return Refused(
             RefusalCode.INVALID, f"the model {request.model!r} generates videos, not text: use POST /v1/videos"
         )
-    known = view.models()
+    known = view.get_models()
     if not known:
         return Refused(
             RefusalCode.NOT_READY,
@@ -99,11 +104,11 @@ def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
     )
 
 
-def _never(
+def _refuse_permanently(
     serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
 ) -> Refused | None:
     """Return the refusal if no member could ever hold the request; None as long as one could."""
-    if any(_ever(node, request, trials) for node in serving):
+    if any(_can_ever_hold(node, request, trials) for node in serving):
         return None
     longest = max(node.models[request.model].context for node in serving)
     failures = [trials.never[node.id] for node in serving if node.id in trials.never]
@@ -116,47 +121,49 @@ def _never(
         )
     if len(failures) == len(serving):
         return failures[0]
-    best = max(offers, key=lambda one: one.most)
+    best = max(offers, key=lambda one: one.most_bytes)
     return Refused(
         RefusalCode.TOO_LARGE,
-        f"needs {show_size(_alone(best, request))} on an idle node, the largest node can give "
-        f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
+        f"needs {show_size(_compute_idle_need(best, request))} on an idle node, the largest node can give "
+        f"{show_size(best.most_bytes)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
         f"variant of {request.model}",
-        best.numbers(),
+        best.build_memory_numbers(),
         None,
         best.name,
     )
 
 
-def _ever(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> bool:
+def _can_ever_hold(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> bool:
     model = node.models[request.model]
     if node.id in trials.never or exceeds_context(model, request):
         return False
-    tokens = request.tokens_on(model)
-    return can_ever_fit(node.memory, model, tokens, request.output_on(model, tokens), request.choices)
+    tokens = request.estimate_prompt_tokens(model)
+    return can_ever_fit(node.memory, model, tokens, request.estimate_output_tokens(model, tokens), request.choices)
 
 
-def _alone(candidate: Candidate, request: ResourceDemand) -> int:
+def _compute_idle_need(candidate: Candidate, request: ResourceDemand) -> int:
     model = candidate.model
     assert model is not None  # noqa: S101  offers are candidates that serve the model
     return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
 
 
-def _counter(
+def _choose_counting_node(
     serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
 ) -> Candidate | None:
     """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all are idle."""
-    if any(_ever(node, request, trials) for node in serving):
+    if any(_can_ever_hold(node, request, trials) for node in serving):
         return None
     able = [
         candidate
         for candidate in offers
         if candidate.code is RefusalCode.NO_ROOM and candidate.node not in trials.refused
     ]
-    return max(able, key=lambda one: one.most, default=None)
+    return max(able, key=lambda one: one.most_bytes, default=None)
 
 
-def _emptier(serving: list[NodeView], offers: list[Candidate], trials: AttemptHistory) -> Candidate | None:
+def _choose_unloading_node(
+    serving: list[NodeView], offers: list[Candidate], trials: AttemptHistory
+) -> Candidate | None:
     """Choose an idle, large enough node that could hold the model after unloading unused models.
 
     Return None while some present node has the model loaded or loading, because the request then only has to wait.
@@ -174,29 +181,29 @@ def _emptier(serving: list[NodeView], offers: list[Candidate], trials: AttemptHi
         if one.code is RefusalCode.NO_ROOM
         and one.node in idle
         and not one.in_flight
-        and one.need <= one.most
+        and one.need <= one.most_bytes
         and one.node not in trials.refused
     ]
     return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
 
 
-def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+def _refuse_for_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     short = [candidate for candidate in offers if candidate.code in _MEMORY]
     if not short:
-        return _none_serves(request, offers)
+        return _refuse_none_serving(request, offers)
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
         text = f"the memory of {best.name} cannot be read; it starts no requests until then: retry"
-        return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
+        return Refused(RefusalCode.UNREADABLE, text, best.build_memory_numbers(), UNKNOWN_RETRY_SECONDS, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
         f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
     )
-    return Refused(RefusalCode.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
+    return Refused(RefusalCode.NO_ROOM, text, best.build_memory_numbers(), estimate_retry_seconds(best), best.name)
 
 
-def _none_serves(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+def _refuse_none_serving(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     draining = all(candidate.code is RefusalCode.DRAINING for candidate in offers)
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(
@@ -207,7 +214,7 @@ def _none_serves(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     )
 
 
-def retry_after(candidate: Candidate) -> float:
+def estimate_retry_seconds(candidate: Candidate) -> float:
     """Estimate the seconds until a full node has room, because one of its requests ends: 1 s to 60 s.
 
     Without a request or model to estimate from, return `UNKNOWN_RETRY_SECONDS`.

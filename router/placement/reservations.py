@@ -7,8 +7,9 @@ reservation has three states:
     reserve ──► open ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
                  └───────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
-Open bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
-Both count in `in_flight`. `Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
+Open bytes count in `get_unacknowledged_bytes`. Settled bytes do not, because `memory.reserved` of the report contains
+them. Requests of both states count in `count_in_flight`.
+`Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
 A short later prompt may be committed and acknowledged before a long earlier one.
 
 Invariants: a request holds at most one reservation, and every reservation is released exactly once. A duplicate end
@@ -81,44 +82,44 @@ class NodeReservations:
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
     """Numbers of all requests on the node."""
-    promised: set[int] = field(default_factory=set[int])
+    open_requests: set[int] = field(default_factory=set[int])
     """Numbers of the requests whose reservation the report does not contain."""
-    unread: dict[int, PendingPrefill] = field(default_factory=dict[int, PendingPrefill])
-    """Prompts without a first token, by request number."""
-    unread_tokens: int = 0
-    """Sum of the tokens in `unread`."""
+    pending_prefills: dict[int, PendingPrefill] = field(default_factory=dict[int, PendingPrefill])
+    """Prompts without a first token, by attempt number."""
+    pending_tokens: int = 0
+    """Sum of the tokens in `pending_prefills`."""
 
-    def add(self, request: int, promise: _Reservation, seconds: float) -> None:
+    def add(self, request: int, reservation: _Reservation, seconds: float) -> None:
         """Add the reservation of a request whose prompt takes `seconds` to prefill."""
-        self.need += promise.need
-        self.tokens += promise.tokens
-        self.rows += promise.rows
+        self.need += reservation.need
+        self.tokens += reservation.tokens
+        self.rows += reservation.rows
         self.requests.add(request)
-        self.promised.add(request)
-        self.unread[request] = PendingPrefill(promise.tokens, seconds)
-        self.unread_tokens += promise.tokens
+        self.open_requests.add(request)
+        self.pending_prefills[request] = PendingPrefill(reservation.tokens, seconds)
+        self.pending_tokens += reservation.tokens
 
-    def settle(self, request: int, promise: _Reservation) -> None:
+    def settle(self, request: int, reservation: _Reservation) -> None:
         """Take off the bytes and tokens of a reservation, which the report counts or which is released."""
-        self.need -= promise.need
-        self.tokens -= promise.tokens
-        self.promised.discard(request)
+        self.need -= reservation.need
+        self.tokens -= reservation.tokens
+        self.open_requests.discard(request)
 
     def drop_need(self, need: int) -> None:
         """Take off bytes of a reservation that the report counts."""
         self.need -= need
 
-    def remove(self, request: int, promise: _Reservation) -> None:
+    def remove(self, request: int, reservation: _Reservation) -> None:
         """Remove a request with its rows and its prompt."""
         self.requests.discard(request)
-        self.rows -= promise.rows
-        self.has_read(request)
+        self.rows -= reservation.rows
+        self.remove_prompt(request)
 
-    def has_read(self, request: int) -> None:
-        """Remove the prompt of a request from `unread`, if present."""
-        prompt = self.unread.pop(request, None)
+    def remove_prompt(self, request: int) -> None:
+        """Remove the prompt of a request from `pending_prefills`, if present."""
+        prompt = self.pending_prefills.pop(request, None)
         if prompt is not None:
-            self.unread_tokens -= prompt.tokens
+            self.pending_tokens -= prompt.tokens
 
 
 _EMPTY = NodeReservations()
@@ -141,8 +142,8 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     sent_at: float | None = None
     """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
-    def bars(self, model: str, loaded: bool) -> bool:
-        """Return whether the node takes no new request for a model during this swap. `loaded`: the node has the model
+    def is_barred(self, model: str, loaded: bool) -> bool:
+        """Return whether the node takes no new request for `model` during this swap. `loaded`: the node has that model
         loaded."""
         return model != self.model and (model in self.leaving or not loaded)
 
@@ -157,7 +158,7 @@ class ReservationLedger:
     number."""
 
     def __init__(self) -> None:
-        self._promises: dict[int, _Reservation] = {}
+        self._reservations: dict[int, _Reservation] = {}
         self._accounts: dict[NodeId, NodeReservations] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
         self.turns: dict[NodeId, SwapTurn] = {}
@@ -182,26 +183,26 @@ class ReservationLedger:
 
         Raise `LedgerError` if the request already has a reservation.
         """
-        if request in self._promises:
+        if request in self._reservations:
             raise LedgerError(f"request {request} has two reservations")
-        promise = self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
+        reservation = self._reservations[request] = _Reservation(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = NodeReservations()
-        account.add(request, promise, seconds)
+        account.add(request, reservation, seconds)
 
-    def admitted(self, request: int) -> None:
+    def mark_admitted(self, request: int) -> None:
         """Record that the node has committed memory for the request. Unknown requests are ignored."""
-        promise = self._promises.get(request)
-        if promise is not None:
-            promise.admit()
+        reservation = self._reservations.get(request)
+        if reservation is not None:
+            reservation.admit()
 
-    def read(self, request: int) -> None:
+    def mark_prefilled(self, request: int) -> None:
         """Record that the node has prefilled the prompt of a request, or that no first token is expected. Unknown
         requests are ignored."""
-        promise = self._promises.get(request)
-        if promise is not None:
-            self._accounts[promise.node].has_read(request)
+        reservation = self._reservations.get(request)
+        if reservation is not None:
+            self._accounts[reservation.node].remove_prompt(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
         """Settle the reservations that a node's report already counts: admitted ones with a sequence number up to
@@ -209,43 +210,43 @@ class ReservationLedger:
         account = self._accounts.get(node)
         if account is None:
             return
-        for request in tuple(account.promised):
-            promise = self._promises[request]
-            if promise.admitted and promise.seq <= acked_seq:
-                self._settle(account, request, promise)
+        for request in tuple(account.open_requests):
+            reservation = self._reservations[request]
+            if reservation.admitted and reservation.seq <= acked_seq:
+                self._settle(account, request, reservation)
 
-    def read_in(self, request: int) -> None:
+    def release_weights(self, request: int) -> None:
         """Release the weights in a request's reservation, because the node's report counts them now."""
-        promise = self._promises.get(request)
-        if promise is None or promise.settled:
+        reservation = self._reservations.get(request)
+        if reservation is None or reservation.settled:
             return
-        self._accounts[promise.node].drop_need(promise.drop_weights())
+        self._accounts[reservation.node].drop_need(reservation.drop_weights())
 
     def release(self, request: int) -> bool:
         """Release a reservation in any state. Return False if the request has none."""
-        promise = self._promises.pop(request, None)
-        if promise is None:
+        reservation = self._reservations.pop(request, None)
+        if reservation is None:
             return False
-        account = self._accounts[promise.node]
-        if not promise.settled:
-            self._settle(account, request, promise)
-        account.remove(request, promise)
+        account = self._accounts[reservation.node]
+        if not reservation.settled:
+            self._settle(account, request, reservation)
+        account.remove(request, reservation)
         return True
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the account of a node that is no longer a member, unless it has open requests, and the holds on that
         node."""
-        if not self.in_flight(node):
+        if not self.count_in_flight(node):
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
             del self._holds[waiting]
         self.turns.pop(node, None)
 
-    def _settle(self, account: NodeReservations, request: int, promise: _Reservation) -> None:
-        promise.settle()
-        account.settle(request, promise)
+    def _settle(self, account: NodeReservations, request: int, reservation: _Reservation) -> None:
+        reservation.settle()
+        account.settle(request, reservation)
 
-    def hold(self, waiting: int, node: NodeId, need: int) -> None:
+    def hold_memory(self, waiting: int, node: NodeId, need: int) -> None:
         """Hold `need` bytes on a node for a queued request, in place of its earlier hold.
 
         `waiting` is the number of the queued request.
@@ -257,17 +258,17 @@ class ReservationLedger:
         """Release the hold of a queued request, if it has one."""
         self._holds.pop(waiting, None)
 
-    def holder(self, node: NodeId) -> int | None:
+    def find_holder(self, node: NodeId) -> int | None:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
         return next((number for number, (where, _) in self._holds.items() if where == node), None)
 
     def begin_turn(self, turn: SwapTurn, hold: int) -> None:
-        """Begin a model swap, or give it to another request, and hold `hold` bytes for that request on the node."""
+        """Begin a model swap, or assign it to another request, and hold `hold` bytes for that request on the node."""
         self.turns[turn.node] = turn
-        holder = self.holder(turn.node)
+        holder = self.find_holder(turn.node)
         if holder is not None:
             self.drop_hold(holder)
-        self.hold(turn.request, turn.node, hold)
+        self.hold_memory(turn.request, turn.node, hold)
 
     def mark_turn_sent(self, turn: SwapTurn) -> None:
         """Record that the request of a model swap was sent to the node."""
@@ -278,12 +279,12 @@ class ReservationLedger:
         del self.turns[turn.node]
         self.drop_hold(turn.request)
 
-    def node_of_hold(self, waiting: int) -> NodeId | None:
+    def find_hold_node(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
         kept = self._holds.get(waiting)
         return None if kept is None else kept[0]
 
-    def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
+    def get_unacknowledged_bytes(self, node: NodeId, waiting: int = -1) -> int:
         """Return the reserved bytes on a node that its report does not contain.
 
         They include the holds on the node, except that of the queued request `waiting`.
@@ -293,19 +294,19 @@ class ReservationLedger:
             return need
         return need + sum(kept for number, (where, kept) in self._holds.items() if where == node and number != waiting)
 
-    def account(self, node: NodeId) -> NodeReservations:
+    def get_account(self, node: NodeId) -> NodeReservations:
         """Return the account of a node, read-only; an empty one for a node without requests."""
         return self._accounts.get(node, _EMPTY)
 
-    def in_flight(self, node: NodeId) -> int:
+    def count_in_flight(self, node: NodeId) -> int:
         """Return the number of this router's requests on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
 
-    def promised(self) -> set[int]:
+    def get_reserved_requests(self) -> set[int]:
         """Return the numbers of the requests that have a reservation."""
-        return set(self._promises)
+        return set(self._reservations)
 
-    def holders(self) -> set[int]:
+    def get_holders(self) -> set[int]:
         """Return the numbers of the queued requests that have a hold."""
         return set(self._holds)
 
@@ -313,28 +314,28 @@ class ReservationLedger:
     def empty(self) -> bool:
         """Whether no reservation, hold or swap exists."""
         return (
-            not self._promises
+            not self._reservations
             and not self._holds
             and not self.turns
-            and not any(one.need or one.tokens or one.unread for one in self._accounts.values())
+            and not any(one.need or one.tokens or one.pending_prefills for one in self._accounts.values())
         )
 
     def check(self) -> None:
         """Check that every account is the sum of its reservations. Raise `LedgerError` otherwise."""
         for node, account in self._accounts.items():
-            mine = {number: promise for number, promise in self._promises.items() if promise.node == node}
+            mine = {number: promise for number, promise in self._reservations.items() if promise.node == node}
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}
-            if account.requests != mine.keys() or account.promised != open_.keys():
+            if account.requests != mine.keys() or account.open_requests != open_.keys():
                 raise LedgerError(f"{node}: nodes of account and reservations differ")
             if account.rows != sum(promise.rows for promise in mine.values()):
                 raise LedgerError(f"{node}: {account.rows} rows on account, reservations differ")
-            if not account.unread.keys() <= mine.keys():
+            if not account.pending_prefills.keys() <= mine.keys():
                 raise LedgerError(f"{node}: unprefilled prompts of requests that do not exist")
-            if account.unread_tokens != sum(prompt.tokens for prompt in account.unread.values()):
-                raise LedgerError(f"{node}: {account.unread_tokens} unprefilled tokens on account, prompts differ")
+            if account.pending_tokens != sum(prompt.tokens for prompt in account.pending_prefills.values()):
+                raise LedgerError(f"{node}: {account.pending_tokens} unprefilled tokens on account, prompts differ")
             if account.need != sum(promise.need for promise in open_.values()):
                 raise LedgerError(f"{node}: {account.need} bytes on account, reservations differ")
             if account.tokens != sum(promise.tokens for promise in open_.values()):
                 raise LedgerError(f"{node}: {account.tokens} tokens on account, reservations differ")
-        if any(promise.node not in self._accounts for promise in self._promises.values()):
+        if any(promise.node not in self._accounts for promise in self._reservations.values()):
             raise LedgerError("a reservation without an account")

@@ -1,6 +1,7 @@
 """Sanitize a node's report: a node's own claim, which may be wrong.
 
-`view_of` turns a report into numbers that the placement arithmetic can use: no NaN, no infinity, no negative number. A
+`build_node_view` turns a report into numbers that the placement arithmetic can use: no NaN, no infinity, no negative
+number. A
 false report never makes a node look roomier than an honest report could. An impossible footprint counts as unreadable,
 and nothing is placed on that node. A model with an impossible size is left out. The node's own gate still decides which
 requests run. Texts are bounded and printable, because people read them in terminals.
@@ -62,7 +63,7 @@ _LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
 
 
-def view_of(
+def build_node_view(
     report: Report,
     *,
     node: NodeId,
@@ -86,30 +87,36 @@ def view_of(
         reported_at=reported_at,
         epoch=epoch,
         memory=sanitize_memory(report.memory),
-        engine=_honest_engine(report.engine),
-        models=_honest_models(report.models),
+        engine=_sanitize_engine(report.engine),
+        models=_sanitize_models(report.models),
         acked_seq=max(0, report.acked_seq),
         draining=report.draining,
-        system=_honest_system(report.system),
-        enforcement=_honest_enforcement(report.enforcement),
+        system=_sanitize_system(report.system),
+        enforcement=_sanitize_enforcement(report.enforcement),
         labels=labels,
         video_allowed=video_allowed,
         video=sanitize_video(report.video),
-        sharing=_honest_sharing(report.sharing),
+        sharing=_sanitize_sharing(report.sharing),
     )
 
 
 def sanitize_video(video: VideoState) -> VideoState:
     """Return a node's video state without impossible values. Impossible packages and leases are left out."""
-    packages = tuple(_honest_package(one) for one in video.packages[:MAX_PACKAGES] if _possible_package(one))
-    leases = tuple(_honest_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
+    packages = tuple(_sanitize_package(one) for one in video.packages[:MAX_PACKAGES] if _is_possible_package(one))
+    leases = tuple(_sanitize_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
     return VideoState(
-        video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause), video.allowed
+        video.ready,
+        _make_printable(video.cause),
+        ray,
+        packages,
+        leases,
+        _make_printable(video.ray_cause),
+        video.allowed,
     )
 
 
-def _possible_package(package: VideoPackage) -> bool:
+def _is_possible_package(package: VideoPackage) -> bool:
     return (
         valid_model(package.name)
         and 8 <= package.token_side <= MAX_SIDE
@@ -119,22 +126,22 @@ def _possible_package(package: VideoPackage) -> bool:
     )
 
 
-def _honest_package(package: VideoPackage) -> VideoPackage:
+def _sanitize_package(package: VideoPackage) -> VideoPackage:
     return replace(
         package,
-        engine=_printable(package.engine)[:40],
-        pipeline=_printable(package.pipeline),
-        fingerprint=_printable(package.fingerprint),
-        cause=_printable(package.cause),
+        engine=_make_printable(package.engine)[:40],
+        pipeline=_make_printable(package.pipeline),
+        fingerprint=_make_printable(package.fingerprint),
+        cause=_make_printable(package.cause),
         bits=max(0, package.bits),
     )
 
 
-def _honest_lease(lease: LeaseState) -> LeaseState:
+def _sanitize_lease(lease: LeaseState) -> LeaseState:
     return replace(
         lease,
-        job=_printable(lease.job),
-        phase=_printable(lease.phase)[:40],
+        job=_make_printable(lease.job),
+        phase=_make_printable(lease.phase)[:40],
         size=max(0, lease.size),
         progress=min(100, max(0, lease.progress)),
         step=max(0, lease.step),
@@ -157,25 +164,25 @@ def sanitize_memory(memory: Memory) -> Memory:
         recent=max(0, memory.recent),
         reserved=max(0, memory.reserved),
         leases=max(0, memory.leases),
-        age=_bounded(memory.age, 0.0, MAX_LOAD_SECONDS, 0.0),
+        age=_replace_out_of_range(memory.age, 0.0, MAX_LOAD_SECONDS, 0.0),
         total=max(0, memory.total),
         base=max(0, memory.base),
         reusable=max(0, min(memory.reusable, memory.active)),
         cache=max(0, memory.cache),
         peak=max(0, memory.peak),
-        current=_size(memory.current),
+        current=_sanitize_size(memory.current),
         reserve=max(0, memory.reserve),
-        bound_by=_printable(memory.bound_by),
-        source=_printable(memory.source),
+        bound_by=_make_printable(memory.bound_by),
+        source=_make_printable(memory.source),
     )
 
 
-def _honest_engine(engine: EngineState) -> EngineState:
+def _sanitize_engine(engine: EngineState) -> EngineState:
     return replace(
         engine,
-        kind=_printable(engine.kind),
-        state=_printable(engine.state),
-        cause=_printable(engine.cause),
+        kind=_make_printable(engine.kind),
+        state=_make_printable(engine.state),
+        cause=_make_printable(engine.cause),
         restarts=max(0, engine.restarts),
         recycles=max(0, engine.recycles),
         leaked=max(0, engine.leaked),
@@ -185,11 +192,11 @@ def _honest_engine(engine: EngineState) -> EngineState:
         rows=max(0, engine.rows),
         wired=max(0, engine.wired),
         counts=EngineCounters(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
-        cache=_honest_cache(engine.cache),
+        cache=_sanitize_cache(engine.cache),
     )
 
 
-def _honest_cache(cache: CacheState) -> CacheState:
+def _sanitize_cache(cache: CacheState) -> CacheState:
     evicted = tuple(one[:MAX_HASH_BYTES] for one in cache.evicted[-MAX_EVICTIONS:])
     return CacheState(
         nbytes=max(0, cache.nbytes),
@@ -202,52 +209,54 @@ def _honest_cache(cache: CacheState) -> CacheState:
     )
 
 
-def _honest_system(system: SystemMemory) -> SystemMemory:
+def _sanitize_system(system: SystemMemory) -> SystemMemory:
     return SystemMemory(
-        _size(system.available),
-        _printable(system.pressure),
-        _printable(system.source),
-        _bounded(system.age, 0.0, MAX_LOAD_SECONDS, 0.0),
+        _sanitize_size(system.available),
+        _make_printable(system.pressure),
+        _make_printable(system.source),
+        _replace_out_of_range(system.age, 0.0, MAX_LOAD_SECONDS, 0.0),
         max(0, system.worker),
     )
 
 
-def _honest_enforcement(one: Enforcement) -> Enforcement:
+def _sanitize_enforcement(enforcement: Enforcement) -> Enforcement:
     return Enforcement(
-        one.level if one.level in tuple(MemoryLevel) else MemoryLevel.UNKNOWN,
-        _size(one.phys),
-        _size(one.highest),
-        _size(one.interval),
-        _printable(one.cap_bound_by),
-        _printable(one.remedy),
-        _printable(one.tier),
-        tuple(_printable(text) for text in one.warnings[:MAX_WARNINGS]),
-        max(0, one.polls),
-        max(0, one.over_caps),
-        max(0, one.kills),
+        enforcement.level if enforcement.level in tuple(MemoryLevel) else MemoryLevel.UNKNOWN,
+        _sanitize_size(enforcement.phys),
+        _sanitize_size(enforcement.highest),
+        _sanitize_size(enforcement.interval),
+        _make_printable(enforcement.cap_bound_by),
+        _make_printable(enforcement.remedy),
+        _make_printable(enforcement.tier),
+        tuple(_make_printable(text) for text in enforcement.warnings[:MAX_WARNINGS]),
+        max(0, enforcement.polls),
+        max(0, enforcement.over_caps),
+        max(0, enforcement.kills),
     )
 
 
-def _honest_sharing(one: Sharing) -> Sharing:
-    until = None if one.until is None else _bounded(one.until, 0.0, MAX_UNIX_SECONDS, 0.0)
-    return Sharing(_printable(one.when)[:20], one.paused, _printable(one.why), until or None, one.by_hand)
+def _sanitize_sharing(sharing: Sharing) -> Sharing:
+    until = None if sharing.until is None else _replace_out_of_range(sharing.until, 0.0, MAX_UNIX_SECONDS, 0.0)
+    return Sharing(
+        _make_printable(sharing.when)[:20], sharing.paused, _make_printable(sharing.why), until or None, sharing.by_hand
+    )
 
 
-def _size(size: int | None) -> int | None:
+def _sanitize_size(size: int | None) -> int | None:
     return None if size is None or size < 0 else size
 
 
-def _printable(text: str) -> str:
+def _make_printable(text: str) -> str:
     """Return a node's text without control characters and escape sequences, cut to MAX_TEXT_CHARS characters."""
     text = text[:MAX_TEXT_CHARS]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
-def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
-    return {model.name: _honest_model(model) for model in reversed(models[:MAX_MODELS]) if _possible_model(model)}
+def _sanitize_models(models: tuple[Model, ...]) -> dict[str, Model]:
+    return {model.name: _sanitize_model(model) for model in reversed(models[:MAX_MODELS]) if _is_possible_model(model)}
 
 
-def _possible_model(model: Model) -> bool:
+def _is_possible_model(model: Model) -> bool:
     sizes = (
         model.weights,
         model.kv_per_token,
@@ -262,29 +271,29 @@ def _possible_model(model: Model) -> bool:
     return valid_model(model.name) and possible and 1 <= model.kv_step <= MAX_KV_STEP
 
 
-def _honest_model(model: Model) -> Model:
+def _sanitize_model(model: Model) -> Model:
     return replace(
         model,
         context=min(max(0, model.context), MAX_CONTEXT),
-        load_seconds=_bounded(model.load_seconds, 0.0, MAX_LOAD_SECONDS, 0.0),
-        prefill_speed=_speed(model.prefill_speed, UNMEASURED_PREFILL),
-        decode_speed=_speed(model.decode_speed, UNMEASURED_DECODE),
-        bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
-        groups=tuple(group for group in model.groups if _possible(group)),
+        load_seconds=_replace_out_of_range(model.load_seconds, 0.0, MAX_LOAD_SECONDS, 0.0),
+        prefill_speed=_sanitize_speed(model.prefill_speed, UNMEASURED_PREFILL),
+        decode_speed=_sanitize_speed(model.decode_speed, UNMEASURED_DECODE),
+        bytes_per_token=_replace_out_of_range(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
+        groups=tuple(group for group in model.groups if _is_possible_group(group)),
         expected_output=min(model.expected_output, MAX_EXPECTED_OUTPUT) if model.expected_output > 0 else 256,
         loading=model.loading and not model.loaded,
-        progress=_bounded(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
-        cause="" if model.loaded else _printable(model.cause),
+        progress=_replace_out_of_range(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
+        cause="" if model.loaded else _make_printable(model.cause),
     )
 
 
-def _possible(group: BatchGroup) -> bool:
+def _is_possible_group(group: BatchGroup) -> bool:
     return group.rows > 0 and group.longest >= 0
 
 
-def _speed(speed: float, unmeasured: float) -> float:
+def _sanitize_speed(speed: float, unmeasured: float) -> float:
     return speed if math.isfinite(speed) and speed > 0 else unmeasured
 
 
-def _bounded(value: float, least: float, most: float, otherwise: float) -> float:
-    return value if least <= value <= most else otherwise
+def _replace_out_of_range(value: float, least: float, most: float, replacement: float) -> float:
+    return value if least <= value <= most else replacement

@@ -58,8 +58,8 @@ def _per_request() -> Row:
     def request() -> None:
         counters.placement.observe(0.00002)
         counters.count_attempt(node, first=True, resumed=False)
-        counters.first(NodeId("a"), "model", 1, 0.2)
-        counters.ended("ok", "model", 1.5)
+        counters.count_first_token(NodeId("a"), "model", 1, 0.2)
+        counters.count_end("ok", "model", 1.5)
 
     took = _each(request)
     return Row("counting a request", "<= 2 us", f"{took * 1e6:.2f} us", took <= 2e-6, commit())
@@ -69,7 +69,7 @@ def _per_step() -> Row:
     """Measure the counting of one step of a node. All streams and tokens of the step share this cost."""
     counters, node = Counters(), NodeId("n")
     clock = time.monotonic
-    took = _each(lambda: counters.stepped(node, "model", 7, 8, clock()))
+    took = _each(lambda: counters.record_decode_step(node, "model", 7, 8, clock()))
     return Row("counting a step of a node", "<= 2 us", f"{took * 1e6:.2f} us", took <= 2e-6, commit())
 
 

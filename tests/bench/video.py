@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 from structlog.testing import capture_logs
 
-from node.memory.sensor import footprint_of, members
+from node.memory.sensor import list_group_members, measure_footprint
 from node.video.leases import LeasePhase
-from node.video.worker.worker_monitor import worker_environment
+from node.video.worker.worker_monitor import build_worker_environment
 from tests import models
 from tests.bench.engine.chats import body, chat, words
 from tests.bench.row import Row, at_least, at_most, commit, in_turn, ratio_of, spread
@@ -124,8 +124,8 @@ async def _breach(node: Node, lease: str) -> float:
     seen: list[float] = []
 
     def look() -> None:
-        while alive := members(worker):
-            if (footprint_of(alive) or 0) > size:
+        while alive := list_group_members(worker):
+            if (measure_footprint(alive) or 0) > size:
                 seen.append(time.monotonic())
             time.sleep(0.005)
         seen.append(time.monotonic())
@@ -254,7 +254,7 @@ def _look_on(one: Chain, over: list[int], stop: threading.Event) -> None:
     cap = one.node()["cap"]
     while not stop.wait(0.05):
         with suppress(psutil.Error):
-            taken = sum(footprint_of((process.pid,)) or 0 for process in [*engine, *worker])
+            taken = sum(measure_footprint((process.pid,)) or 0 for process in [*engine, *worker])
             over.append(int(taken > cap))
 
 
@@ -276,7 +276,7 @@ def _bare(folder: Path, number: int) -> Iterator[None]:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env=worker_environment(environment(), Path(scratch)),
+            env=build_worker_environment(environment(), Path(scratch)),
             cwd=scratch,
         ) as process,
     ):

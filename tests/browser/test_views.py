@@ -17,7 +17,7 @@ from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.database import MemberRow
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests.browser.conftest import CHROMIUM
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
@@ -52,7 +52,7 @@ def node(name: str = "studio", state: NodeState = NodeState.READY, **changes: An
     engine = EngineState("mlx", "ready", running=12, waiting=13, counts=EngineCounters(checks=1234, refusals=56))
     models = (a_model("qwen"), a_model("llama", loaded=False))
     report = Report(1, memory, engine, models, sharing=Sharing("always"))
-    seen = view_of(report, node=NodeId(name), name=name, state=state, reported_at=0.0)
+    seen = build_node_view(report, node=NodeId(name), name=name, state=state, reported_at=0.0)
     row = MemberRow(NodeId(name), name, "m", Hardware("M4 Max", 128 * GIB), "ab", 1.0)
     found = build_node_row(seen, Member(NodeId(name), state, 0.0), row, NodeFacts(True, "1.2.3", 5, 11, 0.0))
     return found | {"breaker": CLOSED} | changes

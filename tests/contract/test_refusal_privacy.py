@@ -98,5 +98,5 @@ def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
         rows = json.loads(ask(pool, "GET", "/api/v1/requests", "metrics")[1])["requests"]
         assert [row["outcome"] for row in rows] == ["ok", *["invalid_request"] * 3]
     for number in range(MAX_INVALID_KEPT + 1):
-        history.refused(float(number), f"r{number}", "k", invalid("no", "x"))
+        history.record_invalid(float(number), f"r{number}", "k", invalid("no", "x"))
     assert (len(history.refusals), len(history.records)) == (MAX_INVALID_KEPT, 0)

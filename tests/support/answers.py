@@ -28,7 +28,7 @@ CROWDED = Problem(503, "no_headroom", "no room", None, MemoryNumbers(9, 8, 7, 6,
 class Reading:
     """A request after a node has counted its prompt tokens."""
 
-    job: RequestSpec
+    spec: RequestSpec
     demand: ResourceDemand
     fingerprint: str = "tiny-1"
 
@@ -37,7 +37,7 @@ def asked(dialect: Dialect, **body: Any) -> tuple[ParsedRequest, RequestSpec]:
     """Parse a body of the model `tiny`; return the request and its only job."""
     found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
     assert not isinstance(found, Problem), found
-    (job,) = found.jobs("k1", "r1", CREATED)
+    (job,) = found.to_specs("k1", "r1", CREATED)
     return found, job
 
 

@@ -11,7 +11,7 @@ from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
@@ -117,7 +117,7 @@ def view(name: str = "a", models: int = 1, report: Report | None = None, **chang
         enforcement=Enforcement(MemoryLevel.OK, 4 * GIB, 5 * GIB, 5 * GIB),
     )
     facts: dict[str, Any] = {"state": "ready", "reported_at": NOW - 1} | changes
-    return view_of(report or honest, node=NodeId(name), name=name, **facts)
+    return build_node_view(report or honest, node=NodeId(name), name=name, **facts)
 
 
 def lying(models: tuple[Model, ...] = ()) -> Report:
@@ -173,16 +173,16 @@ def busy_counters(models: int, nodes: int) -> Counters:
     for number in range(models):
         name = f"model-{number}"
         for outcome in ("ok", "cancelled", "no_headroom", "node_lost"):
-            counters.ended(outcome, name, 1.0)
-        counters.first(NodeId("n0"), name, 10, 0.2)
-        counters.used_by("k1", name, 20)
+            counters.count_end(outcome, name, 1.0)
+        counters.count_first_token(NodeId("n0"), name, 10, 0.2)
+        counters.add_key_tokens("k1", name, 20)
         for at in (1.0, 1.02):
-            counters.stepped(NodeId("n0"), name, 1, 2, at)
+            counters.record_decode_step(NodeId("n0"), name, 1, 2, at)
     for number in range(nodes):
         counters.count_attempt(NodeId(f"n{number}"), first=True, resumed=False)
         counters.count_generated(NodeId(f"n{number}"), 10)
     for status in (200, 400, 401, 404, 429, 499, 503):
-        counters.answered(status)
+        counters.count_answer(status)
     counters.count_queue_exit(0.5)
     counters.placement.observe(0.00003)
     return counters

@@ -58,10 +58,10 @@ class ModelRoutes:
         """
         found: dict[str, dict[str, Any]] = {}
         view = visible(self._registry.build_view(), limits)
-        served = view.models()
+        served = view.get_models()
         for node in view.nodes:
             for model in node.models.values():
-                shown, identity = served[model.name], view.identity(model.name)
+                shown, identity = served[model.name], view.identify(model.name)
                 row = found.setdefault(
                     model.name,
                     {
@@ -70,7 +70,7 @@ class ModelRoutes:
                         "weights": shown.weights,
                         "context": shown.context,
                         "fingerprint": identity.fingerprint,
-                        "conflict": identity.conflict,
+                        "conflict": identity.has_conflict,
                     },
                 )
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **get_model_state(model)}
@@ -102,7 +102,9 @@ class ModelRoutes:
         )
 
     def _find_node_view(self, body: ModelBody) -> NodeView | None:
-        return None if body.node is None else self._registry.build_view().node(find_node(self._registry, body.node))
+        return (
+            None if body.node is None else self._registry.build_view().find_node(find_node(self._registry, body.node))
+        )
 
 
 def _check_model_name(body: ModelBody) -> str:

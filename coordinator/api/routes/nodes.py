@@ -80,14 +80,14 @@ class NodeRoutes:
         return [self._build_row(node) for node in self._registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.build_node_row(node, self._traffic.in_flight(node)) | {
+        return self._registry.build_node_row(node, self._traffic.count_in_flight(node)) | {
             "breaker": self._build_breaker_row(node)
         }
 
     def _build_breaker_row(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
-        now = self._traffic.now()
-        found = self._traffic.breakers.state_of(node, now)
+        now = self._traffic.get_time()
+        found = self._traffic.breakers.get_state(node, now)
         if found is None:
             return {"state": "closed", "why": "", "until": None, "opened": 0}
         until = round(time.time() + found.until - now)
@@ -181,7 +181,7 @@ class NodeRoutes:
             raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
         if sharing is None:
             raise ProblemError(Problem(503, "node_unreachable", f"{node} did not confirm the pause: check its log"))
-        left = self._traffic.in_flight(found)
+        left = self._traffic.count_in_flight(found)
         return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
     # -- name and membership ----------------------------------------------------------------------

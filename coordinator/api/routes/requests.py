@@ -41,7 +41,7 @@ class RequestRoutes:
     def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
         self._ring = ring
-        self._clock = WallClock(traffic.now)
+        self._clock = WallClock(traffic.get_time)
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of requests."""
@@ -70,7 +70,7 @@ class RequestRoutes:
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
         """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
-        return {"schema": 1, "requests": self._build_rows(self._traffic.history.newest(last))}
+        return {"schema": 1, "requests": self._build_rows(self._traffic.history.list_newest(last))}
 
     def _build_rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
         names = self._ring.names()
@@ -84,8 +84,8 @@ class RequestRoutes:
 
         Each decision has the memory arithmetic of every node."""
         history = self._traffic.history
-        records, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
-        open_requests = [one for one in self._traffic.open_requests() if one.job.request_id == request_id]
+        records, decisions = history.find_requests(request_id), history.find_decisions(request_id)
+        open_requests = [one for one in self._traffic.list_open_requests() if one.spec.request_id == request_id]
         if not records and not decisions and not open_requests:
             raise ProblemError(
                 Problem(
@@ -96,16 +96,16 @@ class RequestRoutes:
             )
         return {
             "schema": 1,
-            "under_way": [_build_open_row(one, self._traffic.now()) for one in open_requests],
+            "under_way": [_build_open_row(one, self._traffic.get_time()) for one in open_requests],
             "requests": self._build_rows(records),
             "decisions": [
                 {
-                    "seconds_ago": round(self._traffic.now() - one.at, 3),
+                    "seconds_ago": round(self._traffic.get_time() - one.at, 3),
                     "demand": msgspec.to_builtins(one.demand),
                     "chosen": one.chosen,
                     "refused": None if one.refused is None else one.refused.message,
                     "nodes": one.nodes,
-                    "candidates": one.rows(),
+                    "candidates": one.to_rows(),
                 }
                 for one in decisions
             ],
@@ -113,7 +113,7 @@ class RequestRoutes:
 
     async def decisions(self) -> Response:
         """Return every kept placement decision as JSON lines, for `cluster replay`."""
-        return StreamingResponse(self._traffic.history.lines(), media_type=JSON_LINES_TYPE)
+        return StreamingResponse(self._traffic.history.encode_lines(), media_type=JSON_LINES_TYPE)
 
 
 class WallClock:
@@ -172,9 +172,9 @@ def get_phase(request: ActiveRequest) -> str:
 def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:
     """Return an open request as a row. `now` is on the clock of requests."""
     return {
-        "request_id": request.job.request_id,
-        "key": request.job.key,
-        "model": request.job.demand.model,
+        "request_id": request.spec.request_id,
+        "key": request.spec.key,
+        "model": request.spec.demand.model,
         "phase": get_phase(request),
         "seconds": now - request.arrived,
         "steps": _build_step_rows(request.steps),

@@ -240,10 +240,10 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     """
     from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
-    from host.private_files import private_folder, write_private
+    from host.private_files import create_private_folder, write_private
 
     try:
-        place = private_folder((folder or session.state / "prometheus").absolute())
+        place = create_private_folder((folder or session.state / "prometheus").absolute())
         token, authority = place / "macpool.token", place / "macpool-ca.pem"
         ca = session.get_authority()
         if ca:

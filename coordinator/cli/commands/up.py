@@ -135,10 +135,10 @@ def _should_start_node(folder: Path, given: bool | None) -> bool:
 
     If `given` is true, delete the mark that the node has left.
     """
-    from host.left_marker import forget_left, has_left
+    from host.left_marker import delete_left_mark, has_left
 
     if given:
-        forget_left(folder / "node")
+        delete_left_mark(folder / "node")
     return given if given is not None else not has_left(folder / "node")
 
 

@@ -155,14 +155,14 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 
     import msgspec
 
-    from router.dispatch.decision_log import PlacementDecision, read_line
+    from router.dispatch.decision_log import PlacementDecision, parse_line
     from router.dispatch.decision_log import replay as again
     from router.placement.policies import POLICIES
 
     decisions: list[PlacementDecision] = []
     for number, line in enumerate(file, 1):
         try:
-            decisions.append(read_line(line))
+            decisions.append(parse_line(line))
         except ValueError as error:
             raise CommandError(2, f"{file.name}, line {number}: {error}") from None
     found = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals

@@ -69,7 +69,7 @@ def _find_package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
         return invalid(f"model: name the model ({which})", "model")
     if body.model in known:
         return known[body.model]
-    if body.model in view.models():
+    if body.model in view.get_models():
         return invalid(f"the model {body.model!r} makes no videos: ask it at /v1/chat/completions", "model")
     causes = [
         f"{node.name}: {package.cause}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace
-from node.engine.text.stop_strings import overlap
+from node.engine.text.stop_strings import count_overlap
 
 Segments = list[tuple[MarkerPlace, str]]
 
@@ -55,7 +55,7 @@ class MarkerLayout:
     """Whether calls contain JSON's quotes, in which no marker ends a call. The grammars of other formats exclude the
     marker from the values."""
 
-    def beginning(self) -> MarkerPlace:
+    def get_start_place(self) -> MarkerPlace:
         """Return the place where the answer starts."""
         return MarkerPlace(REASONING if self.reasoning is ReasoningStart.OPEN else NORMAL)
 
@@ -65,7 +65,7 @@ class FormatCutter:
 
     def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline
-        self._place = outline.beginning()
+        self._place = outline.get_start_place()
         self._pending: str = ""
         self._fresh = outline.reasoning is ReasoningStart.MAY
         self._calls = outline.calls is not CallPlaces.NONE
@@ -75,83 +75,83 @@ class FormatCutter:
         """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
         place."""
         self._pending += text
-        found: Segments = []
-        while self._step(found):
+        segments: Segments = []
+        while self._step(segments):
             pass
-        return found
+        return segments
 
     def flush(self) -> str:
         """Return the text held back as a possible start of a marker; it belongs to the current place."""
         pending, self._pending = self._pending, ""
         return pending
 
-    def _step(self, found: Segments) -> bool:
+    def _step(self, segments: Segments) -> bool:
         """Consume text up to the next marker; return whether there was one."""
         if self._fresh:
-            return self._begin(found)
+            return self._split_start(segments)
         if self._place.state == REASONING:
-            return self._until(found, self._outline.think[1], NORMAL)
+            return self._split_at_marker(segments, self._outline.think[1], NORMAL)
         if self._place.state == TOOL:
-            return self._in_call(found)
-        return self._in_words(found)
+            return self._split_call(segments)
+        return self._split_words(segments)
 
-    def _begin(self, found: Segments) -> bool:
+    def _split_start(self, segments: Segments) -> bool:
         start = self._outline.think[0]
         if not self._pending or (start.startswith(self._pending) and self._pending != start):
             return False
         self._fresh = False
         if self._pending.startswith(start):
-            self._pass(found, 0, start, REASONING)
+            self._pass_marker(segments, 0, start, REASONING)
         return True
 
-    def _in_words(self, found: Segments) -> bool:
+    def _split_words(self, segments: Segments) -> bool:
         start = self._outline.call[0]
         if self._calls and self._outline.calls is CallPlaces.FIRST:
             words = self._pending.lstrip("\n ")
             if words and not start.startswith(words[: len(start)]):
                 self._calls = False
         if self._calls:
-            return self._until(found, start, TOOL)
-        self._give(found, len(self._pending))
+            return self._split_at_marker(segments, start, TOOL)
+        self._emit(segments, len(self._pending))
         return False
 
-    def _in_call(self, found: Segments) -> bool:
+    def _split_call(self, segments: Segments) -> bool:
         end = self._outline.call[1]
         if not end:
-            self._give(found, len(self._pending))
+            self._emit(segments, len(self._pending))
             return False
         if not self._outline.quoted:
-            return self._until(found, end, NORMAL)
+            return self._split_at_marker(segments, end, NORMAL)
         for at, sign in enumerate(self._pending):
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
                 self._escaped, self._quoted = sign == "\\", sign != '"'
             elif self._pending.startswith(end, at):
-                self._pass(found, at, end, NORMAL)
+                self._pass_marker(segments, at, end, NORMAL)
                 return True
             elif end.startswith(self._pending[at:]):
-                self._give(found, at)
+                self._emit(segments, at)
                 return False
             else:
                 self._quoted = sign == '"'
-        self._give(found, len(self._pending))
+        self._emit(segments, len(self._pending))
         return False
 
-    def _until(self, found: Segments, marker: str, state: str) -> bool:
+    def _split_at_marker(self, segments: Segments, marker: str, state: str) -> bool:
         at = self._pending.find(marker)
         if at < 0:
-            self._give(found, len(self._pending) - overlap(self._pending, marker))
+            self._emit(segments, len(self._pending) - count_overlap(self._pending, marker))
             return False
-        self._pass(found, at, marker, state)
+        self._pass_marker(segments, at, marker, state)
         return True
 
-    def _give(self, found: Segments, count: int) -> None:
-        found.append((self._place, self._pending[:count]))
+    def _emit(self, segments: Segments, count: int) -> None:
+        segments.append((self._place, self._pending[:count]))
         self._pending = self._pending[count:]
 
-    def _pass(self, found: Segments, at: int, marker: str, state: str) -> None:
-        self._give(found, at)
+    def _pass_marker(self, segments: Segments, at: int, marker: str, state: str) -> None:
+        self._emit(segments, at)
         self._pending = self._pending[len(marker) :]
         self._place = MarkerPlace(state, marker)
-        found.append((self._place, ""))
+        segments.append((self._place, ""))

@@ -25,7 +25,7 @@ _SLASH: Final = "\\/"
 class LarkBuilder:
     """Builder of one Lark grammar: collects rules and JSON schemas; equal ones share a name."""
 
-    calling: ToolCallFormat
+    call_format: ToolCallFormat
     """Format of the model's calls."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
     """Names of the rules, by the text `name: body` with which they were added."""
@@ -34,11 +34,11 @@ class LarkBuilder:
     size: int = 0
     """Characters of all schemas together."""
 
-    def mark(self, text: str) -> str:
+    def render_literal(self, text: str) -> str:
         """Return text in Lark's notation, with the model's special tokens as tokens."""
-        return self.calling.mark(text)[0]
+        return self.call_format.render_literal(text)[0]
 
-    def json(self, schema: Json) -> str:
+    def add_schema(self, schema: Json) -> str:
         """Add a JSON schema. Return the reference to a value of that schema. Raise `UnsupportedSchema` above
         `MAX_SCHEMAS_CHARS`."""
         written = json.dumps(schema)
@@ -49,7 +49,7 @@ class LarkBuilder:
             self.schemas[written] = {"name": f"json_{len(self.schemas)}", "json_schema": schema}
         return f"@{self.schemas[written]['name']}"
 
-    def rule(self, body: str, name: str = "part") -> str:
+    def add_rule(self, body: str, name: str = "part") -> str:
         """Add a rule or, for a name in capitals, a terminal. Return its unique name. Raise `UnsupportedSchema` above
         `MAX_RULES`."""
         key = f"{name}: {body}"
@@ -57,7 +57,9 @@ class LarkBuilder:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
-    def text(self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
+    def add_text(
+        self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False
+    ) -> str:
         """Return Lark's expression for unquoted text under the constraints `argument`, and the mark `end` after it. The
         text contains no mark of the guard.
 
@@ -66,7 +68,7 @@ class LarkBuilder:
         """
         if argument.choices:
             chosen = [json.dumps(one) for one in (*argument.choices, *(["null"] if argument.nullable else []))]
-            return f"({' | '.join(chosen)}) {self.mark(end)}"
+            return f"({' | '.join(chosen)}) {self.render_literal(end)}"
         masks = [f"/{guard.body.replace('/', _SLASH)}/"]
         if null and not argument.nullable:
             masks.append(f"~/{BLANKS}*((?i:null){BLANKS}*){'?' if argument.filled else ''}/")
@@ -74,14 +76,14 @@ class LarkBuilder:
             masks.append(f"~/{BLANKS}*/")
         if section:
             masks.append("~/(?s:.*)]]>(?s:.*)/")
-        body = self.rule(" & ".join(masks), "BODY")
-        marked, token = self.calling.mark(end)
-        return f"{body} {marked}" if token else self.rule(f"{body} {json.dumps(end)}", "TEXT")
+        body = self.add_rule(" & ".join(masks), "BODY")
+        marked, token = self.call_format.render_literal(end)
+        return f"{body} {marked}" if token else self.add_rule(f"{body} {json.dumps(end)}", "TEXT")
 
-    def all_rules(self) -> str:
+    def render_rules(self) -> str:
         """Return all rules and terminals in Lark's notation, one a line."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
-    def all_schemas(self) -> list[Json]:
+    def list_schemas(self) -> list[Json]:
         """Return all schemas with their names, for llguidance's list of grammars."""
         return list(self.schemas.values())

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from node.engine.grammar.matcher import with_token
+from node.engine.grammar.matcher import allow_token
 from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
@@ -34,16 +34,16 @@ class LogitsMask:
         no token can follow."""
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
-            self._constraint = self._grammar.begin()
+            self._constraint = self._grammar.create_cursor()
         new, self._new = self._new, []
         for token in new:
             self._constraint.feed(token)
-        mask = self._constraint.mask()
+        mask = self._constraint.compute_mask()
         if mask is None:
             return logits
         opener = self._constraint.opener
         if opener is not None and mx.argmax(logits).item() == opener:
-            mask = with_token(mask, opener)
+            mask = allow_token(mask, opener)
         return apply_mask(logits, mask)
 
 

@@ -58,7 +58,7 @@ class GrammarMatcher:
     ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
-        self._waiting = thinking if opener is None else None
+        self._open_reasoning = thinking if opener is None else None
         self._thinking = thinking
         self.opener = opener
         """Token with which the answer may start its reasoning now; None after the first token."""
@@ -72,27 +72,29 @@ class GrammarMatcher:
         opener, self.opener = self.opener, None
         if self._over:
             return
-        if self._waiting is not None:
-            self._think(self._waiting, token)
+        if self._open_reasoning is not None:
+            self._feed_reasoning(self._open_reasoning, token)
         elif token == opener:
-            self._waiting = self._thinking
+            self._open_reasoning = self._thinking
         elif token in self._eos and self._matcher.is_accepting():
             self._over = True
         elif not self._matcher.consume_token(token):
-            raise GrammarFailed(f"token {token} is not allowed: {self._detail()}")
+            raise GrammarFailed(f"token {token} is not allowed: {self._describe_error()}")
 
-    def _think(self, waiting: ReasoningEndSearch, token: int) -> None:
+    def _feed_reasoning(self, waiting: ReasoningEndSearch, token: int) -> None:
         if token in self._eos:
             raise GrammarFailed("the answer ended within its reasoning")
         rest = waiting.feed(token)
         if rest is None:
             return
-        self._waiting = None
+        self._open_reasoning = None
         rest = rest.lstrip(b"\n")
         if rest and not self._matcher.consume_tokens(self._tokenizer.tokenize_bytes(rest)):
-            raise GrammarFailed(f"the text after the reasoning, in its last token, is not allowed: {self._detail()}")
+            raise GrammarFailed(
+                f"the text after the reasoning, in its last token, is not allowed: {self._describe_error()}"
+            )
 
-    def mask(self) -> bytes | None:
+    def compute_mask(self) -> bytes | None:
         """Return the mask of allowed next tokens, without the `opener`. Return None after the end, where any token is
         allowed.
 
@@ -100,17 +102,17 @@ class GrammarMatcher:
         """
         if self._over:
             return None
-        if self._waiting is not None:
+        if self._open_reasoning is not None:
             return self._unending
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarFailed(f"the matcher failed: {self._detail()}")
+            raise GrammarFailed(f"the matcher failed: {self._describe_error()}")
         allowed = int.from_bytes(mask, "little")
         if not allowed:
             raise GrammarFailed("no token of the model's vocabulary is allowed next")
-        return mask if allowed & (allowed - 1) else self._only(mask, allowed.bit_length() - 1)
+        return mask if allowed & (allowed - 1) else self._build_forced_mask(mask, allowed.bit_length() - 1)
 
-    def _only(self, mask: bytes, token: int) -> bytes:
+    def _build_forced_mask(self, mask: bytes, token: int) -> bytes:
         """Return a mask for the only allowed token.
 
         Where the text of a marker must follow, llguidance (1.9.1) allows the marker's token but does not accept it. For
@@ -122,19 +124,19 @@ class GrammarMatcher:
         other = self._tokenizer.greedy_tokenize(forced)[:1]
         if not other or not self._matcher.validate_tokens(other):
             raise GrammarFailed("the required text has no tokens in the model's vocabulary")
-        return with_token(bytes(len(mask)), other[0])
+        return allow_token(bytes(len(mask)), other[0])
 
-    def _detail(self) -> str:
+    def _describe_error(self) -> str:
         return " ".join(self._matcher.get_error().split())[:MAX_DETAIL_CHARS] or "the grammar has ended"
 
 
-def with_token(mask: bytes, token: int) -> bytes:
+def allow_token(mask: bytes, token: int) -> bytes:
     """Return a copy of a mask that also allows `token`."""
     at = token // 8
     return mask[:at] + bytes([mask[at] | 1 << token % 8]) + mask[at + 1 :]
 
 
-def all_but(vocabulary: int, tokens: frozenset[int]) -> bytes:
+def build_mask_without(vocabulary: int, tokens: frozenset[int]) -> bytes:
     """Return the mask of all tokens of a vocabulary except `tokens`, in whole words of 32 bits. `vocabulary` is the
     number of tokens."""
     mask = bytearray(b"\xff" * (vocabulary // 8) + bytes([(1 << vocabulary % 8) - 1]))

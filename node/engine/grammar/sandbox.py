@@ -30,7 +30,7 @@ class SandboxClient:
         self._cpu = cpu
         self._child: subprocess.Popen[bytes] | None = None
 
-    def why_not(self, grammar: str) -> str:
+    def find_fault(self, grammar: str) -> str:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
         If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
@@ -43,7 +43,7 @@ class SandboxClient:
             answer = None
         if answer is not None:
             return answer
-        _end(child)
+        _kill(child)
         self.start()
         if child.returncode in (-signal.SIGPROF, -signal.SIGKILL):
             return TOO_LONG
@@ -59,7 +59,7 @@ class SandboxClient:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        weakref.finalize(self, _end, child)
+        weakref.finalize(self, _kill, child)
         self._child = child
         return child
 
@@ -73,7 +73,7 @@ class SandboxClient:
         return sink.read(int.from_bytes(head)).decode() if len(head) == 4 else None
 
 
-def _end(child: "subprocess.Popen[bytes]") -> None:
+def _kill(child: "subprocess.Popen[bytes]") -> None:
     """Kill the process and close its pipes."""
     child.kill()
     for pipe in (child.stdin, child.stdout):

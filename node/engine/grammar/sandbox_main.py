@@ -27,7 +27,7 @@ of them. Fuel for a step lasts 14 ms, items 3 ms. Large lexemes are not precompu
 other work."""
 
 
-def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
+def check_grammars(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
     """Check one grammar after the other until the input ends. The process dies if one takes more than `seconds` of CPU
     time.
 
@@ -37,14 +37,14 @@ def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
     while head := source.read(4):
         text = source.read(int.from_bytes(head)).decode()
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        wrong = why_not(LLMatcher(tokenizer, text, log_level=0, limits=LIMITS))
+        wrong = find_fault(LLMatcher(tokenizer, text, log_level=0, limits=LIMITS))
         signal.setitimer(signal.ITIMER_PROF, 0)
         message = wrong[:2000].encode(errors="replace")
         sink.write(len(message).to_bytes(4) + message)
         sink.flush()
 
 
-def why_not(matcher: LLMatcher) -> str:
+def find_fault(matcher: LLMatcher) -> str:
     """Return the fault of a grammar; empty if it compiles and allows a first token."""
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -53,4 +53,4 @@ def why_not(matcher: LLMatcher) -> str:
 
 
 if __name__ == "__main__":
-    answer(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
+    check_grammars(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
 Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`distinguishing_tools`), and therefore reads each value as it was generated:
+schema. The parser gets the same kinds (`render_parser_tools`), and therefore reads each value as it was generated:
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes
@@ -20,7 +20,7 @@ from typing import Final, cast
 
 from node.engine.grammar.tool_spec import PREFIX, Json, ToolSpec, UnsupportedSchema
 
-UNHELD: Final = frozenset(
+UNENFORCED_KEYWORDS: Final = frozenset(
     {
         "anyOf",
         "oneOf",
@@ -39,7 +39,7 @@ UNHELD: Final = frozenset(
     }
 )
 """Keywords that the parameters of a tool as a whole must not use where each parameter is written separately."""
-RULING: Final = frozenset(
+CONSTRAINT_KEYWORDS: Final = frozenset(
     {
         "pattern",
         "format",
@@ -55,8 +55,8 @@ RULING: Final = frozenset(
 )
 """Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
 them."""
-LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
-NESTING_KEYWORDS: Final = LISTED | {
+LIST_KEYWORDS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
+NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "properties",
     "patternProperties",
     "$defs",
@@ -64,7 +64,7 @@ NESTING_KEYWORDS: Final = LISTED | {
     "items",
     "additionalProperties",
 }
-"""Keywords that hold other schemas or values; `LISTED` are those of them that are lists."""
+"""Keywords that hold other schemas or values; `LIST_KEYWORDS` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -95,22 +95,22 @@ class Argument:
 
     name: str
     """Name of the argument."""
-    needed: bool
+    is_required: bool
     """Whether it is required."""
     schema: Json
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
-    def text(self, *, nullable: bool) -> TextArgument | None:
+    def find_text_constraints(self, *, nullable: bool) -> TextArgument | None:
         """Return the constraints of this argument as unquoted text; None if it is JSON. `nullable`: the parser reads
         the word null as null.
 
         Raise `UnsupportedSchema` if the references of its schema are circular or too deep.
         """
-        found = _text(_resolved(self.schema))
+        found = _find_text_constraints(_resolve_reference(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
 
 
-def check(schema: object) -> None:
+def check_schema(schema: object) -> None:
     """Raise `UnsupportedSchema` if a schema, or a part of it, is no schema."""
     if isinstance(schema, bool):
         return
@@ -121,34 +121,34 @@ def check(schema: object) -> None:
         part = found[key]
         if isinstance(part, bool) and key in ("items", "additionalProperties"):
             continue
-        if not isinstance(part, list if key in LISTED else dict):
-            raise UnsupportedSchema(f"{PREFIX}{key} must be {'a list' if key in LISTED else 'an object'}")
+        if not isinstance(part, list if key in LIST_KEYWORDS else dict):
+            raise UnsupportedSchema(f"{PREFIX}{key} must be {'a list' if key in LIST_KEYWORDS else 'an object'}")
         if key in ("items", "additionalProperties"):
-            check(cast("object", part))
+            check_schema(cast("object", part))
         elif key != "enum":
             parts = cast("list[object]", part) if isinstance(part, list) else list(cast("Json", part).values())
             for one in parts:
-                check(one)
+                check_schema(one)
 
 
-def arguments_of(tool: ToolSpec) -> list[Argument]:
+def list_arguments(tool: ToolSpec) -> list[Argument]:
     """Return the named arguments of a tool's parameters.
 
     Raise `UnsupportedSchema` if their schema is invalid or too large, or a strict one uses keywords that cannot be
     enforced.
     """
-    root = _resolved(tool.schema)
-    if unheld := sorted(UNHELD & root.keys()) if tool.strict else []:
+    root = _resolve_reference(tool.schema)
+    if unheld := sorted(UNENFORCED_KEYWORDS & root.keys()) if tool.strict else []:
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
     properties = root.get("properties", {})
     if isinstance(properties, dict) and len(cast("Json", properties)) > MAX_ARGUMENTS:
         raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MAX_ARGUMENTS} parameters")
     if root.get("type", "object") != "object" or not isinstance(properties, dict):
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} must be an object")
-    needed = names(root.get("required"))
+    needed = list_strings(root.get("required"))
     known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
     named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
-    made = [Argument(name, name in needed, _document(known[name], root, tool)) for name in named]
+    made = [Argument(name, name in needed, _build_document(known[name], root, tool)) for name in named]
     shared = len(json.dumps([root.get("$defs"), root.get("definitions")]))
     if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
         raise UnsupportedSchema(
@@ -160,13 +160,13 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
 HERE: Final = "at their top level, which cannot be enforced in this model's call format"
 
 
-def names(found: object) -> list[str]:
+def list_strings(found: object) -> list[str]:
     """Return the strings of a list without duplicates, in order. Return an empty list if `found` is no list."""
     listed = cast("list[object]", found) if isinstance(found, list) else []
     return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
 
 
-def _document(schema: object, root: Json, tool: ToolSpec) -> Json:
+def _build_document(schema: object, root: Json, tool: ToolSpec) -> Json:
     made = dict(cast("Json", schema)) if isinstance(schema, dict) else {} if schema is True else None
     if made is None:
         raise UnsupportedSchema(f"{PREFIX}a parameter of {tool.name} has no schema")
@@ -176,17 +176,17 @@ def _document(schema: object, root: Json, tool: ToolSpec) -> Json:
     return {**made, "x-guidance": tool.schema.get("x-guidance")}
 
 
-def _resolved(schema: Json) -> Json:
+def _resolve_reference(schema: Json) -> Json:
     """Return the schema with its reference to a definition resolved. Keywords next to the reference take precedence."""
     for _ in range(MAX_REFERENCE_STEPS):
-        found = referred(schema, schema.get("$ref"))
+        found = find_definition(schema, schema.get("$ref"))
         if found is None:
             return schema
         schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
     raise UnsupportedSchema(f"{PREFIX}its references are circular or too deep")
 
 
-def referred(document: Json, reference: object) -> Json | None:
+def find_definition(document: Json, reference: object) -> Json | None:
     """Return the definition in `document` to which a `$ref` refers; None if `reference` refers to none."""
     match = REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
@@ -196,15 +196,15 @@ def referred(document: Json, reference: object) -> Json | None:
     return cast("Json", found) if isinstance(found, dict) else None
 
 
-def _text(schema: Json) -> TextArgument | None:
+def _find_text_constraints(schema: Json) -> TextArgument | None:
     options = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(options, list) and RULING & schema.keys() <= {"anyOf", "oneOf"} and "type" not in schema:
-        return _optional(cast("list[object]", options), schema)
-    types = set(kinds(schema)) if "type" in schema else None
+    if isinstance(options, list) and CONSTRAINT_KEYWORDS & schema.keys() <= {"anyOf", "oneOf"} and "type" not in schema:
+        return _find_nullable_text(cast("list[object]", options), schema)
+    types = set(list_types(schema)) if "type" in schema else None
     found = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
-    plain = all(isinstance(one, str) and _plain(one) for one in found if one is not None)
+    plain = all(isinstance(one, str) and _is_plain(one) for one in found if one is not None)
     least = schema.get("minLength", 0)
-    if RULING & schema.keys() - {"minLength"} or least not in (0, 1) or not plain:
+    if CONSTRAINT_KEYWORDS & schema.keys() - {"minLength"} or least not in (0, 1) or not plain:
         return None
     if types is None and not any(isinstance(one, str) for one in found):
         return None
@@ -215,81 +215,83 @@ def _text(schema: Json) -> TextArgument | None:
     return None if found and not choices else TextArgument(choices, least == 1, nullable)
 
 
-def _optional(options: list[object], schema: Json) -> TextArgument | None:
+def _find_nullable_text(options: list[object], schema: Json) -> TextArgument | None:
     """Return the text form of a choice between text and null; None for other choices."""
     others = [one for one in options if one != {"type": "null"}]
     if len(others) != 1 or not isinstance(others[0], dict):
         return None
     definitions = {key: schema[key] for key in SHARED & schema.keys()}
-    found = _text(_resolved({**cast("Json", others[0]), **definitions}))
+    found = _find_text_constraints(_resolve_reference({**cast("Json", others[0]), **definitions}))
     return replace(found, nullable=True) if found is not None and len(options) == 2 else found
 
 
-def _plain(text: str) -> bool:
+def _is_plain(text: str) -> bool:
     """Return whether text is unchanged without blanks at its ends, and is not read as null."""
     return bool(text) and text == text.strip() and text.lower() != "null"
 
 
-def kinds(schema: Json) -> list[str]:
+def list_types(schema: Json) -> list[str]:
     """Return the types that a schema names; empty if it has no `type`."""
     named = schema.get("type")
-    return [named] if isinstance(named, str) else names(named)
+    return [named] if isinstance(named, str) else list_strings(named)
 
 
-def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
+def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `arguments_of` does.
+    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `list_arguments` does.
     """
-    functions = [{"name": tool.name, "parameters": _parser_schema(tool, nullable)} for tool in tools]
+    functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
 
 
-def _parser_schema(tool: ToolSpec, nullable: bool) -> Json:
-    types = {one.name: "object" if one.text(nullable=nullable) is None else "string" for one in arguments_of(tool)}
+def _build_parser_schema(tool: ToolSpec, nullable: bool) -> Json:
+    types: dict[str, str] = {}
+    for argument in list_arguments(tool):
+        types[argument.name] = "object" if argument.find_text_constraints(nullable=nullable) is None else "string"
     return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
 
 
-def tool_variants(tools: list[object]) -> tuple[list[object], ...]:
+def list_tool_variants(tools: list[object]) -> tuple[list[object], ...]:
     """Return the tools of a request in a form for parsers, and the original form if it differs. Never raise.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
     the first form, parameters with a single type besides null therefore name it directly.
     """
-    plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
+    plain = [_simplify_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)
 
 
-def _settled_tool(tool: Json) -> Json:
+def _simplify_tool(tool: Json) -> Json:
     function = tool.get("function")
     parameters = cast("Json", function).get("parameters") if isinstance(function, dict) else None
     properties = cast("Json", parameters).get("properties") if isinstance(parameters, dict) else None
     if not isinstance(properties, dict):
         return tool
     root = cast("Json", parameters)
-    plain = {name: _settled(one, root) for name, one in cast("Json", properties).items()}
+    plain = {name: _simplify_schema(one, root) for name, one in cast("Json", properties).items()}
     return {**tool, "function": {**cast("Json", function), "parameters": {**root, "properties": plain}}}
 
 
-def _settled(schema: object, root: Json) -> object:
+def _simplify_schema(schema: object, root: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
-    types = _types(cast("Json", schema), root, MAX_REFERENCE_STEPS) - {"null"}
+    types = _find_types(cast("Json", schema), root, MAX_REFERENCE_STEPS) - {"null"}
     return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
 
 
-def _types(schema: object, root: Json, steps: int) -> set[str]:
+def _find_types(schema: object, root: Json, steps: int) -> set[str]:
     """Return the types of a schema; a question mark stands for an unknown type."""
     if not isinstance(schema, dict) or not steps:
         return {"?"}
     found = cast("Json", schema)
-    if named := kinds(found):
+    if named := list_types(found):
         return set(named)
     if "$ref" in found:
-        return _types(referred(root, found["$ref"]), root, steps - 1)
+        return _find_types(find_definition(root, found["$ref"]), root, steps - 1)
     options = found.get("anyOf", found.get("oneOf"))
     if isinstance(options, list):
-        return {one for option in cast("list[object]", options) for one in _types(option, root, steps - 1)}
+        return {one for option in cast("list[object]", options) for one in _find_types(option, root, steps - 1)}
     listed = found.get("enum")
     texts = isinstance(listed, list) and all(isinstance(one, str | None) for one in cast("list[object]", listed))
     return {"string"} if texts and listed else {"?"}
@@ -297,8 +299,7 @@ def _types(schema: object, root: Json, steps: int) -> set[str]:
 
 @dataclass(frozen=True)
 class MarkExclusion:
-    """Exclusion of marks from the strings of a schema, and from unquoted text. A parser would take a mark for the end
-    of a value.
+    """Exclusion of marks, which a parser takes for the end of a value, from unquoted text and strings of a schema.
 
     A mark starts with its only `<`, or is a single sign.
     """
@@ -307,31 +308,31 @@ class MarkExclusion:
 
     @cached_property
     def body(self) -> str:
-        """Return the regular expression of text without the marks. After a `<`, up to the next, no text may start with
-        the rest of a mark. (Complements and intersections are shorter, and take llguidance far longer.)"""
+        """Regular expression of text without the marks: no `<` is followed by the rest of a mark."""
+        # Complements and intersections are shorter, and take llguidance far longer.
         signs = "".join(re.escape(mark) for mark in self.marks if len(mark) == 1)
         if "<" in self.marks:
             return f"[^{signs}]*"
         tails = [mark[1:] for mark in self.marks if len(mark) > 1]
-        return f"[^<{signs}]*(<{_beside(tails, signs)})*"
+        return f"[^<{signs}]*(<{_build_other_text(tails, signs)})*"
 
     @property
     def pattern(self) -> str:
-        """Return the same expression as a `pattern` of a JSON schema."""
+        """The same expression as a `pattern` of a JSON schema."""
         return f"^{self.body}$"
 
-    def document(self, schema: Json) -> Json:
+    def exclude_from_schema(self, schema: Json) -> Json:
         """Return a copy of a JSON schema that allows no value with a mark. Raise `UnsupportedSchema` if the schema
         requires a mark, or uses `patternProperties`."""
-        made = self._node(schema)
+        made = self._exclude_from_node(schema)
         definitions = cast("Json", made.get("$defs", {}))
-        return {**made, "$defs": {**definitions, ANY: self._anything()}}
+        return {**made, "$defs": {**definitions, ANY: self._build_any_schema()}}
 
-    def free(self, text: str) -> bool:
+    def is_free_of_marks(self, text: str) -> bool:
         """Return whether a text contains no mark."""
         return not any(mark in text for mark in self.marks)
 
-    def _anything(self) -> Json:
+    def _build_any_schema(self) -> Json:
         within: Json = {"patternProperties": {self.pattern: ANYTHING}, "additionalProperties": False}
         return {
             "anyOf": [
@@ -342,45 +343,45 @@ class MarkExclusion:
             ]
         }
 
-    def _inside(self, found: object) -> object:
+    def _exclude_from_value(self, found: object) -> object:
         if found is True:
             return ANYTHING
-        return self._node(cast("Json", found)) if isinstance(found, dict) else found
+        return self._exclude_from_node(cast("Json", found)) if isinstance(found, dict) else found
 
-    def _node(self, schema: Json) -> Json:
-        made = {key: self._part(key, value) for key, value in schema.items()}
-        if not self.free(json.dumps([schema.get("enum"), schema.get("const")], ensure_ascii=False)):
+    def _exclude_from_node(self, schema: Json) -> Json:
+        made = {key: self._exclude_from_part(key, value) for key, value in schema.items()}
+        if not self.is_free_of_marks(json.dumps([schema.get("enum"), schema.get("const")], ensure_ascii=False)):
             raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
         if {"$ref", "enum", "const"} & schema.keys() or (
-            {"anyOf", "oneOf", "allOf"} & schema.keys() and not kinds(schema)
+            {"anyOf", "oneOf", "allOf"} & schema.keys() and not list_types(schema)
         ):
             return made
-        types = kinds(schema) or ["string", "array", "object"]
+        types = list_types(schema) or ["string", "array", "object"]
         if "string" in types:
             added: Json = {"pattern": self.pattern}
             made |= added if "pattern" not in made else {"allOf": [*cast("list[Json]", made.get("allOf", [])), added]}
         if "array" in types:
             made.setdefault("items", ANYTHING)
         if "object" in types:
-            self._close(made)
+            self._close_object(made)
         return made
 
-    def _part(self, key: str, value: object) -> object:
+    def _exclude_from_part(self, key: str, value: object) -> object:
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            return {name: self._inside(one) for name, one in cast("Json", value).items()}
+            return {name: self._exclude_from_value(one) for name, one in cast("Json", value).items()}
         if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            return [self._inside(one) for one in cast("list[object]", value)]
-        return self._inside(value) if key in ("items", "additionalProperties") else value
+            return [self._exclude_from_value(one) for one in cast("list[object]", value)]
+        return self._exclude_from_value(value) if key in ("items", "additionalProperties") else value
 
-    def _close(self, made: Json) -> None:
+    def _close_object(self, made: Json) -> None:
         """Restrict an object to its named keys or, without any, to keys without a mark."""
         if "patternProperties" in made:
             raise UnsupportedSchema(f"{PREFIX}patternProperties cannot be enforced in this model's format")
         more = made.get("additionalProperties", ANYTHING)
         properties = dict(cast("Json", made["properties"])) if isinstance(made.get("properties"), dict) else {}
-        for name in names(made.get("required")):
+        for name in list_strings(made.get("required")):
             properties.setdefault(name, ANYTHING)
-        if not all(map(self.free, properties)):
+        if not all(map(self.is_free_of_marks, properties)):
             raise UnsupportedSchema(f"{PREFIX}it has a key that contains a marker of this model's format")
         if properties:
             made["properties"] = properties
@@ -389,11 +390,11 @@ class MarkExclusion:
         made["additionalProperties"] = False
 
 
-def _beside(tails: list[str], signs: str) -> str:
+def _build_other_text(tails: list[str], signs: str) -> str:
     """Return the expression of text without `<` and the signs that starts with none of the tails."""
     heads: dict[str, list[str]] = {}
     for tail in tails:
         heads.setdefault(tail[0], []).append(tail[1:])
     apart = "".join(map(re.escape, heads))
-    going = [re.escape(head) + _beside(rest, signs) for head, rest in heads.items() if "" not in rest]
+    going = [re.escape(head) + _build_other_text(rest, signs) for head, rest in heads.items() if "" not in rest]
     return "(" + "|".join([f"[^<{signs}{apart}][^<{signs}]*", *going]) + ")?"

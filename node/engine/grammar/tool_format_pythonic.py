@@ -19,10 +19,10 @@ from node.engine.grammar.tool_arguments import (
     Argument,
     MarkExclusion,
     TextArgument,
-    arguments_of,
-    kinds,
-    names,
-    referred,
+    find_definition,
+    list_arguments,
+    list_strings,
+    list_types,
 )
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, PREFIX, Json, ToolSpec, UnsupportedSchema
 
@@ -30,7 +30,7 @@ KEY: Final = re.compile(r"\w+", re.ASCII)
 SCALARS: Final = ("integer", "number", "boolean", "null")
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 KINDS: Final = ("string", *SCALARS, "array", "object")
-UNWRITTEN: Final = frozenset(
+UNRENDERED_KEYWORDS: Final = frozenset(
     {
         "allOf",
         "not",
@@ -54,38 +54,41 @@ UNWRITTEN: Final = frozenset(
 """Keywords of schemas that cannot be rendered as rules."""
 
 
-def keyworded(builder: LarkBuilder, tool: ToolSpec) -> str:
+def render_keyword_call(builder: LarkBuilder, tool: ToolSpec) -> str:
     """Return the rule of a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser knows true,
     false and null.
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
-    for name in (tool.name, *(one.name for one in arguments_of(tool))):
+    for name in (tool.name, *(one.name for one in list_arguments(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
             raise UnsupportedSchema(
                 f"{PREFIX}{name[:40]!r} is not a Python name, and this model writes calls as Python"
             )
-    parts = [(f"{json.dumps(one.name + '=')} {_literal(builder, one)}", one.needed) for one in arguments_of(tool)]
-    return f'{json.dumps(tool.name + "(")} {members(builder, parts)} ")"'
+    parts = [
+        (f"{json.dumps(one.name + '=')} {_render_literal(builder, one)}", one.is_required)
+        for one in list_arguments(tool)
+    ]
+    return f'{json.dumps(tool.name + "(")} {join_members(builder, parts)} ")"'
 
 
-def _literal(builder: LarkBuilder, one: Argument) -> str:
-    value = builder.json(one.schema)
-    free = kinds(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
+def _render_literal(builder: LarkBuilder, one: Argument) -> str:
+    value = builder.add_schema(one.schema)
+    free = list_types(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
     return f'("True" | "False" | {value})' if free else value
 
 
-def members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
+def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
     a part that is not may be omitted."""
-    first = more = builder.rule('""')
+    first = more = builder.add_rule('""')
     for part, needed in reversed(parts):
-        first = builder.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
-        more = builder.rule(f'"," BLANK? {part} {more}' if needed else f'("," BLANK? {part})? {more}')
+        first = builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+        more = builder.add_rule(f'"," BLANK? {part} {more}' if needed else f'("," BLANK? {part})? {more}')
     return first
 
 
-def braced(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
+def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
     """Return the rule of a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the parser reads
     nested objects and lists.
 
@@ -93,13 +96,13 @@ def braced(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) ->
     """
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
-    written = PythonicFormat(builder, tool, quote, nested)
-    parts = [(written.member(one.name, one.schema), one.needed) for one in arguments_of(tool)]
-    return f'{json.dumps(f"call:{tool.name}{{")} {written.joined(parts)} "}}"'
+    rules = GemmaArgumentRules(builder, tool, quote, nested)
+    parts = [(rules.render_member(one.name, one.schema), one.is_required) for one in list_arguments(tool)]
+    return f'{json.dumps(f"call:{tool.name}{{")} {rules.join_members(parts)} "}}"'
 
 
 @dataclass(slots=True)
-class PythonicFormat:
+class GemmaArgumentRules:
     """Builder of the rules of one tool's arguments in Gemma's notation."""
 
     builder: LarkBuilder
@@ -118,27 +121,27 @@ class PythonicFormat:
     @property
     def guard(self) -> MarkExclusion:
         """Return the exclusion of marks from text."""
-        return MarkExclusion((self.quote, self.builder.calling.markers[1], "\0", *(() if self.nested else ("}",))))
+        return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
-    def member(self, name: str, schema: Json) -> str:
+    def render_member(self, name: str, schema: Json) -> str:
         """Return the rule of a key and its value. Raise `UnsupportedSchema` for a name or schema that the format cannot
         represent."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
                 f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"
             )
-        return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
+        return f"{json.dumps(name + ':')} {self.render_value(schema, schema)}"
 
-    def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
+    def join_members(self, parts: Sequence[tuple[str, bool]]) -> str:
         """Return the rule of members separated by commas, without blanks: a key must directly follow a bracket or a
         comma. A member is a rule and whether it is required."""
-        first = more = self.builder.rule('""')
+        first = more = self.builder.add_rule('""')
         for part, needed in reversed(parts):
-            first = self.builder.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
-            more = self.builder.rule(f'"," {part} {more}' if needed else f'("," {part})? {more}')
+            first = self.builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
+            more = self.builder.add_rule(f'"," {part} {more}' if needed else f'("," {part})? {more}')
         return first
 
-    def value(self, found: object, document: Json) -> str:
+    def render_value(self, found: object, document: Json) -> str:
         """Return the rule of a value with the schema `found`, which is a part of `document`, the schema with the
         definitions.
 
@@ -147,48 +150,48 @@ class PythonicFormat:
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:
             raise UnsupportedSchema(f"{PREFIX}a parameter of {self.tool.name} has no schema")
-        unwritten = sorted(UNWRITTEN & schema.keys())
+        unwritten = sorted(UNRENDERED_KEYWORDS & schema.keys())
         if unwritten and self.tool.strict:
             raise UnsupportedSchema(
                 f"{PREFIX}{self.tool.name} uses {', '.join(unwritten)}, which cannot be enforced in this model's format"
             )
         if "$ref" in schema:
-            return self._reference(schema["$ref"], document)
+            return self._render_reference(schema["$ref"], document)
         options = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(options, list):
-            return self._either([self.value(one, document) for one in cast("list[object]", options)])
+            return self._join_options([self.render_value(one, document) for one in cast("list[object]", options)])
         if "enum" in schema or "const" in schema:
             chosen = cast("list[object]", schema["enum"] if "enum" in schema else [schema["const"]])
-            return self._either([self._constant(one) for one in chosen])
-        allowed = kinds(schema) or [kind for kind in KINDS if self.nested or kind not in ("array", "object")]
-        return self._either([self._kind(kind, schema, document) for kind in allowed])
+            return self._join_options([self._render_constant(one) for one in chosen])
+        allowed = list_types(schema) or [kind for kind in KINDS if self.nested or kind not in ("array", "object")]
+        return self._join_options([self._render_type(kind, schema, document) for kind in allowed])
 
-    def _either(self, options: Sequence[str]) -> str:
+    def _join_options(self, options: Sequence[str]) -> str:
         if not options:
             raise UnsupportedSchema(f"{PREFIX}it allows no text")
         return f"({' | '.join(dict.fromkeys(options))})"
 
-    def _reference(self, reference: object, document: Json) -> str:
+    def _render_reference(self, reference: object, document: Json) -> str:
         key = str(reference)
         if key not in self.references:
-            found = referred(document, reference)
+            found = find_definition(document, reference)
             if found is None:
                 raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} has no target")
             self.references[key] = f"referred_{len(self.references)}_{len(self.builder.rules)}"
             self.level += 1
             if self.level > MAX_JSON_DEPTH:
                 raise UnsupportedSchema(f"{PREFIX}its references are nested deeper than {MAX_JSON_DEPTH} levels")
-            body = self.value(found, document)
+            body = self.render_value(found, document)
             self.level -= 1
             self.builder.rules[f"{self.references[key]}: {body}"] = self.references[key]
         return self.references[key]
 
-    def _kind(self, kind: str, schema: Json, document: Json) -> str:
+    def _render_type(self, kind: str, schema: Json, document: Json) -> str:
         if kind == "string":
-            return self._string(schema)
+            return self._render_string(schema)
         if kind in SCALARS:
             bounds = {key: one for key, one in schema.items() if key in BOUNDS}
-            return self.builder.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
+            return self.builder.add_schema({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
         if kind not in KINDS:
             raise UnsupportedSchema(f"{PREFIX}unknown type {kind[:40]}")
         if not self.nested:
@@ -196,35 +199,34 @@ class PythonicFormat:
                 f"{PREFIX}a parameter of {self.tool.name} is an {kind}, and this model's format supports only texts, "
                 "numbers, true, false and null"
             )
-        return self._array(schema, document) if kind == "array" else self._object(schema, document)
+        return self._render_array(schema, document) if kind == "array" else self._render_object(schema, document)
 
-    def _string(self, schema: Json) -> str:
+    def _render_string(self, schema: Json) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if self.tool.strict and (least not in (0, 1) or most is not None):
             raise UnsupportedSchema(
                 f"{PREFIX}{self.tool.name} limits the length of a text, which cannot be enforced in this model's format"
             )
-        text = self.builder.text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
-        return f"{self.builder.mark(self.quote)} {text}"
+        text = self.builder.add_text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
+        return f"{self.builder.render_literal(self.quote)} {text}"
 
-    def _constant(self, value: object) -> str:
+    def _render_constant(self, value: object) -> str:
         if isinstance(value, str):
-            if not self.guard.free(value):
+            if not self.guard.is_free_of_marks(value):
                 raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
-            return (
-                f"{self.builder.mark(self.quote)} {json.dumps(value) if value else ''} {self.builder.mark(self.quote)}"
-            )
+            quote = self.builder.render_literal(self.quote)
+            return f"{quote} {json.dumps(value) if value else ''} {quote}"
         if isinstance(value, dict | list):
             raise UnsupportedSchema(
                 f"{PREFIX}it has an object or a list as a fixed value, which cannot be enforced in this model's format"
             )
         return json.dumps(json.dumps(value))
 
-    def _array(self, schema: Json, document: Json) -> str:
+    def _render_array(self, schema: Json, document: Json) -> str:
         item = (
-            self.builder.rule(self.value(schema.get("items", True), document))
+            self.builder.add_rule(self.render_value(schema.get("items", True), document))
             if "items" in schema
-            else self._anything()
+            else self._render_anything()
         )
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if (
@@ -239,31 +241,33 @@ class PythonicFormat:
         listed = f'{item} ("," {item}){times}'
         return f'"[" {listed} "]"' if least > 0 else f'"[" ({listed})? "]"'
 
-    def _object(self, schema: Json, document: Json) -> str:
+    def _render_object(self, schema: Json, document: Json) -> str:
         properties = cast("Json", schema.get("properties") or {})
-        needed = names(schema.get("required"))
+        needed = list_strings(schema.get("required"))
         known = {**properties, **{name: True for name in needed if name not in properties}}
         if not known:
-            return self._mapping(schema.get("additionalProperties", True), document)
+            return self._render_mapping(schema.get("additionalProperties", True), document)
         parts: list[tuple[str, bool]] = []
         for name, one in known.items():
             if not KEY.fullmatch(name):
                 raise UnsupportedSchema(f"{PREFIX}the key {name[:40]!r} cannot be represented in this model's format")
-            parts.append((f"{json.dumps(name + ':')} {self.value(one, document)}", name in needed))
-        return f'"{{" {self.joined(parts)} "}}"'
+            parts.append((f"{json.dumps(name + ':')} {self.render_value(one, document)}", name in needed))
+        return f'"{{" {self.join_members(parts)} "}}"'
 
-    def _mapping(self, values: object, document: Json) -> str:
+    def _render_mapping(self, values: object, document: Json) -> str:
         """Return the rule of an object without named keys."""
         if values is False:
             return '"{}"'
-        value = self._anything() if values is True else self.builder.rule(self.value(values, document))
-        pair = self.builder.rule(f"{self.builder.rule('/[A-Za-z_][A-Za-z0-9_]*:/', 'KEY')} {value}")
+        value = (
+            self._render_anything() if values is True else self.builder.add_rule(self.render_value(values, document))
+        )
+        pair = self.builder.add_rule(f"{self.builder.add_rule('/[A-Za-z_][A-Za-z0-9_]*:/', 'KEY')} {value}")
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
-    def _anything(self) -> str:
+    def _render_anything(self) -> str:
         """Return the rule of any value."""
         if "anything" not in self.references:
             self.references["anything"] = f"anything_{len(self.builder.rules)}"
-            body = self._either([self._kind(kind, {}, {}) for kind in KINDS])
+            body = self._join_options([self._render_type(kind, {}, {}) for kind in KINDS])
             self.builder.rules[f"{self.references['anything']}: {body}"] = self.references["anything"]
         return self.references["anything"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from node.engine.grammar.lark_builder import LarkBuilder
-from node.engine.grammar.tool_arguments import Argument, MarkExclusion, TextArgument, arguments_of, kinds
+from node.engine.grammar.tool_arguments import Argument, MarkExclusion, TextArgument, list_arguments, list_types
 from node.engine.grammar.tool_spec import PREFIX, ToolSpec, UnsupportedSchema
 
 COUNTED: Final = "/[0-9]{1,3}/"
@@ -81,47 +81,47 @@ KIMI_K3: Final = XmlFormat(
 )
 
 
-def tagged(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
+def render_tagged_call(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
     """Return the rule of a tool's call in this format, without the markers of calls. Raise `UnsupportedSchema` for
     names or schemas that the format cannot represent."""
     guard = MarkExclusion(tuple(tags.marks))
-    parts = [_argument(builder, tags, guard, one) for one in arguments_of(tool)]
-    end = builder.mark(tags.close) if tags.close else ""
-    opened = [builder.mark(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
-    before = f" {builder.rule(COUNTED, 'AT')} ".join(opened)
+    parts = [_render_argument(builder, tags, guard, one) for one in list_arguments(tool)]
+    end = builder.render_literal(tags.close) if tags.close else ""
+    opened = [builder.render_literal(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
+    before = f" {builder.add_rule(COUNTED, 'AT')} ".join(opened)
     return f"{before} BLANK? {' '.join(parts)} {end}"
 
 
-def _argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
-    if not NAME.fullmatch(one.name) or not guard.free(one.name):
+def _render_argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
+    if not NAME.fullmatch(one.name) or not guard.is_free_of_marks(one.name):
         raise UnsupportedSchema(
             f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot represent"
         )
-    text = one.text(nullable=tags.nullable)
-    kind = "string" if text is not None else kind_of(one)
-    value = _json(builder, tags, guard, one) if text is None else _text(builder, tags, guard, text)
-    before = builder.mark(tags.before.format(key=one.name, kind=kind))
-    inner = f"BLANK? {builder.mark(tags.inner)}" if tags.inner else ""
-    rule = builder.rule(f"{before} {inner} {value} BLANK?")
-    return rule if one.needed else f"{rule}?"
+    text = one.find_text_constraints(nullable=tags.nullable)
+    kind = "string" if text is not None else get_type_name(one)
+    value = _render_json(builder, tags, guard, one) if text is None else _render_text(builder, tags, guard, text)
+    before = builder.render_literal(tags.before.format(key=one.name, kind=kind))
+    inner = f"BLANK? {builder.render_literal(tags.inner)}" if tags.inner else ""
+    rule = builder.add_rule(f"{before} {inner} {value} BLANK?")
+    return rule if one.is_required else f"{rule}?"
 
 
-def kind_of(one: Argument) -> str:
+def get_type_name(one: Argument) -> str:
     """Return the type of a JSON argument as the format names it: its only type, else `object`."""
-    named = kinds(one.schema)
+    named = list_types(one.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 
 
-def _json(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
-    return f"{builder.json(guard.document(one.schema))} BLANK? {builder.mark(tags.after)}"
+def _render_json(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
+    return f"{builder.add_schema(guard.exclude_from_schema(one.schema))} BLANK? {builder.render_literal(tags.after)}"
 
 
-def _text(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
-    if not all(map(guard.free, text.choices)):
+def _render_text(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
+    if not all(map(guard.is_free_of_marks, text.choices)):
         raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
     null = tags.nullable
     if not tags.wrapped or text.choices:
-        return builder.text(text, tags.after, guard, null=null)
-    plain = builder.text(text, tags.after, MarkExclusion(("<",)), null=null)
-    section = builder.text(text, "]]>", guard, null=null, section=True)
-    return f'({plain} | "<![CDATA[" {section} {builder.mark(tags.after)})'
+        return builder.add_text(text, tags.after, guard, null=null)
+    plain = builder.add_text(text, tags.after, MarkExclusion(("<",)), null=null)
+    section = builder.add_text(text, "]]>", guard, null=null, section=True)
+    return f'({plain} | "<![CDATA[" {section} {builder.render_literal(tags.after)})'

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from node.engine.grammar.lark_builder import LarkBuilder
-from node.engine.grammar.tool_arguments import MarkExclusion, check, distinguishing_tools
-from node.engine.grammar.tool_format_pythonic import braced, keyworded
-from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, XmlFormat, tagged
+from node.engine.grammar.tool_arguments import MarkExclusion, check_schema, render_parser_tools
+from node.engine.grammar.tool_format_pythonic import render_braced_call, render_keyword_call
+from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, XmlFormat, render_tagged_call
 from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
 
 Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
@@ -28,13 +28,13 @@ INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
-def rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
+def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
     """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one`: at most
     one call.
 
     Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
     """
-    calling = builder.calling
+    calling = builder.call_format
     form = FORMS.get(calling.parser)
     if form is None:
         raise UnsupportedSchema(
@@ -45,69 +45,74 @@ def rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: b
         raise UnsupportedSchema("this model supports strict tools only with tool_choice required or a tool name")
     if calling.parser not in PLAIN:
         for tool in tools:
-            check(tool.schema)
+            check_schema(tool.schema)
     text = form(builder, tools, one)
-    return text + (_text_with_calls(calling) if free else "") + builder.all_rules() + BLANK
+    return text + (_render_text_with_calls(calling) if free else "") + builder.render_rules() + BLANK
 
 
-def as_read(parser: str, tools: Sequence[ToolSpec]) -> str:
+def render_tools_for_parser(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools as JSON, with types by which `parser` distinguishes text from JSON. Return an empty text if
-    `parser` uses the original tools. Raise `UnsupportedSchema` as `arguments_of` does."""
-    return distinguishing_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
+    `parser` uses the original tools. Raise `UnsupportedSchema` as `list_arguments` does."""
+    return render_parser_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
-def quoted(parser: str) -> bool:
+def has_quoted_calls(parser: str) -> bool:
     """Return whether the calls for this parser contain JSON's quotes, in which markers are ordinary text. In other
     formats a marker always ends a value or call."""
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 
-def _text_with_calls(calling: ToolCallFormat) -> str:
+def _render_text_with_calls(calling: ToolCallFormat) -> str:
     """Return the rule of words with calls between them. A marker that is text ends the words at its first
     occurrence."""
-    marker, token = calling.mark(calling.markers[0])
+    marker, token = calling.render_literal(calling.markers[0])
     opening = f"opening: WORDS {marker}\n" if token else f"opening[lazy]: WORDS {marker}\n"
     return f"spoken: (opening rest)* words\nwords: WORDS\n{opening}WORDS: /(.|\\n)*/\n"
 
 
-def _calls(one: bool) -> str:
+def _render_calls(one: bool) -> str:
     return "calls: call\n" if one else "calls: call (BLANK? call)*\n"
 
 
-def _object(builder: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
+def _render_object(builder: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
     """Return the rule of a call as an object with a name and arguments."""
     chosen = " | ".join(
-        f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {builder.json(tool.schema)}' for tool in tools
+        f'{tool.quoted_name} BLANK? "," BLANK? {_render_key("arguments")} {builder.add_schema(tool.schema)}'
+        for tool in tools
     )
-    return f'object: "{{" BLANK? {_key("name")} named BLANK? "}}"\nnamed: {chosen}\n'
+    return f'object: "{{" BLANK? {_render_key("name")} named BLANK? "}}"\nnamed: {chosen}\n'
 
 
-def _key(name: str) -> str:
+def _render_key(name: str) -> str:
     return f'{json.dumps(json.dumps(name))} BLANK? ":" BLANK?'
 
 
-def _json_tools(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(builder.mark, builder.calling.markers)
-    return f"{_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_object(builder, tools)}"
+def _render_json_tools(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.render_literal, builder.call_format.markers)
+    return f"{_render_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_render_object(builder, tools)}"
 
 
-def _mistral(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start = builder.mark(builder.calling.markers[0])
-    if "[ARGS]" in builder.calling.template:
+def _render_mistral(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start = builder.render_literal(builder.call_format.markers[0])
+    if "[ARGS]" in builder.call_format.template:
         chosen = " | ".join(
-            f"{json.dumps(tool.name)} {builder.mark('[ARGS]')} {builder.json(tool.schema)}" for tool in tools
+            f"{json.dumps(tool.name)} {builder.render_literal('[ARGS]')} {builder.add_schema(tool.schema)}"
+            for tool in tools
         )
         return f"calls: call{'' if one else '+'}\ncall: {start} rest\nrest: {chosen}\n"
     more = "" if one else '(BLANK? "," BLANK? object)*'
-    return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(builder, tools)}'
+    return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_render_object(builder, tools)}'
 
 
-def _kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(builder.mark, builder.calling.markers)
+def _render_kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.render_literal, builder.call_format.markers)
     marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
-    begin, arguments, done = map(builder.mark, marks)
+    begin, arguments, done = map(builder.render_literal, marks)
     guard = MarkExclusion(marks[-1:])
-    named = [(json.dumps(f"functions.{tool.name}:"), builder.json(guard.document(tool.schema))) for tool in tools]
+    named = [
+        (json.dumps(f"functions.{tool.name}:"), builder.add_schema(guard.exclude_from_schema(tool.schema)))
+        for tool in tools
+    ]
     chosen = " | ".join(f"{name} NUMBER {arguments} {schema}" for name, schema in named)
     return (
         f"calls: {start} rest\nrest: each{'' if one else '+'} {end}\neach: {begin} named {done}\nnamed: {chosen}\n"
@@ -115,31 +120,31 @@ def _kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
     )
 
 
-def _tagged(tags: XmlFormat) -> Form:
-    def form(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-        start, end = map(builder.mark, builder.calling.markers)
-        chosen = " | ".join(tagged(builder, tags, tool) for tool in tools)
+def _build_tagged_form(tags: XmlFormat) -> Form:
+    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+        start, end = map(builder.render_literal, builder.call_format.markers)
+        chosen = " | ".join(render_tagged_call(builder, tags, tool) for tool in tools)
         if tags.several:
             return f"calls: {start} rest\nrest: BLANK? (named BLANK?){'' if one else '+'} {end}\nnamed: {chosen}\n"
-        return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+        return f"{_render_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
 
-    return form
+    return render
 
 
-def _pythonic(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-    start, end = map(builder.mark, builder.calling.markers)
-    chosen = " | ".join(keyworded(builder, tool) for tool in tools)
+def _render_pythonic(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    start, end = map(builder.render_literal, builder.call_format.markers)
+    chosen = " | ".join(render_keyword_call(builder, tool) for tool in tools)
     more = "" if one else '("," BLANK? named)*'
     return f'calls: {start} rest\nrest: "[" named {more} "]" {end}\nnamed: {chosen}\n'
 
 
-def _braced(quote: str, *, nested: bool) -> Form:
-    def form(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
-        start, end = map(builder.mark, builder.calling.markers)
-        chosen = " | ".join(braced(builder, tool, quote, nested=nested) for tool in tools)
-        return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+def _build_braced_form(quote: str, *, nested: bool) -> Form:
+    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+        start, end = map(builder.render_literal, builder.call_format.markers)
+        chosen = " | ".join(render_braced_call(builder, tool, quote, nested=nested) for tool in tools)
+        return f"{_render_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
 
-    return form
+    return render
 
 
 TAGS: dict[str, XmlFormat] = {
@@ -152,14 +157,14 @@ TAGS: dict[str, XmlFormat] = {
 }
 """Formats with tags around each argument."""
 FORMS: dict[str, Form] = {
-    "json_tools": _json_tools,
-    "longcat": _json_tools,
-    "mistral": _mistral,
-    "kimi_k2": _kimi,
-    "pythonic": _pythonic,
-    "gemma4": _braced('<|"|>', nested=True),
-    "function_gemma": _braced("<escape>", nested=False),
-    **{parser: _tagged(tags) for parser, tags in TAGS.items()},
+    "json_tools": _render_json_tools,
+    "longcat": _render_json_tools,
+    "mistral": _render_mistral,
+    "kimi_k2": _render_kimi,
+    "pythonic": _render_pythonic,
+    "gemma4": _build_braced_form('<|"|>', nested=True),
+    "function_gemma": _build_braced_form("<escape>", nested=False),
+    **{parser: _build_tagged_form(tags) for parser, tags in TAGS.items()},
 }
 """Forms by mlx-lm's parser. The missing parser (muse_spark) belongs to models whose whole answer has its own format,
 which no grammar can extend."""

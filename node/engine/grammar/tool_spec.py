@@ -20,9 +20,9 @@ class UnsupportedSchema(ValueError):
     """Error of a request for which no grammar can be made; the text states the reason for the client."""
 
 
-def in_words(marker: str) -> tuple[str, bool]:
+def quote_marker(marker: str) -> tuple[str, bool]:
     """Return a marker as quoted text in Lark's notation, and False: it starts with no token. A replacement for
-    `ToolCallFormat.mark`."""
+    `ToolCallFormat.render_literal`."""
     return json.dumps(marker), False
 
 
@@ -36,13 +36,13 @@ class ToolCallFormat:
     """Start and end of a call."""
     template: str
     """Chat template of the model."""
-    mark: Callable[[str], tuple[str, bool]]
-    """`mark(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It also
-    returns whether the text starts with a token."""
+    render_literal: Callable[[str], tuple[str, bool]]
+    """`render_literal(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It
+    also returns whether the text starts with a token."""
 
-    def in_words(self) -> "ToolCallFormat":
+    def replace_tokens(self) -> "ToolCallFormat":
         """Return the same format with special tokens as text, for a process without the tokenizer."""
-        return replace(self, mark=in_words)
+        return replace(self, render_literal=quote_marker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class ToolSpec:
     """Whether the schema must be enforced exactly."""
 
     @property
-    def quoted(self) -> str:
+    def quoted_name(self) -> str:
         """Return the name as a JSON string, quoted once more for Lark."""
         return json.dumps(json.dumps(self.name))
 
 
-def tools_of(text: str, only: str) -> list[ToolSpec]:
+def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
     """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name. Raise
     `UnsupportedSchema` if the tools are invalid or none remains."""
-    found = read(text or "[]")
+    found = parse_json(text or "[]")
     if not isinstance(found, list):
         raise UnsupportedSchema("the tools are not a JSON array")
     tools = [cast("Json", tool) for tool in cast("list[object]", found) if isinstance(tool, dict)]
@@ -75,10 +75,10 @@ def tools_of(text: str, only: str) -> list[ToolSpec]:
         raise UnsupportedSchema(
             f"tool_choice names {only}, which is not in tools" if only else "the request has no tools to call"
         )
-    return [_tool(function) for function in chosen]
+    return [_build_tool_spec(function) for function in chosen]
 
 
-def _tool(function: Json) -> ToolSpec:
+def _build_tool_spec(function: Json) -> ToolSpec:
     parameters, strict = function.get("parameters"), function.get("strict") is True
     schema = dict(cast("Json", parameters)) if isinstance(parameters, dict) else {}
     schema.setdefault("type", "object")
@@ -89,17 +89,17 @@ def _tool(function: Json) -> ToolSpec:
 # JSON
 
 
-def read(text: str) -> object:
+def parse_json(text: str) -> object:
     """Parse JSON. Raise `UnsupportedSchema` if it is invalid, or nested deeper than `MAX_JSON_DEPTH` levels."""
-    if _depth(text) > MAX_JSON_DEPTH:
+    if _measure_depth(text) > MAX_JSON_DEPTH:
         raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UnsupportedSchema(f"{PREFIX}it is not JSON: {one_line(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}it is not JSON: {join_lines(str(error))}") from error
 
 
-def _depth(text: str) -> int:
+def _measure_depth(text: str) -> int:
     """Return the levels of a JSON text, or more if its strings contain brackets."""
     deepest = level = 0
     for sign in text:
@@ -111,6 +111,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def one_line(wrong: str) -> str:
+def join_lines(wrong: str) -> str:
     """Return an error text as one line of at most `MAX_DETAIL_CHARS` characters."""
     return " ".join(wrong.split())[:MAX_DETAIL_CHARS]

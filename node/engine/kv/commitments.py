@@ -24,38 +24,39 @@ from wire.report import BatchGroup, KvParameters
 class Commitment:
     """KV tokens that are committed to one row, and the part of them that is written."""
 
-    promised: int
+    committed_tokens: int
     """Committed tokens."""
-    written: int = 0
+    stored_tokens: int = 0
     """Tokens written so far."""
-    joined: bool = False
+    is_joined: bool = False
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
     """Tokens for which the growing layers of the row's own cache have room during prefill; 0 after the join."""
 
-    def record_prefill(self, written: int, capacity_tokens: int) -> None:
+    def record_prefill(self, stored_tokens: int, capacity_tokens: int) -> None:
         """Set the tokens that the row's own cache holds, and those for which its growing layers have room."""
-        self.written, self.capacity_tokens = written, capacity_tokens
+        self.stored_tokens, self.capacity_tokens = stored_tokens, capacity_tokens
 
-    def record_prompt(self, written: int) -> None:
+    def record_prompt(self, stored_tokens: int) -> None:
         """Set the tokens that the row's cache holds once its prefill has ended, before its join passes the gate."""
-        self.written = written
+        self.stored_tokens = stored_tokens
 
-    def record_join(self, written: int) -> None:
-        """Record that the row is in the decode batch with `written` tokens, and that its own cache is released."""
-        self.written, self.joined, self.capacity_tokens = written, True, 0
+    def record_join(self, stored_tokens: int) -> None:
+        """Record that the row is in the decode batch with `stored_tokens` tokens, and that its own cache is
+        released."""
+        self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self) -> None:
         """Record that the row has one more token."""
-        self.written += 1
+        self.stored_tokens += 1
 
     def reset(self) -> None:
         """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens stay."""
-        self.written, self.joined, self.capacity_tokens = 0, False, 0
+        self.stored_tokens, self.is_joined, self.capacity_tokens = 0, False, 0
 
-    def extend(self, more: int) -> None:
+    def extend(self, tokens: int) -> None:
         """Commit `more` tokens in addition."""
-        self.promised += more
+        self.committed_tokens += tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -63,33 +64,33 @@ class _PaddedGroup:
     number: int
     rows: list[Commitment] = field(default_factory=list["Commitment"])
 
-    def reserved_tokens(self) -> BatchGroup:
-        return _group([row.promised for row in self.rows])
+    def to_batch_group(self) -> BatchGroup:
+        return _build_group([row.committed_tokens for row in self.rows])
 
-    def written_bytes(self, kv: KvParameters) -> int:
+    def compute_stored_bytes(self, kv: KvParameters) -> int:
         """Return the written bytes of all rows. Runs before every forward, hence one pass."""
         own = joined = longest = 0
         for row in self.rows:
-            if not row.joined:
-                own += row_bytes(kv, row.written) + kv.per_token * max(
-                    0, row.capacity_tokens - row.written - kv.step + 1
+            if not row.is_joined:
+                own += row_bytes(kv, row.stored_tokens) + kv.per_token * max(
+                    0, row.capacity_tokens - row.stored_tokens - kv.step + 1
                 )
                 continue
             joined += 1
-            if row.written > longest:
-                longest = row.written
+            if row.stored_tokens > longest:
+                longest = row.stored_tokens
         return own + joined * row_bytes(kv, longest)
 
-    def reserved_bytes(self, kv: KvParameters) -> int:
+    def compute_committed_bytes(self, kv: KvParameters) -> int:
         """Return the committed bytes of all rows. Runs before every forward, hence a plain loop."""
         longest = 0
         for row in self.rows:
-            if row.promised > longest:
-                longest = row.promised
+            if row.committed_tokens > longest:
+                longest = row.committed_tokens
         return len(self.rows) * row_bytes(kv, longest)
 
 
-def _group(lengths: list[int]) -> BatchGroup:
+def _build_group(lengths: list[int]) -> BatchGroup:
     return BatchGroup(len(lengths), max(lengths), sum(lengths))
 
 
@@ -100,30 +101,32 @@ class CommitmentLedger:
     def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
         self._batches: list[_PaddedGroup] = []
-        self._made = 0
+        self._last_number = 0
 
     def __len__(self) -> int:
         return sum(len(batch.rows) for batch in self._batches)
 
-    def holds(self, row: Commitment) -> bool:
+    def is_committed(self, row: Commitment) -> bool:
         """Return whether a commitment is in force: created by this ledger and not released."""
         return any(row in batch.rows for batch in self._batches)
 
-    def groups(self) -> tuple[BatchGroup, ...]:
+    def list_groups(self) -> tuple[BatchGroup, ...]:
         """Return the rows, the longest committed row and the committed tokens of every group, for the report."""
-        return tuple(batch.reserved_tokens() for batch in self._batches)
+        return tuple(batch.to_batch_group() for batch in self._batches)
 
-    def written_bytes(self) -> int:
+    def compute_stored_bytes(self) -> int:
         """Return the written bytes of all rows, padding included."""
-        return sum(batch.written_bytes(self.kv) for batch in self._batches)
+        return sum(batch.compute_stored_bytes(self.kv) for batch in self._batches)
 
-    def reserved_bytes(self) -> int:
+    def compute_reserved_bytes(self) -> int:
         """Return the committed bytes that are not yet written."""
-        return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
+        return sum(
+            batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
+        )
 
-    def cost(self, length: int, rows: int) -> int:
+    def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""
-        return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
+        return join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Create commitments of `length` tokens for `rows` equal rows, and return them.
@@ -132,53 +135,53 @@ class CommitmentLedger:
         form a batch without padding.
         """
         made = [Commitment(length) for _ in range(rows)]
-        best = self._best(length)
+        best = self._find_best_batch(length)
         if best is not None:
             best.rows.append(made[0])
         alone = made if best is None else made[1:]
         if alone:
-            self._made += 1
-            self._batches.append(_PaddedGroup(self._made, alone.copy()))
+            self._last_number += 1
+            self._batches.append(_PaddedGroup(self._last_number, alone.copy()))
         return made
 
-    def batch_of(self, row: Commitment) -> int:
+    def get_batch_number(self, row: Commitment) -> int:
         """Return the number of the decode batch to which a row is assigned. Numbers are never reused."""
-        return self._batch_of(row).number
+        return self._find_batch(row).number
 
-    def joining(self, row: Commitment, rows: int) -> int:
+    def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
         """Return the bytes of a row's batch after a join of `rows` rows with the written tokens of this row."""
-        joined = [other.written for other in self._batch_of(row).rows if other.joined]
-        return padded(_group([*joined, *[row.written] * rows]), self.kv)
+        joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
+        return padded(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
-    def joined_rows(self, row: Commitment) -> int:
+    def count_joined_rows(self, row: Commitment) -> int:
         """Return the number of rows that already decode in this row's batch."""
-        return sum(other.joined for other in self._batch_of(row).rows)
+        return sum(other.is_joined for other in self._find_batch(row).rows)
 
-    def extension(self, row: Commitment, more: int) -> int:
+    def compute_extension_bytes(self, row: Commitment, more: int) -> int:
         """Return the bytes that `extend` with `more` tokens would add to a row's group."""
-        batch = self._batch_of(row)
-        group = batch.reserved_tokens()
-        longest = max(group.longest, row.promised + more)
+        batch = self._find_batch(row)
+        group = batch.to_batch_group()
+        longest = max(group.longest, row.committed_tokens + more)
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
-        """Commit `more` tokens for a row. The caller has checked the bytes of `extension`."""
+        """Commit `more` tokens for a row. The caller has checked the bytes of `compute_extension_bytes`."""
         row.extend(more)
 
-    def bound_waste(self, waste: int) -> None:
+    def set_waste(self, waste: int) -> None:
         """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`)."""
         self.kv = replace(self.kv, waste=waste)
 
     def release(self, row: Commitment) -> None:
         """Remove the commitment of a row, with its written bytes."""
-        batch = self._batch_of(row)
+        batch = self._find_batch(row)
         batch.rows.remove(row)
         if not batch.rows:
             self._batches.remove(batch)
 
-    def _best(self, length: int) -> _PaddedGroup | None:
-        open_ = [batch for batch in self._batches if joinable(batch.reserved_tokens(), length, self.kv)]
-        return min(open_, key=lambda batch: join_bytes((batch.reserved_tokens(),), length, self.kv), default=None)
+    def _find_best_batch(self, length: int) -> _PaddedGroup | None:
+        open_ = [batch for batch in self._batches if joinable(batch.to_batch_group(), length, self.kv)]
+        return min(open_, key=lambda batch: join_bytes((batch.to_batch_group(),), length, self.kv), default=None)
 
-    def _batch_of(self, row: Commitment) -> _PaddedGroup:
+    def _find_batch(self, row: Commitment) -> _PaddedGroup:
         return next(batch for batch in self._batches if row in batch.rows)

@@ -49,12 +49,12 @@ class TextModel(Protocol):
         ...
 
 
-def new_cache(model: TextModel) -> Layers:
+def create_cache(model: TextModel) -> Layers:
     """Return an empty cache for one row, with one element per layer."""
     return cast("Layers", make_prompt_cache(cast("Any", model)))
 
 
-def nbytes_of(layers: Iterable[LayerCache]) -> int:
+def sum_nbytes(layers: Iterable[LayerCache]) -> int:
     """Return the bytes of all layers of a cache."""
     return sum(layer.nbytes for layer in layers)
 
@@ -69,10 +69,10 @@ class CacheExtent:
     """Tokens for which the growing layers have room."""
 
 
-def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
+def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
     """Return the bytes and the room of a row's cache, between two forwards."""
     size = total = 0
-    for layer in _leaves(layers):
+    for layer in _iterate_leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
         capacity = 0 if keys is None else keys.shape[2]
         if window is not None and capacity > window:
@@ -83,61 +83,61 @@ def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
     return CacheExtent(size, total)
 
 
-def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
-    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `most` tokens.
+def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
+    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `max_tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
-    for layer in _growing(layers):
+    for layer in _iterate_growing(layers):
         used: int = layer.offset
         if used + tokens > layer.keys.shape[2]:
             layer.keys, layer.values = layer.keys[..., :used, :], layer.values[..., :used, :]
-            layer.step = _step(used, tokens, most)
+            layer.step = _compute_step(used, tokens, max_tokens)
 
 
-def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
-    """Double the first cache that will soon have no room for another `tokens`, up to `most` tokens. Return whether
+def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
+    """Double the first cache that will soon have no room for another `tokens`, up to `max_tokens`. Return whether
     there was one.
 
     While other rows decode, each cache is copied in a separate iteration. No gap between their tokens is then as long
     as all copies.
     """
-    growing = list(_growing(layers))
+    growing = list(_iterate_growing(layers))
     for layer in growing:
         used: int = layer.offset
         capacity: int = layer.keys.shape[2]
-        if used + tokens <= capacity < min(used + tokens * (len(growing) + 1), most):
-            more = [(0, 0), (0, 0), (0, max(0, used + _step(used, tokens, most) - capacity)), (0, 0)]
+        if used + tokens <= capacity < min(used + tokens * (len(growing) + 1), max_tokens):
+            more = [(0, 0), (0, 0), (0, max(0, used + _compute_step(used, tokens, max_tokens) - capacity)), (0, 0)]
             layer.keys, layer.values = mx.pad(layer.keys, more), mx.pad(layer.values, more)
             evaluate(layer.keys, layer.values)
             return True
     return False
 
 
-def _step(used: int, tokens: int, most: int) -> int:
-    return max(tokens, min(math.ceil(max(tokens, used) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, most - used))
+def _compute_step(used: int, tokens: int, max_tokens: int) -> int:
+    return max(tokens, min(math.ceil(max(tokens, used) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, max_tokens - used))
 
 
-def capacity_of(layers: Iterable[LayerCache]) -> int:
-    """Return the mean number of tokens for which the growing layers have room; 0 if no layer grows."""
-    capacities = [layer.keys.shape[2] for layer in _growing(layers)]
+def compute_mean_capacity(layers: Iterable[LayerCache]) -> int:
+    """Return the mean allocated capacity of the growing layers in tokens, used ones included; 0 if no layer grows."""
+    capacities = [layer.keys.shape[2] for layer in _iterate_growing(layers)]
     return sum(capacities) // len(capacities) if capacities else 0
 
 
-def _growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
-    for layer in _leaves(layers):
+def _iterate_growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
+    for layer in _iterate_leaves(layers):
         if type(layer) is KVCache and cast("Any", layer).keys is not None:
             yield layer
 
 
-def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
+def measure_kv_parameters(layers: Iterable[LayerCache]) -> KvParameters:
     """Return the parameters of the bytes of a row, from a cache that a short forward has filled.
 
     Layers with keys and values take bytes per token. Layers with a `max_size` do only within their window. All other
     layers (states of hybrids) have a fixed size.
     """
     fixed = per_token = windowed = window = 0
-    for layer in _leaves(layers):
+    for layer in _iterate_leaves(layers):
         keys = getattr(layer, "keys", None)
         if keys is None:
             fixed += layer.nbytes
@@ -152,13 +152,13 @@ def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
     return KvParameters(per_token, CACHE_STEP_TOKENS, fixed, window, windowed)
 
 
-def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
+def _iterate_leaves(layers: Iterable[Any]) -> Iterable[Any]:
     for layer in layers:
         inner = getattr(layer, "caches", None)
         if inner is None:
             yield layer
         else:
-            yield from _leaves(inner)
+            yield from _iterate_leaves(inner)
 
 
 def is_plain(layers: Iterable[LayerCache]) -> bool:
@@ -167,12 +167,12 @@ def is_plain(layers: Iterable[LayerCache]) -> bool:
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
-def row_of(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
+def view_row(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
     """Return a view of the first `length` tokens of row `place`, in plain caches of many rows."""
-    return [_row(layer, place, length) for layer in layers]
+    return [_view_layer(layer, place, length) for layer in layers]
 
 
-def _row(layer: Any, place: int, length: int) -> LayerCache:
+def _view_layer(layer: Any, place: int, length: int) -> LayerCache:
     row = cast("Any", KVCache)()
     row.keys, row.values = (array[place : place + 1, :, :length, :] for array in (layer.keys, layer.values))
     row.offset = length
@@ -190,13 +190,13 @@ class CacheTrimMode(Enum):
     """Caches cannot be reused."""
 
 
-def trim_mode_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
+def find_trim_mode(layers: Iterable[LayerCache]) -> CacheTrimMode:
     """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
-    kinds = {_trim_mode(layer) for layer in _leaves(layers)}
+    kinds = {_get_trim_mode(layer) for layer in _iterate_leaves(layers)}
     return next((mode for mode in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if mode in kinds), CacheTrimMode.CUT)
 
 
-def _trim_mode(layer: object) -> CacheTrimMode:
+def _get_trim_mode(layer: object) -> CacheTrimMode:
     if type(layer) is KVCache:
         return CacheTrimMode.CUT
     if type(layer) is ArraysCache or (type(layer) is RotatingKVCache and not layer.keep):
@@ -210,7 +210,7 @@ def materialize(layers: Iterable[LayerCache]) -> Layers:
     A lazy copy or a view would keep its source arrays in memory, possibly a whole batch.
     """
     mine = [deepcopy(layer) for layer in layers]
-    for layer in _leaves(mine):
+    for layer in _iterate_leaves(mine):
         _shrink(layer)
     evaluate([layer.state for layer in mine])
     return mine
@@ -235,7 +235,7 @@ def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
     Caches that cannot be cut must hold exactly these tokens.
     """
     mine = [deepcopy(layer) for layer in layers]
-    for layer in _leaves(mine):
+    for layer in _iterate_leaves(mine):
         if type(layer) is KVCache:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
             layer.offset = length

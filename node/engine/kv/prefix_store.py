@@ -34,7 +34,7 @@ MAX_EVICTIONS_REPORTED = 64
 V = TypeVar("V")
 
 
-def hash_of(fingerprint: str, key: bytes) -> bytes:
+def hash_prompt(fingerprint: str, key: bytes) -> bytes:
     """Return 16 bytes that identify a prompt of a model: blake2b, chained over blocks of 256 tokens. `key` has the
     packed ids.
 
@@ -61,8 +61,8 @@ class CachedPrefix(Generic[V]):
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_of`), empty for a shared system prompt. Reports name it after an
-    eviction."""
+    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name it after
+    an eviction."""
     snapshot: bool = False
     """Whether it was taken within a prompt, as a prefix that many prompts share."""
     scope: str = ""
@@ -177,11 +177,11 @@ class PrefixCache(Generic[V]):
         match = trie.match(key, size)
         return match.shared == size and (cut or (match.exact is not None and match.exact.length == size))
 
-    def replaced(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
+    def find_redundant(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
         """Return the stored entries that are proper prefixes of the sequence `key` (packed ids). Where caches can be
         cut, that sequence makes them redundant."""
         trie = self._tries.get((model, scope))
-        return [] if trie is None else trie.beginnings(key)
+        return [] if trie is None else trie.find_proper_prefixes(key)
 
     def store(self, entry: CachedPrefix[V]) -> None:
         """Store a sequence. It replaces an entry of its scope with the same ids."""
@@ -216,12 +216,12 @@ class PrefixCache(Generic[V]):
             self._evict(next(iter(self._order)))
         return before - self._nbytes
 
-    def drop(self, model: str) -> None:
+    def evict_model(self, model: str) -> None:
         """Evict all entries of a model."""
         for entry in [entry for entry in self._order if entry.model == model]:
             self._evict(entry)
 
-    def discard(self, entries: Iterable[CachedPrefix[V]]) -> None:
+    def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
         """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
         for entry in entries:
             if entry.is_stored:
@@ -232,7 +232,7 @@ class PrefixCache(Generic[V]):
         self._evicted.append(entry.prompt_hash)
         self.pop(entry)
 
-    def state(self) -> CacheState:
+    def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
         evictions."""
         return CacheState(

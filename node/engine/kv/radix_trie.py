@@ -23,7 +23,7 @@ def pack(ids: Iterable[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def common(one: bytes, other: bytes) -> int:
+def count_common_bytes(one: bytes, other: bytes) -> int:
     """Return the length of the common prefix of two packed keys, in bytes; a multiple of `ID_BYTES`."""
     size = min(len(one), len(other))
     one, other = one[:size], other[:size]
@@ -40,16 +40,16 @@ class _Node(Generic[V]):
     value: V | None = None
     children: "dict[bytes, _Node[V]]" = field(default_factory=dict[bytes, "_Node[V]"])
 
-    def child(self, key: bytes, at: int) -> "_Node[V] | None":
+    def find_child(self, key: bytes, at: int) -> "_Node[V] | None":
         return self.children.get(key[at : at + ID_BYTES])
 
-    def adopt(self, child: "_Node[V]") -> None:
+    def add_child(self, child: "_Node[V]") -> None:
         self.children[child.label[:ID_BYTES]] = child
 
     def relabel(self, label: bytes) -> None:
         self.label = label
 
-    def set(self, value: V | None) -> None:
+    def set_value(self, value: V | None) -> None:
         self.value = value
 
 
@@ -81,25 +81,25 @@ class RadixTrie(Generic[V]):
         """Store a value; it replaces one with the same key."""
         node, at = self._root, 0
         while at < len(key):
-            child = node.child(key, at)
+            child = node.find_child(key, at)
             if child is None:
-                node.adopt(_Node(key[at:], value))
+                node.add_child(_Node(key[at:], value))
                 return
-            same = common(child.label, key[at : at + len(child.label)])
+            same = count_common_bytes(child.label, key[at : at + len(child.label)])
             if same < len(child.label):
                 upper: _Node[V] = _Node(child.label[:same])
                 child.relabel(child.label[same:])
-                upper.adopt(child)
-                node.adopt(upper)
+                upper.add_child(child)
+                node.add_child(upper)
                 child = upper
             node, at = child, at + same
-        node.set(value)
+        node.set_value(value)
 
     def remove(self, key: bytes) -> None:
         """Remove the value of a key, and nodes that only led to it. The key must be stored."""
-        path = list(self._path(key))
+        path = list(self._iterate_path(key))
         node = path[-1]
-        node.set(None)
+        node.set_value(None)
         if not node.children and len(path) > 1:
             path.pop()
             del path[-1].children[node.label[:ID_BYTES]]
@@ -107,30 +107,30 @@ class RadixTrie(Generic[V]):
         if node.value is None and len(node.children) == 1 and len(path) > 1:
             (child,) = node.children.values()
             child.relabel(node.label + child.label)
-            path[-2].adopt(child)
+            path[-2].add_child(child)
 
     def match(self, key: bytes, most: int) -> TrieMatch[V]:
         """Walk along a key. `most` is the greatest length of the key of `TrieMatch.exact`, in tokens."""
         node, at = self._root, 0
         exact: V | None = None
         while at < len(key):
-            child = node.child(key, at)
+            child = node.find_child(key, at)
             if child is None:
                 break
-            same = common(child.label, key[at : at + len(child.label)])
+            same = count_common_bytes(child.label, key[at : at + len(child.label)])
             node, at = child, at + same
             if same < len(child.label):
                 break
             if child.value is not None and at <= most * ID_BYTES:
                 exact = child.value
-        return TrieMatch(at // ID_BYTES, _any(node) if at else None, exact)
+        return TrieMatch(at // ID_BYTES, _find_any_value(node) if at else None, exact)
 
-    def beginnings(self, key: bytes) -> list[V]:
+    def find_proper_prefixes(self, key: bytes) -> list[V]:
         """Return the values whose keys are proper prefixes of this key."""
         found: list[V] = []
         node, at = self._root, 0
         while at < len(key):
-            child = node.child(key, at)
+            child = node.find_child(key, at)
             if child is None or not key.startswith(child.label, at):
                 break
             node, at = child, at + len(child.label)
@@ -138,7 +138,7 @@ class RadixTrie(Generic[V]):
                 found.append(node.value)
         return found
 
-    def _path(self, key: bytes) -> Iterator[_Node[V]]:
+    def _iterate_path(self, key: bytes) -> Iterator[_Node[V]]:
         """Yield the nodes from the root to a key, which must be stored."""
         node, at = self._root, 0
         yield node
@@ -148,7 +148,7 @@ class RadixTrie(Generic[V]):
             yield node
 
 
-def _any(node: _Node[V]) -> V | None:
+def _find_any_value(node: _Node[V]) -> V | None:
     while node.value is None and node.children:
         node = next(iter(node.children.values()))
     return node.value

@@ -11,7 +11,7 @@ import structlog
 
 from host.heap import trim
 from node.engine.memory.gate import MemoryGate, MlxCounters
-from node.engine.memory.wired_limit import WireMode, wired_bytes
+from node.engine.memory.wired_limit import WireMode, compute_wired_bytes
 from node.memory.reading import MemoryReading, RecentPeak
 from node.memory.sensor import open_sensor
 from wire.report import Memory
@@ -53,14 +53,14 @@ class EngineMemory:
 
         `reserved` is the committed but unwritten memory in bytes, `now` the monotonic time.
         """
-        reading, known = self._read(), self._known_bytes()
+        reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is emptied before a refusal. Its bytes therefore do not count in the recent peak.
         self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - known, now)
         use = MlxCounters(active, max(0, known + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
-        return gate.memory(use, reading, self._total, now, self._base)
+        return gate.build_memory(use, reading, self._total, now, self._base)
 
-    def _read(self) -> MemoryReading:
+    def _read_footprint(self) -> MemoryReading:
         """Read the footprint. If that fails, return the last good reading at its own time, moved by MLX's counters
         since."""
         reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
@@ -69,12 +69,12 @@ class EngineMemory:
         last = self._good.phys
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def find_peak_expiry(self, now: float) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
-        present = max(mx.get_active_memory(), self._read().phys or 0)
+        present = max(mx.get_active_memory(), self._read_footprint().phys or 0)
         return self._recent.peak_expires_at(present - self._known_bytes(), now)
 
-    def forget(self) -> None:
+    def reset_peak(self) -> None:
         """Reset the recent peak after memory was freed."""
         self._recent = RecentPeak()
 
@@ -91,23 +91,23 @@ class MlxPeakTracker:
     def mark(self) -> None:
         """Start a measurement of the peak above the memory that is active now."""
         self.marks += 1
-        self._ever = self.highest()
+        self._ever = self.get_highest()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()
 
-    def highest(self) -> int:
+    def get_highest(self) -> int:
         """Return the highest active memory since the start of the process, in bytes."""
-        return max(self._ever, self._top())
+        return max(self._ever, self._read_peak())
 
-    def peak_above_mark(self) -> int:
+    def measure_peak_above_mark(self) -> int:
         """Return the bytes from the active memory at the last mark to the peak since then."""
-        return self._top() - self._from
+        return self._read_peak() - self._from
 
-    def peak_drop(self) -> int:
+    def measure_peak_drop(self) -> int:
         """Return the bytes from the active memory now to the peak since the last mark."""
-        return self._top() - mx.get_active_memory()
+        return self._read_peak() - mx.get_active_memory()
 
-    def _top(self) -> int:
+    def _read_peak(self) -> int:
         return max(mx.get_peak_memory(), mx.get_active_memory())  # after a reset MLX's peak is 0, not the active memory
 
 
@@ -154,7 +154,7 @@ class WiredLimit:
         if self.metal.limit:
             # MLX's residency set contains free buffers as well: they would take the place of weights.
             release_free_memory()
-        size = wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
+        size = compute_wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
         if size == self.wired:
             return
         try:
@@ -166,13 +166,13 @@ class WiredLimit:
         log.info("wired", limit=show_size(size), weights=show_size(weights), wire=self._wire)
 
 
-def limit_pool(cap: int) -> None:
-    """Limit MLX's pool of free buffers: `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
+def limit_buffers(cap: int) -> None:
+    """Limit the bytes of MLX's free buffers to `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
     mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
 
 
-def clear_pool() -> None:
-    """Free MLX's buffer pool; on Linux, trim malloc's heap as well."""
+def clear_buffers() -> None:
+    """Free MLX's free buffers; on Linux, trim malloc's heap as well."""
     mx.clear_cache()
     trim()
 

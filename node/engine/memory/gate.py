@@ -72,7 +72,7 @@ class MemoryGate:
         self.transient = Histogram(TRANSIENT_BOUNDS)
         self._limits: MemoryLimits | None = None
 
-    def hold(self, limits: MemoryLimits) -> None:
+    def set_limits(self, limits: MemoryLimits) -> None:
         """Replace the limits in force by newer ones from the agent."""
         self._limits = limits
 
@@ -86,13 +86,13 @@ class MemoryGate:
         """Cap in force, in bytes; 0 before the first limits."""
         return 0 if self._limits is None else self._limits.cap
 
-    def armed(self, reading: MemoryReading, now: float) -> bool:
+    def is_armed(self, reading: MemoryReading, now: float) -> bool:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
         live. `now` is in monotonic seconds."""
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
-    def memory(self, use: MlxCounters, reading: MemoryReading, total: int, now: float, base: int = 0) -> Memory:
+    def build_memory(self, use: MlxCounters, reading: MemoryReading, total: int, now: float, base: int = 0) -> Memory:
         """Combine a reading and counters with the limits in force into the `Memory` that is judged and reported.
 
         `total` is the RAM and `base` the footprint of the engine without models, in bytes. `now` is in monotonic
@@ -100,7 +100,7 @@ class MemoryGate:
         """
         limits = self._limits or MemoryLimits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
-        margin, current = self._margin(limits), arithmetic.current(use.active, phys, use.recent)
+        margin, current = self._compute_margin(limits), arithmetic.current(use.active, phys, use.recent)
         return Memory(
             cap=limits.cap,
             ceiling=limits.ceiling,
@@ -114,7 +114,7 @@ class MemoryGate:
             leases=limits.leases,
             bound_by=limits.bound_by,
             guard=limits.guard,
-            armed=self.armed(reading, now),
+            armed=self.is_armed(reading, now),
             source=reading.source,
             age=max(0.0, now - reading.at),
             total=total,
@@ -123,14 +123,14 @@ class MemoryGate:
             peak=use.peak,
         )
 
-    def _margin(self, limits: MemoryLimits) -> int:
+    def _compute_margin(self, limits: MemoryLimits) -> int:
         residual = self._residual() if limits.margin_auto else None
         return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
 
-    def narrowed_bytes(self) -> int:
+    def compute_narrowed_bytes(self) -> int:
         """Return the bytes by which measured profiles make the margin smaller than the one from the agent; 0 if they do
         not."""
-        return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
+        return 0 if self._limits is None else max(0, self._limits.margin - self._compute_margin(self._limits))
 
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
         """Check whether `estimate` more bytes fit under this reading, and count the check under `site`.
@@ -147,16 +147,16 @@ class MemoryGate:
             self.reasons[answer.code] += 1
         return answer
 
-    def measures(self) -> GateMeasures:
+    def get_measures(self) -> GateMeasures:
         """Return the counts of checks and refusals, and the histograms, since the engine started."""
         checks = tuple((site.value, count) for site, count in self.checks.items())
         refusals = tuple((code.value, count) for code, count in self.reasons.items())
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
 
     def _judge(self, memory: Memory, estimate: int, *, load: bool) -> Fits | Refused:
-        return self.not_ready_refusal() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
+        return self.refuse_unless_ready() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
-    def not_ready_refusal(self) -> Refused | None:
+    def refuse_unless_ready(self) -> Refused | None:
         """Return the refusal of all work before the first limits, or while their cap is 0 and the guard is on; else
         None."""
         limits = self._limits
@@ -175,6 +175,6 @@ class MemoryGate:
         limits = self._limits
         if limits is None:
             return {"state": "closed"}
-        margin = self._margin(limits)
+        margin = self._compute_margin(limits)
         decided = "setting" if not limits.margin_auto else "no profile" if margin == limits.margin else "profiles"
         return {"state": "on" if limits.guard else "OFF", "cap": limits.cap, "margin": margin, "margin_from": decided}

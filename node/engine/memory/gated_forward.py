@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`check` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted.
-A test can therefore verify from outside that no forward ran.
+`check` is the only access to the gate once a request is admitted; `run_native` is the only access to MLX. Both are
+counted. A test can therefore verify from outside that no forward ran.
 
 The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import structlog
 
 from host.sleep_watch import system_clocks
-from node.engine.memory.footprint import MlxPeakTracker, clear_pool
+from node.engine.memory.footprint import MlxPeakTracker, clear_buffers
 from node.engine.memory.gate import GateSite
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.process.interface import CallRecording, Halted, NativeCall, NativeCallKind
@@ -37,17 +37,17 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `memory` reads the memory. `height` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns whether
-    that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one. `weights(model)`
-    returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while the machine
-    sleeps.
+    `memory` reads the memory. `peak_tracker` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns
+    whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
+    `weights(model)` returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while
+    the machine sleeps.
     """
 
     def __init__(
         self,
         recorder: CallRecording,
         memory: MemoryReader,
-        height: MlxPeakTracker,
+        peak_tracker: MlxPeakTracker,
         free_memory: Callable[[GateSite, int], bool],
         give_up_load: Callable[[Refused], bool],
         weights: Callable[[str], int],
@@ -56,7 +56,7 @@ class GatedForwards:
         self.gate = memory.gate
         self.call: NativeCall | None = None
         self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
-        self.height = height
+        self.peak_tracker = peak_tracker
         self._recorder = recorder
         self._reader = memory
         self._free_memory = free_memory
@@ -72,7 +72,7 @@ class GatedForwards:
         self.halted = False
         """Whether no further native call may begin; set by any thread."""
 
-    def memory(self, now: float) -> Memory:
+    def read_memory(self, now: float) -> Memory:
         """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
         return self._reader.read(now)
 
@@ -102,27 +102,27 @@ class GatedForwards:
         for such work; cached prefixes and idle models stay."""
         if self._check(site, estimate) is None:
             return True
-        clear_pool()
+        clear_buffers()
         return self._check(site, estimate) is None
 
     def _check(self, site: GateSite, estimate: int) -> Refused | None:
-        memory = self.memory(time.monotonic())
+        memory = self.read_memory(time.monotonic())
         answer = self.gate.check(site, memory, estimate)
         self._last_check = (site, estimate, memory)
         return answer if isinstance(answer, Refused) else None
 
-    def over(self) -> Refused | None:
+    def check_cap(self) -> Refused | None:
         """Check the memory after a forward. Return the refusal for the request that must end; None if none must.
 
         A request must end if the engine is above its cap minus leases, and aborting a load in progress does not
         suffice. With the guard off, none ends.
         """
-        memory = self.memory(time.monotonic())
+        memory = self.read_memory(time.monotonic())
         if not memory.guard or excess(memory) <= 0:
             return None
         self.overs += 1
         if self._give_up_load(shed(memory, excess(memory))):
-            memory = self.memory(time.monotonic())
+            memory = self.read_memory(time.monotonic())
             if excess(memory) <= 0:
                 return None
         if self._last_check is not None:
@@ -136,19 +136,19 @@ class GatedForwards:
                 now=show_size(memory.phys),
                 active_before=show_size(before.active),
                 active=show_size(memory.active),
-                rose=show_size(self.height.peak_above_mark()),
+                rose=show_size(self.peak_tracker.measure_peak_above_mark()),
                 reserved=show_size(before.reserved),
                 headroom=show_size(before.headroom),
                 pool=show_size(memory.cache),
             )
         return shed(memory, excess(memory))
 
-    def peak_expires_at(self) -> float | None:
+    def find_peak_expiry(self) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
-        return self._reader.peak_expires_at(time.monotonic())
+        return self._reader.find_peak_expiry(time.monotonic())
 
     @contextmanager
-    def native(self, doing: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
+    def run_native(self, kind: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
         """Publish and count a native call while it runs. Yield the published call.
 
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
@@ -156,32 +156,34 @@ class GatedForwards:
         """
         if self.halted:
             raise Halted
-        self._forwards += doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN)
-        self._steps += doing is NativeCallKind.DECODE
-        self._recorder.begin(doing, model, request)
-        self.height.mark()
+        self._forwards += kind in (NativeCallKind.PREFILL, NativeCallKind.JOIN)
+        self._steps += kind is NativeCallKind.DECODE
+        self._recorder.begin(kind, model, request)
+        self.peak_tracker.mark()
         try:
-            with self.publish_wait(doing, model, expected) as call:
+            with self.publish_wait(kind, model, expected) as call:
                 yield call
         finally:
             self._recorder.end()
             # By then the forward of a prefill has ended. The forward of a decode step is awaited in the call after it.
-            self._waited[model] += 2 if doing is NativeCallKind.PREFILL else 1
-            self._used[model] = 0.0 if doing is NativeCallKind.LOAD else self._clock()
-            if doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN):
-                self.gate.transient.observe(self.height.peak_above_mark())
+            self._waited[model] += 2 if kind is NativeCallKind.PREFILL else 1
+            self._used[model] = 0.0 if kind is NativeCallKind.LOAD else self._clock()
+            if kind in (NativeCallKind.PREFILL, NativeCallKind.JOIN):
+                self.gate.transient.observe(self.peak_tracker.measure_peak_above_mark())
 
     @contextmanager
-    def publish_wait(self, doing: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
+    def publish_wait(self, kind: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
         """Publish a call, or the wait for a launched one, without counting it. `expected` is its duration in seconds
         with wired weights."""
-        self.call = call = NativeCall(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
+        self.call = call = NativeCall(
+            kind.name.lower(), time.monotonic(), expected + self._estimate_rewiring_seconds(model)
+        )
         try:
             yield call
         finally:
             self.call = None
 
-    def _rewiring(self, model: str) -> float:
+    def _estimate_rewiring_seconds(self, model: str) -> float:
         """Return the seconds that reading a model's weights again may take; 0 once a forward has used them since the
         last pause."""
         if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
@@ -208,7 +210,7 @@ class GatedForwards:
         """Count a failed request, unless the client caused the failure."""
         self.failures += by_engine
 
-    def counts(self) -> EngineCounters:
+    def get_counts(self) -> EngineCounters:
         """Return the counts of checks, refusals, calls and failures since the engine started."""
         return EngineCounters(
             self.gate.checks.total(),

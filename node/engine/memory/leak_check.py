@@ -27,7 +27,7 @@ class LeakCheck:
 
     weights: int = 0
     """Bytes of weights unloaded since the last comparison."""
-    at: float | None = None
+    next_check_at: float | None = None
     """Monotonic time of the next comparison; None: none is due."""
     unreturned: int = 0
     """Bytes missing at the last comparison; 0 if they were tolerated, or after a load."""
@@ -35,11 +35,11 @@ class LeakCheck:
     def on_unload(self, weights: int, now: float) -> None:
         """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
         self.weights += weights
-        self.at = now + SETTLE_SECONDS
+        self.next_check_at = now + SETTLE_SECONDS
 
     def on_load(self) -> None:
         """Cancel the comparison because a model is loaded: new weights and leaked memory look alike."""
-        self.at, self.unreturned = None, 0
+        self.next_check_at, self.unreturned = None, 0
 
     def check(self, phys: int | None, base: int) -> int:
         """Compare the footprint of an engine without models with `base`, its footprint before the first load; both in
@@ -49,5 +49,5 @@ class LeakCheck:
         """
         missing = 0 if phys is None else phys - base
         self.unreturned = missing if missing > max(TOLERATED_BYTES, TOLERATED_SHARE * self.weights) else 0
-        self.at, self.weights = None, 0
+        self.next_check_at, self.weights = None, 0
         return self.unreturned

@@ -49,12 +49,12 @@ def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
     terms = np.zeros(rows.shape[1])
     for _ in range(FIT_ROUNDS):
         root = np.sqrt(weights)
-        terms = non_negative(rows * root[:, None], root)
+        terms = solve_non_negative(rows * root[:, None], root)
         weights = weights * np.where(rows @ terms < 1, ABOVE_FIT_WEIGHT, 1.0)
     return tuple(terms.tolist())
 
 
-def non_negative(matrix: Floats, goal: Floats) -> Floats:
+def solve_non_negative(matrix: Floats, goal: Floats) -> Floats:
     """Return the terms (columns,), none of them negative, that minimize `|matrix · terms - goal|`.
 
     `matrix` has the shape (samples, columns), `goal` the shape (samples,).
@@ -70,21 +70,21 @@ def non_negative(matrix: Floats, goal: Floats) -> Floats:
         if gradient[entering] <= least:
             break
         free[entering] = True
-        terms = _without_negative(scaled, goal, terms, free)
+        terms = _remove_negative(scaled, goal, terms, free)
     return terms / lengths
 
 
-def _without_negative(matrix: Floats, goal: Floats, terms: Floats, free: NDArray[np.bool_]) -> Floats:
+def _remove_negative(matrix: Floats, goal: Floats, terms: Floats, free: NDArray[np.bool_]) -> Floats:
     """Return the solution of the `free` terms, from which terms that would become negative are removed one by one."""
     while free.any():
-        found = np.zeros_like(terms)
-        found[free] = np.linalg.lstsq(matrix[:, free], goal, rcond=TOLERANCE)[0]
-        negative = free & (found < 0)
+        solution = np.zeros_like(terms)
+        solution[free] = np.linalg.lstsq(matrix[:, free], goal, rcond=TOLERANCE)[0]
+        negative = free & (solution < 0)
         if not negative.any():
-            return found
+            return solution
         shares = np.full(terms.shape, np.inf)
-        shares[negative] = terms[negative] / (terms[negative] - found[negative])
+        shares[negative] = terms[negative] / (terms[negative] - solution[negative])
         leaving = int(np.argmin(shares))
-        terms = np.maximum(0.0, terms + shares[leaving] * (found - terms))
+        terms = np.maximum(0.0, terms + shares[leaving] * (solution - terms))
         terms[leaving], free[leaving] = 0.0, False
     return terms

@@ -24,6 +24,6 @@ class MemoryReader:
         """Read the memory now, and return it with the limits in force."""
         return self.read(time.monotonic())
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def find_peak_expiry(self, now: float) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
-        return self._footprint.peak_expires_at(now)
+        return self._footprint.find_peak_expiry(now)

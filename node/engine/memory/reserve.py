@@ -29,7 +29,7 @@ CHECK_INTERVAL_SECONDS = 1.0
 log = structlog.get_logger("engine.reserve")
 
 
-def reserve_bytes(setting: str | int, cap: int) -> int:
+def compute_reserve_bytes(setting: str | int, cap: int) -> int:
     """Return the bytes of the reserve under a cap (bytes), from the setting `memory.reserve`; 0: none. Raise
     `ValueError` if the setting is no size."""
     if setting == AUTO:
@@ -49,7 +49,7 @@ class EmergencyReserve:
         self._size = 0
         self._mapping: mmap.mmap | None = None
         self._fits_since: float | None = None
-        self._look_at = 0.0
+        self._check_at = 0.0
 
     @property
     def mapping(self) -> mmap.mmap | None:
@@ -61,9 +61,9 @@ class EmergencyReserve:
         """Size of the held reserve in bytes; 0 without one."""
         return 0 if self._mapping is None else len(self._mapping)
 
-    def hold(self, cap: int) -> None:
+    def resize(self, cap: int) -> None:
         """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger."""
-        self._size = reserve_bytes(self._setting, cap)
+        self._size = compute_reserve_bytes(self._setting, cap)
         if self.nbytes > self._size:
             self.release()
 
@@ -73,28 +73,28 @@ class EmergencyReserve:
             return
         log.info("reserve released", size=show_size(self.nbytes))
         self._mapping.close()
-        self._mapping, self._fits_since, self._look_at = None, None, 0.0
+        self._mapping, self._fits_since, self._check_at = None, None, 0.0
 
-    def next_check_at(self) -> float | None:
+    def find_next_check(self) -> float | None:
         """Return the monotonic time of the next check; None if the reserve is held or switched off."""
-        return None if self._mapping is not None or not self._size else self._look_at
+        return None if self._mapping is not None or not self._size else self._check_at
 
     def maintain(self, now: float) -> None:
         """Check the memory if that is due, and take the reserve if there has been room for
         `HEADROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
-        due = self.next_check_at()
+        due = self.find_next_check()
         if due is None or now < due:
             return
         headroom = self._memory().headroom
         if headroom is None or headroom <= 2 * self._size:
-            self._fits_since, self._look_at = None, now + HEADROOM_BEFORE_REFILL_SECONDS
+            self._fits_since, self._check_at = None, now + HEADROOM_BEFORE_REFILL_SECONDS
             return
         since = self._fits_since = now if self._fits_since is None else self._fits_since
-        self._look_at = now + CHECK_INTERVAL_SECONDS
+        self._check_at = now + CHECK_INTERVAL_SECONDS
         if now - since >= HEADROOM_BEFORE_REFILL_SECONDS:
-            self._take()
+            self._allocate()
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         mapping = mmap.mmap(-1, self._size)
         piece = os.urandom(min(MIB, self._size))
         for start in range(0, self._size, len(piece)):

@@ -79,25 +79,25 @@ class ForwardSamples:
 
         Request a new fit if the forward took more than expected, or is the first of its kind and took far less.
         """
-        kind, foreseen = _kind(shape), estimate(shape)
-        kept = self._samples.get(kind)
-        if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
+        kind, expected = _round_shape(shape), estimate(shape)
+        sample = self._samples.get(kind)
+        if sample is None or taken * estimate(sample[0]) >= sample[1] * expected:
             self._samples[kind] = (shape, taken)
         if len(self._samples) > MAX_SAMPLES:
-            del self._samples[self._superfluous()]
-        self.unfitted |= taken > foreseen or (kept is None and foreseen > REFIT_FACTOR * taken)
+            del self._samples[self._find_superfluous()]
+        self.unfitted |= taken > expected or (sample is None and expected > REFIT_FACTOR * taken)
 
     def mark_fitted(self) -> None:
         """Record that the fit contains all samples."""
         self.unfitted = False
 
-    def _superfluous(self) -> Shape:
+    def _find_superfluous(self) -> Shape:
         """Return the kind to remove: of the two nearest kinds, the one with fewer bytes."""
         near = min(pairwise(sorted(self._samples)), key=lambda pair: math.dist(*pair))
         return min(near, key=lambda kind: self._samples[kind][1])
 
 
-def _kind(shape: Shape) -> Shape:
+def _round_shape(shape: Shape) -> Shape:
     """Round a shape to thirds of powers of two: shapes within 26 % of each other share a kind."""
     return round(3 * math.log2(shape[0])), round(3 * math.log2(shape[1] + 64)), shape[2]
 
@@ -107,16 +107,16 @@ class ProfiledRange:
     """Largest size of measured forwards of one kind, in tokens or rows. After `MIN_FORWARDS_COVERED` larger forwards
     the range is extended to the smallest of them."""
 
-    most: int
+    max_size: int
     _larger: list[int] = field(default_factory=list[int])
 
     def record_forward(self, size: int) -> bool:
         """Record a forward of this size. Return whether the range covered it before."""
-        if size <= self.most:
+        if size <= self.max_size:
             return True
         self._larger = sorted((*self._larger, size))
         if len(self._larger) == MIN_FORWARDS_COVERED:
-            self.most, self._larger = self._larger[0], self._larger[1:]
+            self.max_size, self._larger = self._larger[0], self._larger[1:]
         return False
 
 
@@ -138,34 +138,36 @@ class TransientEstimator:
         self._chunks = ForwardSamples()
         self._steps = ForwardSamples()
 
-    def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+    def estimate_chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the bytes that a prefill of `tokens` after `past` cached tokens needs: its transient and the charge of
-        `uncovered`.
+        `compute_uncovered_bytes`.
 
-        `last` and `grows` as in `estimate`.
+        `last` and `grows` as in `estimate_prefill`.
         """
-        return self.estimate(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
+        return self.estimate_prefill(tokens, past, last=last, grows=grows) + self.compute_uncovered_bytes(
+            CHUNKS, tokens
+        )
 
     @property
     def samples(self) -> dict[str, int]:
         """Number of samples by kind of forward (`CHUNKS`, `STEPS`)."""
         return {CHUNKS: len(self._chunks), STEPS: len(self._steps)}
 
-    def uncovered(self, kind: str, size: int) -> int:
+    def compute_uncovered_bytes(self, kind: str, size: int) -> int:
         """Return the bytes that a forward is charged with because it is larger than the profile covers.
 
         They are the bytes by which profiles narrow the margin; 0 for a covered forward or without a profile. `size` is
         in tokens for `CHUNKS`, else in rows.
         """
         covered = self._covered.get(kind)
-        return self._narrowed() if covered is not None and size > covered.most else 0
+        return self._narrowed() if covered is not None and size > covered.max_size else 0
 
     @property
     def rows(self) -> int:
         """Largest number of rows for which the profile covers joins and decode steps; 0 without a profile."""
-        return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
+        return min((self._covered[kind].max_size for kind in (JOINS, STEPS)), default=0) if self._covered else 0
 
-    def estimate(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+    def estimate_prefill(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the estimated transient bytes of a prefill of `tokens` after `past` cached tokens, without the KV that
         it writes.
 
@@ -173,14 +175,14 @@ class TransientEstimator:
         """
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
-    def packed(self, rows: int, tokens: int) -> int:
+    def estimate_packed(self, rows: int, tokens: int) -> int:
         """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens, with the charge
-        of `uncovered`.
+        of `compute_uncovered_bytes`.
 
         The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
         forward occurs once.
         """
-        return rows * self.estimate(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
+        return rows * self.estimate_prefill(tokens, 0) + self.compute_uncovered_bytes(CHUNKS, rows * tokens)
 
     def set_profiled_range(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
         """Set the sizes that a new profile covers: tokens of a chunk, and rows of a join and of a decode step.
@@ -190,52 +192,52 @@ class TransientEstimator:
         self._covered = {CHUNKS: ProfiledRange(tokens), JOINS: ProfiledRange(rows), STEPS: ProfiledRange(rows)}
         self._narrowed, self.residual = narrowed, 0
 
-    def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
+    def estimate_step(self, rows: int, longest: int, *, grows: bool = True) -> int:
         """Return the estimated transient bytes of a decode step of `rows` rows padded to `longest` tokens. `grows`: the
         caches have no room and are copied."""
         return step_transient(self.transient, rows, longest, grows=grows)
 
-    def widened_step(self, rows: int, longest: int) -> int:
+    def estimate_charged_step(self, rows: int, longest: int) -> int:
         """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs: its transient and the
-        charge of `uncovered`."""
-        return self.step(rows, longest) + self.uncovered(STEPS, rows)
+        charge of `compute_uncovered_bytes`."""
+        return self.estimate_step(rows, longest) + self.compute_uncovered_bytes(STEPS, rows)
 
-    def join(self, grown: int, layers: int) -> int:
+    def estimate_join(self, grown: int, layers: int) -> int:
         """Return the transient bytes of a join, which copies a batch of `layers` layers one layer after the other.
         `grown` is the size of the batch after the join, in bytes."""
         return grown // max(1, layers)
 
-    def widened_join(self, grown: int, layers: int, rows: int) -> int:
-        """Return the bytes that a join needs: its transient as in `join`, and the charge of `uncovered`. `rows` is the
-        number of rows after the join."""
-        return self.join(grown, layers) + self.uncovered(JOINS, rows)
+    def estimate_charged_join(self, grown: int, layers: int, rows: int) -> int:
+        """Return the bytes that a join needs: its transient as in `estimate_join`, and the charge of
+        `compute_uncovered_bytes`. `rows` is the number of rows after the join."""
+        return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
-    def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
+    def observe_prefill(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
         """Record a prefill that took `taken` bytes in addition to its KV, and fit again if necessary. `last` and `grew`
-        are as `last` and `grows` in `estimate`."""
+        are as `last` and `grows` in `estimate_prefill`."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        self._compare(CHUNKS, tokens, taken - self.estimate(tokens, past, last=last, grows=grew))
+        self._record_excess(CHUNKS, tokens, taken - self.estimate_prefill(tokens, past, last=last, grows=grew))
         if not last or tokens < MIN_LOGITS_CHUNK_TOKENS:
-            self._chunks.add((tokens, past, grew), taken, self._foreseen)
-        elif taken > self.estimate(tokens, past, last=True, grows=grew):
+            self._chunks.add((tokens, past, grew), taken, self._estimate_prefill_shape)
+        elif taken > self.estimate_prefill(tokens, past, last=True, grows=grew):
             logits = (taken * REPEAT_FACTOR - self.transient.fixed) / tokens
             self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
         if self._chunks.unfitted:
             self._fit_chunks()
 
-    def observe_together(self, rows: int, tokens: int, taken: int) -> None:
+    def observe_packed(self, rows: int, tokens: int, taken: int) -> None:
         """Record one forward over `rows` prompts of `tokens` tokens that took `taken` bytes in addition to its KV.
 
         The forward becomes a sample only if it exceeded its estimate: below that, the share of a single row is unknown.
         """
-        self.highest, foreseen = max(self.highest, taken), rows * self.estimate(tokens, 0)
-        self._compare(CHUNKS, rows * tokens, taken - foreseen)
+        self.highest, foreseen = max(self.highest, taken), rows * self.estimate_prefill(tokens, 0)
+        self._record_excess(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
-            self._chunks.add((tokens, 0, True), taken / rows, self._foreseen)
+            self._chunks.add((tokens, 0, True), taken / rows, self._estimate_prefill_shape)
             self._fit_chunks()
 
-    def _compare(self, kind: str, size: int, above: int) -> None:
+    def _record_excess(self, kind: str, size: int, above: int) -> None:
         """Record the bytes by which a forward exceeded its estimate. A covered forward raises the residual."""
         covered = self._covered.get(kind)
         if covered is not None and covered.record_forward(size):
@@ -244,25 +246,25 @@ class TransientEstimator:
     def observe_join(self, rows: int, above: int) -> None:
         """Record a join after which the batch has `rows` rows. `above` is the bytes by which it exceeded its estimate;
         negative if it was below."""
-        self._compare(JOINS, rows, above)
+        self._record_excess(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
         """Record a decode step of `rows` rows padded to `longest` tokens that took `taken` bytes in addition to its KV,
         and fit again if necessary."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        self._compare(STEPS, rows, taken - self.step(rows, longest, grows=grew))
-        self._steps.add((rows, longest, grew), taken, self._foreseen_step)
+        self._record_excess(STEPS, rows, taken - self.estimate_step(rows, longest, grows=grew))
+        self._steps.add((rows, longest, grew), taken, self._estimate_step_shape)
         if self._steps.unfitted:
             self._fit_steps()
 
-    def _foreseen(self, shape: Shape) -> int:
-        return self.estimate(shape[0], shape[1], grows=shape[2])
+    def _estimate_prefill_shape(self, shape: Shape) -> int:
+        return self.estimate_prefill(shape[0], shape[1], grows=shape[2])
 
-    def _foreseen_step(self, shape: Shape) -> int:
+    def _estimate_step_shape(self, shape: Shape) -> int:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
-    def adopt(self, transient: TransientModel, highest: int) -> None:
+    def set_coefficients(self, transient: TransientModel, highest: int) -> None:
         """Replace the coefficients by those of an earlier fit, until there are enough samples for another one.
         `highest` is the highest transient measured then, in bytes."""
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
@@ -278,9 +280,9 @@ class TransientEstimator:
     def _fit_chunks(self) -> None:
         samples = list(self._chunks)
         rich = _are_distinct(samples)
-        fitted = _fit_rich(samples, self._prior) if rich else self._prior
+        fitted = _fit_prefill(samples, self._prior) if rich else self._prior
         self.transient = replace(self.transient, **{name: getattr(fitted, name) for name in _CHUNK})
-        self._raise(_CHUNK, samples, self._foreseen, 0.0 if rich else 1.0)
+        self._raise_above_samples(_CHUNK, samples, self._estimate_prefill_shape, 0.0 if rich else 1.0)
         self._chunks.mark_fitted()
 
     def _fit_steps(self) -> None:
@@ -296,10 +298,10 @@ class TransientEstimator:
                 ]
             )
         self.transient = replace(self.transient, **dict(zip(_STEP, terms, strict=True)))
-        self._raise(_STEP, samples, self._foreseen_step, 0.0 if rich else 1.0)
+        self._raise_above_samples(_STEP, samples, self._estimate_step_shape, 0.0 if rich else 1.0)
         self._steps.mark_fitted()
 
-    def _raise(
+    def _raise_above_samples(
         self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
     ) -> None:
         """Raise an estimate above all samples. Large samples scale it by a factor of at least `least`. The few bytes
@@ -307,18 +309,18 @@ class TransientEstimator:
         variation between runs."""
         most = max(taken for _, taken in samples)
         large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE_SAMPLE_SHARE * most]
-        self.transient = _scaled(self.transient, names, max(least, *large))
+        self.transient = _scale(self.transient, names, max(least, *large))
         missing = max(0.0, *(taken - estimate(shape) for shape, taken in samples)) + NOISE_SHARE * most
         fixed = getattr(self.transient, names[0])
         self.transient = replace(self.transient, **{names[0]: fixed + missing})
-        self.transient = _scaled(self.transient, names, REPEAT_FACTOR)
+        self.transient = _scale(self.transient, names, REPEAT_FACTOR)
 
 
 _CHUNK = ("fixed", "token", "pair", "seen", "least")
 _STEP = ("step_fixed", "step_row", "step_seen")
 
 
-def _scaled(transient: TransientModel, names: Iterable[str], by: float) -> TransientModel:
+def _scale(transient: TransientModel, names: Iterable[str], by: float) -> TransientModel:
     return replace(transient, **{name: by * getattr(transient, name) for name in names})
 
 
@@ -335,17 +337,20 @@ def _are_distinct(samples: Sequence[Sample]) -> bool:
     )
 
 
-def _fit_rich(samples: Sequence[Sample], prior: TransientModel) -> TransientModel:
+def _fit_prefill(samples: Sequence[Sample], prior: TransientModel) -> TransientModel:
     """Fit the terms of a prefill.
 
     In hybrids, layers without attention dominate where a prompt begins. Those samples lie on another line, `least`
     bytes per token. Of the candidate lines from the samples, the one with the smallest error is used.
     """
     lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MAX_TERMS]
-    return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
+    return min(
+        (_fit_above_line(samples, line, prior) for line in (0.0, *lines)),
+        key=lambda found: _compute_spread(samples, found),
+    )
 
 
-def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> TransientModel:
+def _fit_above_line(samples: Sequence[Sample], least: float, prior: TransientModel) -> TransientModel:
     window = prior.window
     points: list[FitPoint] = []
     for (tokens, past, grew), taken in samples:
@@ -358,11 +363,11 @@ def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> Tr
     return TransientModel(fixed, token, pair, cached, least, window=window)
 
 
-def _error(samples: Sequence[Sample], found: TransientModel) -> float:
+def _compute_spread(samples: Sequence[Sample], transient: TransientModel) -> float:
     """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
     it."""
     ratios = [
-        prefill_transient(found, tokens, past, grows=grew) / taken
+        prefill_transient(transient, tokens, past, grows=grew) / taken
         for (tokens, past, grew), taken in samples
         if taken > 0
     ]

@@ -29,17 +29,17 @@ class WireMode(StrEnum):
     OFF = "off"
 
 
-def wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
+def compute_wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
     """Return the bytes that MLX may keep wired for a set of loaded models; 0: none.
 
     `weights` are the bytes of all loaded models, `active` is MLX's counter now, `limit` is Metal's limit (0: no Metal).
     `active` equals the weights in whole pages. A smaller size leaves some weights unwired; a larger one also wires
     short-lived buffers.
     """
-    if wire is WireMode.OFF or not weights or (wire is WireMode.AUTO and not _large(weights, limit)):
+    if wire is WireMode.OFF or not weights or (wire is WireMode.AUTO and not _are_large(weights, limit)):
         return 0
     return min(active, limit)
 
 
-def _large(weights: int, limit: int) -> bool:
+def _are_large(weights: int, limit: int) -> bool:
     return weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit

@@ -52,7 +52,7 @@ def search_context(
     return ContextSearchResult(tokens, wanted, attempts, False)
 
 
-def diagnosis(model: str, settled: ContextSearchResult) -> str:
+def describe_failed_search(model: str, result: ContextSearchResult) -> str:
     """Return the text for the owner after a search in which no attempt passed, with the settings to change."""
-    attempts = "1 attempt" if settled.attempts == 1 else f"{settled.attempts} attempts"
-    return f"the profile of {model} failed after {attempts}, the last with a row of {settled.tokens} tokens: {KNOBS}"
+    attempts = "1 attempt" if result.attempts == 1 else f"{result.attempts} attempts"
+    return f"the profile of {model} failed after {attempts}, the last with a row of {result.tokens} tokens: {KNOBS}"

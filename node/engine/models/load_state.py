@@ -8,7 +8,8 @@
 Rules
 - One load is in `loading` at a time. The gate is checked before `LoadBegan` and before each piece; `load` yields the
   cost of a piece before the piece is read.
-- Weights still to load (`left`) count as reserved. They are at most `total`, which is exact from the first piece on.
+- Weights still to load (`bytes_left`) count as reserved. They are at most `total`, which is exact from the first piece
+  on.
 - `loaded` and `failed` have no event. An illegal event is an error of this program; it ends this load as failed.
 """
 
@@ -37,7 +38,7 @@ class LoadStep:
     """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which checks
     the gate itself."""
 
-    left: int = 0
+    bytes_left: int = 0
     """Bytes of weights still to load."""
     transient: int = 0
     """Transient bytes of the step in addition to the weights."""
@@ -47,13 +48,13 @@ class LoadStep:
 class ModelLoad:
     """Load of one model. Sizes are in bytes."""
 
-    found: ModelDescriptor
+    descriptor: ModelDescriptor
     """Model to load."""
     phase: LoadPhase = LoadPhase.QUEUED
     """Phase of the load."""
     total: int = 0
     """All weights; exact once the model is built."""
-    left: int = 0
+    bytes_left: int = 0
     """Weights still to load."""
     begun: float = 0.0
     """Monotonic time of its start."""
@@ -63,27 +64,27 @@ class ModelLoad:
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.found.name
+        return self.descriptor.name
 
     @property
-    def read(self) -> int:
+    def loaded_bytes(self) -> int:
         """Weights that are in memory."""
-        return self.total - self.left if self.phase is LoadPhase.LOADING else 0
+        return self.total - self.bytes_left if self.phase is LoadPhase.LOADING else 0
 
     @property
     def progress(self) -> float:
         """Loaded share of the weights, 0 to 1; 0.0 before its start."""
-        return 1.0 - self.left / max(1, self.total) if self.phase is LoadPhase.LOADING else 0.0
+        return 1.0 - self.bytes_left / max(1, self.total) if self.phase is LoadPhase.LOADING else 0.0
 
     def check(self) -> list[str]:
         """Return one sentence for each violated invariant; an empty list if all hold."""
         loading = self.phase is LoadPhase.LOADING
-        found = [
-            (not 0 <= self.left <= max(0, self.total), f"{self.left} of {self.total} bytes are left"),
-            (not loading and self.left > 0, f"{self.left} bytes are left in the phase {self.phase}"),
+        checks = [
+            (not 0 <= self.bytes_left <= max(0, self.total), f"{self.bytes_left} of {self.total} bytes are left"),
+            (not loading and self.bytes_left > 0, f"{self.bytes_left} bytes are left in the phase {self.phase}"),
             (self.phase is LoadPhase.QUEUED and self.total > 0, f"{self.total} bytes are known before the start"),
         ]
-        return [f"load of {self.name}: {text}" for wrong, text in found if wrong]
+        return [f"load of {self.name}: {text}" for wrong, text in checks if wrong]
 
 
 # events
@@ -144,14 +145,14 @@ def step(load: ModelLoad, event: LoadEvent) -> ModelLoad:
         raise IllegalEventError(f"the event {type(event).__name__} is illegal for a load in the phase {load.phase}")
     match event:
         case LoadBegan(weights, now):
-            return replace(load, phase=phase, total=weights, left=weights, begun=now)
+            return replace(load, phase=phase, total=weights, bytes_left=weights, begun=now)
         case PieceDue(due):
-            return _with_piece(load, due)
+            return _set_piece(load, due)
         case _:
-            return replace(load, phase=phase, left=0, due=LoadStep())
+            return replace(load, phase=phase, bytes_left=0, due=LoadStep())
 
 
-def _with_piece(load: ModelLoad, due: LoadStep) -> ModelLoad:
+def _set_piece(load: ModelLoad, due: LoadStep) -> ModelLoad:
     """Return a load whose next piece has this cost. The first piece with weights has the exact size of the model."""
-    total = due.left if load.due.left == 0 and due.left else load.total
-    return replace(load, total=max(total, due.left), left=due.left, due=due)
+    total = due.bytes_left if load.due.bytes_left == 0 and due.bytes_left else load.total
+    return replace(load, total=max(total, due.bytes_left), bytes_left=due.bytes_left, due=due)

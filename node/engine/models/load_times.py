@@ -56,23 +56,25 @@ class LoadTimes:
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
-        self._kept = _read(self._file)
+        self._measured = _read_measured(self._file)
 
     @property
-    def kept(self) -> MeasuredLoad:
+    def measured(self) -> MeasuredLoad:
         """Means of all loads so far, also of earlier processes."""
-        return self._kept
+        return self._measured
 
-    def expected(self, fingerprint: str, weights: int, probe: float) -> float:
+    def estimate_seconds(self, fingerprint: str, weights: int, probe: float) -> float:
         """Return the expected duration of a load in seconds. `weights` is in bytes.
 
         `probe` is the assumed duration of a first profile until one was measured; 0: the model has a profile.
         """
-        kept = self._kept
-        seconds = kept.models.get(fingerprint)
+        measured = self._measured
+        seconds = measured.models.get(fingerprint)
         if seconds is None:
-            seconds = weights / (kept.speed or MIN_LOAD_BYTES_PER_SECOND) + (kept.warm or ASSUMED_WARMUP_SECONDS)
-        return seconds + ((kept.probe or probe) if probe else 0.0)
+            seconds = weights / (measured.speed or MIN_LOAD_BYTES_PER_SECOND) + (
+                measured.warm or ASSUMED_WARMUP_SECONDS
+            )
+        return seconds + ((measured.probe or probe) if probe else 0.0)
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load in seconds, and store the new means: `read` for the weights, `warm` for the
@@ -80,7 +82,7 @@ class LoadTimes:
 
         `weights` is in bytes. `probe` is 0 if the profile was stored already.
         """
-        self._kept.record(fingerprint, weights, read, warm, probe)
+        self._measured.record(fingerprint, weights, read, warm, probe)
         self._write()
 
     def _write(self) -> None:
@@ -89,25 +91,25 @@ class LoadTimes:
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(self._kept))
+            part.write_bytes(msgspec.json.encode(self._measured))
             part.replace(self._file)
         except OSError as error:
             log.warning("load times not stored", error=str(error)[:200])
 
 
-def _read(file: Path | None) -> MeasuredLoad:
+def _read_measured(file: Path | None) -> MeasuredLoad:
     """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
     if file is None:
         return MeasuredLoad()
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=MeasuredLoad)
+        measured = msgspec.json.decode(file.read_bytes(), type=MeasuredLoad)
     except FileNotFoundError:
         return MeasuredLoad()
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         log.warning("load times unreadable", error=str(error)[:200])
         return MeasuredLoad()
-    seconds = (kept.warm, kept.probe, *kept.models.values())
-    if not (0 <= kept.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
+    seconds = (measured.warm, measured.probe, *measured.models.values())
+    if not (0 <= measured.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
         log.warning("load times unreadable", error="numbers that cannot be measured")
         return MeasuredLoad()
-    return kept
+    return measured

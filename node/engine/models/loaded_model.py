@@ -19,13 +19,13 @@ from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import CommitmentLedger
-from node.engine.kv.kv_cache import Layers, TextModel, evaluate, is_plain, kv_of, new_cache
+from node.engine.kv.kv_cache import Layers, TextModel, create_cache, evaluate, is_plain, measure_kv_parameters
 from node.engine.memory.transient_estimator import TransientEstimator
 from node.engine.models.load_state import LoadStep
 from node.engine.models.model_descriptor import ModelDescriptor
-from node.engine.models.model_stats import ModelStats, ModelUsage, warmed_up
+from node.engine.models.model_stats import ModelStats, ModelUsage, create_warmed_stats
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
-from node.engine.scheduling.sampling import SamplingDefaults, defaults_of, greedy
+from node.engine.scheduling.sampling import SamplingDefaults, choose_greedily, parse_defaults
 from wire.capacity.arithmetic import prefill_transient, row_bytes, tail
 from wire.report import KvParameters
 from wire.units import MIB
@@ -46,7 +46,7 @@ class LoadedModel:
     """Text model in memory. It never changes; its commitments, estimates, statistics and users have owners of their
     own."""
 
-    found: ModelDescriptor
+    descriptor: ModelDescriptor
     """Its descriptor."""
     model: TextModel
     """Its mlx-lm model."""
@@ -70,7 +70,7 @@ class LoadedModel:
     @property
     def name(self) -> str:
         """Name of the model."""
-        return self.found.name
+        return self.descriptor.name
 
     @property
     def kv(self) -> KvParameters:
@@ -83,57 +83,59 @@ class LoadedModel:
         return tail(self.estimator.transient)
 
 
-def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
+def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
     """Run and evaluate one prefill forward, which writes into `cache`. With `last`, return the logits (1, vocabulary)
     of the last token; else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
-    wanted = logits[:, -1, :] if last else None
-    evaluate([layer.state for layer in cache], *([] if wanted is None else [wanted]))
-    return wanted
+    last_logits = logits[:, -1, :] if last else None
+    evaluate([layer.state for layer in cache], *([] if last_logits is None else [last_logits]))
+    return last_logits
 
 
 def load(
-    found: ModelDescriptor, weighed: Callable[[int], None] = lambda weights: None
+    descriptor: ModelDescriptor, on_weighed: Callable[[int], None] = lambda weights: None
 ) -> Generator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
-    Before the model's first forward, `weighed` is called with the bytes of its weights. Exceptions of a faulty
+    Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
-    folder = Path(found.folder)
+    folder = Path(descriptor.folder)
     model, config = load_model(folder, lazy=True)
-    arrays = _parameters(model)
+    arrays = _list_arrays(model)
     left = weights = sum(array.nbytes for array in arrays)
-    converted = weights > UNCONVERTED * found.stored
-    for piece in _pieces(arrays):
+    converted = weights > UNCONVERTED * descriptor.stored
+    for piece in _split_pieces(arrays):
         yield LoadStep(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
         for part in ([one] for one in piece) if converted else (piece,):
             evaluate(part)
         left -= sum(array.nbytes for array in piece)
     yield LoadStep(
-        0, prefill_transient(found.forward, WARMUP_TOKENS, 0, last=True) + row_bytes(found.kv, WARMUP_TOKENS + 2)
+        0,
+        prefill_transient(descriptor.forward, WARMUP_TOKENS, 0, last=True)
+        + row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
     )
-    weighed(weights)
-    warmth = _warm(model)
+    on_weighed(weights)
+    warmth = _warm_up(model)
     yield LoadedModel(
-        found=found,
+        descriptor=descriptor,
         model=model,
         weights=weights,
         vocabulary=warmth.vocabulary,
-        defaults=_defaults(folder, config),
+        defaults=_read_defaults(folder, config),
         ledger=CommitmentLedger(warmth.kv),
-        estimator=TransientEstimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
-        plain=is_plain(new_cache(model)),
-        stats=warmed_up(warmth.prefill_speed, warmth.step_seconds),
+        estimator=TransientEstimator(replace(descriptor.forward, logits=4.0 * warmth.vocabulary)),
+        plain=is_plain(create_cache(model)),
+        stats=create_warmed_stats(warmth.prefill_speed, warmth.step_seconds),
     )
 
 
-def _parameters(model: TextModel) -> list[mx.array]:
+def _list_arrays(model: TextModel) -> list[mx.array]:
     flat = cast("list[tuple[str, mx.array]]", cast("Any", mlx_utils).tree_flatten(cast("Any", model).parameters()))
     return [array for _, array in flat]
 
 
-def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
+def _split_pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
     piece: list[mx.array] = []
     size = 0
     for array in arrays:
@@ -160,22 +162,22 @@ class WarmupResult:
     """Seconds of a decode step."""
 
 
-def _warm(model: TextModel) -> WarmupResult:
+def _warm_up(model: TextModel) -> WarmupResult:
     """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured."""
     _try_out(model)
     return _try_out(model)
 
 
 def _try_out(model: TextModel) -> WarmupResult:
-    cache = new_cache(model)
+    cache = create_cache(model)
     ids = [0] * WARMUP_TOKENS
     begun = time.monotonic()
-    logits = forward(model, ids, cache, last=True)
+    logits = run_forward(model, ids, cache, last=True)
     assert logits is not None  # noqa: S101 the last logits were requested
     speed = WARMUP_TOKENS / max(time.monotonic() - begun, 1e-6)
-    kv = kv_of(cache)
+    kv = measure_kv_parameters(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
-    batch.join([JoiningRow(0, RowSampler(greedy, ()))], ids, cache, logits)
+    batch.join([JoiningRow(0, RowSampler(choose_greedily, ()))], ids, cache, logits)
     batch.step()
     batch.wait()
     joined = time.monotonic()
@@ -184,9 +186,9 @@ def _try_out(model: TextModel) -> WarmupResult:
     return WarmupResult(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
 
 
-def _defaults(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
+def _read_defaults(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
     try:
         loaded: object = json.loads((folder / "generation_config.json").read_text())
     except (OSError, ValueError):
         return SamplingDefaults()
-    return defaults_of(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else SamplingDefaults()
+    return parse_defaults(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else SamplingDefaults()

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 
-from node.engine.kv.kv_cache import Layers, extent_of, new_cache
-from node.engine.memory.footprint import MlxPeakTracker, clear_pool, release_free_memory
-from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.kv.kv_cache import Layers, create_cache, measure_extent
+from node.engine.memory.footprint import MlxPeakTracker, clear_buffers, release_free_memory
+from node.engine.models.loaded_model import LoadedModel, run_forward
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
-from node.engine.scheduling.sampling import greedy
+from node.engine.scheduling.sampling import choose_greedily
 from node.memory.sensor import Sensor
 from wire.capacity.arithmetic import row_bytes
 
@@ -38,20 +38,24 @@ class ForwardPeak:
     """Meter of the peak memory of a forward: by the high-water mark of the kernel where there is one, else by MLX's
     peak."""
 
-    height: MlxPeakTracker
+    peak_tracker: MlxPeakTracker
     sensor: Sensor
     _phys: int | None = None
 
     def mark(self) -> None:
         """Start the measurement of a forward."""
-        self.height.mark()
+        self.peak_tracker.mark()
         self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
 
-    def charged(self) -> int:
+    def measure_charged_bytes(self) -> int:
         """Return the bytes from the footprint at the mark to its peak since then. Without a peak of the kernel, measure
         MLX's active memory."""
         highest = self.sensor.highs().interval
-        return self.height.peak_above_mark() if self._phys is None or highest is None else highest - self._phys
+        return (
+            self.peak_tracker.measure_peak_above_mark()
+            if self._phys is None or highest is None
+            else highest - self._phys
+        )
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class ForwardMeasurement:
     """Cached tokens before it."""
     grew: bool
     """Whether the caches grew."""
-    wrote: int
+    kv_bytes: int
     """Bytes of KV that it wrote."""
     charged: int
     """Peak bytes charged to the process, with the KV."""
@@ -95,7 +99,7 @@ class MemoryProbe:
     """Text in the model's own tokens, repeated as often as necessary."""
     check: CheckGate
     """`check(bytes)` returns whether the gate lets a forward pass."""
-    spike: ForwardPeak
+    peak_meter: ForwardPeak
     """Meter of peaks."""
     chunk: int
     """Maximum tokens of a chunk in this engine."""
@@ -107,11 +111,11 @@ class MemoryProbe:
     """Maximum duration in seconds."""
     full: bool = False
     """Whether this is a sweep, with larger forwards and more rows."""
-    taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
+    chunks: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
     """Measured forwards."""
-    stepped: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
+    steps: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
     """Measured decode steps."""
-    joined: list[int] = field(default_factory=list[int])
+    join_excesses: list[int] = field(default_factory=list[int])
     """Bytes by which each join exceeded its KV and its estimate."""
     rows: int = 0
     """Largest number of rows that decoded together."""
@@ -124,7 +128,7 @@ class MemoryProbe:
         memory at any end."""
         self._ends = time.monotonic() + self.seconds
         try:
-            yield from self._run()
+            yield from self._measure_all()
         finally:
             self.row_bytes = 0
             self.loaded_model.estimator.fit()
@@ -133,124 +137,135 @@ class MemoryProbe:
     def repeat_largest(self) -> bool:
         """Repeat the largest measured forward. Return whether there were time and room for it; False if nothing was
         measured."""
-        if not self.taken:
+        if not self.chunks:
             return False
-        largest = max(self.taken, key=lambda one: one.tokens).tokens
+        largest = max(self.chunks, key=lambda one: one.tokens).tokens
         self._ends = time.monotonic() + self.seconds
-        ran = self._chunk(new_cache(self.loaded_model.model), largest, 0)
+        ran = self._measure_chunk(create_cache(self.loaded_model.model), largest, 0)
         release_free_memory()
         return ran
 
-    def _run(self) -> Iterator[None]:
+    def _measure_all(self) -> Iterator[None]:
         larger = SWEEP_FORWARD_TOKENS if self.full else ()
-        for tokens in self._sizes((*FIRST_FORWARD_TOKENS, *larger)):
-            cache = new_cache(self.loaded_model.model)
-            if not self._chunk(cache, tokens, 0):
+        for tokens in self._bound_sizes((*FIRST_FORWARD_TOKENS, *larger)):
+            cache = create_cache(self.loaded_model.model)
+            if not self._measure_chunk(cache, tokens, 0):
                 break
             yield
             del cache
-        yield from self._walk(
+        yield from self._measure_long_row(
             [tokens for tokens in (*WALK_TOKENS, *larger) if tokens <= max(self.chunk, WALK_TOKENS[0])]
         )
         self.row_bytes = 0
-        yield from self._decode()
+        yield from self._measure_decode()
 
-    def _sizes(self, wanted: Sequence[int]) -> list[int]:
+    def _bound_sizes(self, wanted: Sequence[int]) -> list[int]:
         return sorted({min(tokens, self.chunk) for tokens in wanted})
 
-    def _walk(self, sizes: Sequence[int]) -> Iterator[None]:
+    def _measure_long_row(self, sizes: Sequence[int]) -> Iterator[None]:
         """Prefill one long row."""
-        cache, past = new_cache(self.loaded_model.model), 0
+        cache, past = create_cache(self.loaded_model.model), 0
         for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
-            if past + tokens > self.reach or not self._chunk(cache, tokens, past):
+            if past + tokens > self.reach or not self._measure_chunk(cache, tokens, past):
                 return
             past += tokens
             self.row_bytes = row_bytes(self.loaded_model.kv, past)
             yield
 
-    def _chunk(self, cache: Layers, tokens: int, past: int) -> bool:
+    def _measure_chunk(self, cache: Layers, tokens: int, past: int) -> bool:
         """Run one forward if there are time and room for it; return whether it ran."""
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
         expected = loaded_model.stats.pace.seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
         needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
-        if not self.check(needed + estimator.chunk(tokens, past)):
+        if not self.check(needed + estimator.estimate_chunk(tokens, past)):
             return False
-        before = extent_of(cache)
-        clear_pool()
-        self.spike.mark()
-        forward(
+        before = measure_extent(cache)
+        clear_buffers()
+        self.peak_meter.mark()
+        run_forward(
             loaded_model.model,
             islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens),
             cache,
             last=False,
         )
-        after = extent_of(cache)
+        after = measure_extent(cache)
         wrote, grew = after.size - before.size, after.capacity > before.capacity
-        estimator.observe(tokens, past, self.spike.height.peak_above_mark() - wrote, grew=grew)
-        self.taken.append(ForwardMeasurement(tokens, past, grew, wrote, self.spike.charged()))
+        estimator.observe_prefill(
+            tokens, past, self.peak_meter.peak_tracker.measure_peak_above_mark() - wrote, grew=grew
+        )
+        self.chunks.append(ForwardMeasurement(tokens, past, grew, wrote, self.peak_meter.measure_charged_bytes()))
         return True
 
-    def _decode(self) -> Iterator[None]:
+    def _measure_decode(self) -> Iterator[None]:
         """Decode a few steps in batches of more and more rows."""
-        for tokens in self._sizes((64, DECODE_TOKENS)):
+        for tokens in self._bound_sizes((64, DECODE_TOKENS)):
             for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= self.batch]:
-                if not self._steps(rows, tokens):
+                if not self._measure_steps(rows, tokens):
                     break
                 self.rows = max(self.rows, rows)
                 yield
 
-    def _steps(self, rows: int, tokens: int) -> bool:
+    def _measure_steps(self, rows: int, tokens: int) -> bool:
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
         expected = loaded_model.stats.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.stats.step_seconds * rows
         needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
-        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
+        most = max(
+            estimator.estimate_chunk(tokens, 0, last=True), estimator.estimate_step(rows, tokens + STEPS_PER_SIZE)
+        )
         if time.monotonic() + expected > self._ends or not self.check(needed + most):
             return False
         ids = list(islice(cycle(self.ids), tokens))
-        cache = new_cache(loaded_model.model)
-        forward(loaded_model.model, ids[:-1], cache, last=False)
-        logits = forward(loaded_model.model, ids[-1:], cache, last=True)
+        cache = create_cache(loaded_model.model)
+        run_forward(loaded_model.model, ids[:-1], cache, last=False)
+        logits = run_forward(loaded_model.model, ids[-1:], cache, last=True)
         assert logits is not None  # noqa: S101 the last logits were requested
         batch: DecodeBatch[int] = DecodeBatch(loaded_model.model)
-        layers, extent = len(cache), extent_of(cache).size
-        clear_pool()
-        self.spike.mark()
-        batch.join([JoiningRow(row, RowSampler(greedy, ())) for row in range(rows)], ids, cache, logits)
-        grown = batch.nbytes()
-        self.joined.append(self.spike.charged() - (grown - extent) - estimator.join(grown, layers))
+        layers, extent = len(cache), measure_extent(cache).size
+        clear_buffers()
+        self.peak_meter.mark()
+        batch.join([JoiningRow(row, RowSampler(choose_greedily, ())) for row in range(rows)], ids, cache, logits)
+        grown = batch.sum_nbytes()
+        self.join_excesses.append(
+            self.peak_meter.measure_charged_bytes() - (grown - extent) - estimator.estimate_join(grown, layers)
+        )
         for step in range(STEPS_PER_SIZE):
-            before = batch.nbytes()
-            self.spike.mark()
+            before = batch.sum_nbytes()
+            self.peak_meter.mark()
             batch.step()
             batch.wait()
-            grown = batch.nbytes() - before
-            estimator.observe_step(rows, tokens + step + 1, self.spike.height.peak_above_mark() - grown, grew=grown > 0)
-            self.stepped.append(StepMeasurement(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
+            grown = batch.sum_nbytes() - before
+            estimator.observe_step(
+                rows, tokens + step + 1, self.peak_meter.peak_tracker.measure_peak_above_mark() - grown, grew=grown > 0
+            )
+            self.steps.append(
+                StepMeasurement(rows, tokens + step + 1, grown > 0, self.peak_meter.measure_charged_bytes() - grown)
+            )
         return True
 
-    def residual(self) -> int:
+    def compute_residual(self) -> int:
         """Return the largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its
         estimate; 0 if none did."""
         estimator = self.loaded_model.estimator
         chunks = (
-            one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
+            one.charged - one.kv_bytes - estimator.estimate_prefill(one.tokens, one.past, grows=one.grew)
+            for one in self.chunks
         )
-        steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
-        return max(*self.joined, *chunks, *steps, 0, 0)
+        steps = (one.charged - estimator.estimate_step(one.rows, one.longest, grows=one.grew) for one in self.steps)
+        return max(*self.join_excesses, *chunks, *steps, 0, 0)
 
-    def profile(self, key: MemoryProfileKey) -> MemoryProfile:
+    def build_profile(self, key: MemoryProfileKey) -> MemoryProfile:
         """Return the profile that follows from the measurements, for storage under `key`."""
         loaded_model = self.loaded_model
         return MemoryProfile(
             key,
             loaded_model.estimator.transient,
             loaded_model.kv,
-            max(0, self.residual()),
+            max(0, self.compute_residual()),
             loaded_model.estimator.highest,
-            max((one.tokens for one in self.taken), default=0),
-            max((one.past + one.tokens for one in self.taken), default=0),
+            max((one.tokens for one in self.chunks), default=0),
+            max((one.past + one.tokens for one in self.chunks), default=0),
             self.rows,
             round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
         )

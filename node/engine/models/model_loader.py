@@ -31,21 +31,21 @@ class ModelLoader:
         self._profiler = profiler
         self._times = times
 
-    def pieces(self, found: ModelDescriptor) -> Generator[LoadStep | LoadedModel]:
+    def load_pieces(self, descriptor: ModelDescriptor) -> Generator[LoadStep | LoadedModel]:
         """Load a model and measure its profile. Yield the cost of each step before that step runs, and finally the
         model. Raise `FilesChangedError` if its files changed meanwhile."""
         begun = read = time.monotonic()
         try:
-            for piece in load(found, self._wiring.add_coming):
+            for piece in load(descriptor, self._wiring.wire_loading_model):
                 if isinstance(piece, LoadStep):
                     read = time.monotonic()
                 else:
-                    warm, first = time.monotonic(), self._profiler.seconds(found.fingerprint) > 0
-                    if not self._catalogue.unchanged(found):
-                        raise FilesChangedError(f"the files of {found.name} changed during the load: retry")
+                    warm, first = time.monotonic(), self._profiler.estimate_seconds(descriptor.fingerprint) > 0
+                    if not self._catalogue.is_unchanged(descriptor):
+                        raise FilesChangedError(f"the files of {descriptor.name} changed during the load: retry")
                     yield from (LoadStep() for _ in self._profiler.probe(piece, alone=not self._table.loaded))
                     probe = time.monotonic() - warm if first else 0.0
-                    self._times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                    self._times.record(descriptor.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
         finally:
-            self._wiring.end_coming()
+            self._wiring.end_loading()

@@ -83,8 +83,8 @@ Outcome = LoadSucceeded | LoadFailed
 class ModelManager:
     """Manager of the loads of an engine (see the module's docstring).
 
-    `memory()` reads the memory now. `released()` is called after memory was freed, because the recent peak must then be
-    reset. `pieces(found)` is the loader of a model.
+    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
+    be reset. `pieces(descriptor)` is the loader of a model.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ModelManager:
         catalogue: ModelCatalogue,
         gate: MemoryGate,
         memory: Callable[[], Memory],
-        released: Callable[[], None],
+        on_released: Callable[[], None],
         pieces: Callable[[ModelDescriptor], Generator[LoadStep | LoadedModel]],
     ) -> None:
         self._table = table
@@ -104,7 +104,7 @@ class ModelManager:
         self._catalogue = catalogue
         self._gate = gate
         self._memory = memory
-        self._released = released
+        self._on_released = on_released
         self._new_pieces = pieces
         self._pieces: Generator[LoadStep | LoadedModel] | None = None
         self._queue: deque[ModelLoad] = deque()
@@ -127,25 +127,25 @@ class ModelManager:
     @property
     def next_leak_check_at(self) -> float | None:
         """Monotonic time of the next check for leaked memory; None while a model is loaded or loading."""
-        return None if self._table.loaded or self.busy else self._unloader.returns.at
+        return None if self._table.loaded or self.busy else self._unloader.leak_check.next_check_at
 
     @property
-    def reading(self) -> str:
+    def next_name(self) -> str:
         """Name of the model that is loading, or else next in the queue; empty if there is none."""
         if self._table.load is not None:
             return self._table.load.name
         return self._queue[0].name if self._queue else ""
 
-    def size_of(self, found: ModelDescriptor) -> int:
+    def get_size(self, descriptor: ModelDescriptor) -> int:
         """Return the bytes of a model's weights once loaded: measured in an earlier load, or estimated from its
         files."""
-        return self._sizes.get(found.fingerprint, found.weights)
+        return self._sizes.get(descriptor.fingerprint, descriptor.weights)
 
-    def loading(self, name: str) -> bool:
+    def is_loading(self, name: str) -> bool:
         """Return whether the load of a model is in progress or queued."""
-        return self.reading == name or any(load.name == name for load in self._queue)
+        return self.next_name == name or any(load.name == name for load in self._queue)
 
-    def progress(self, name: str) -> float:
+    def get_progress(self, name: str) -> float:
         """Return the loaded share of a model's weights, 0 to 1; 0.0 if its load is not in progress."""
         load = self._table.load
         return load.progress if load is not None and load.name == name else 0.0
@@ -160,10 +160,10 @@ class ModelManager:
 
     # orders
 
-    def request_load(self, found: ModelDescriptor) -> None:
+    def request_load(self, descriptor: ModelDescriptor) -> None:
         """Queue the load of a model, unless it is loaded, loading or queued."""
-        if found.name not in self._table.loaded and not self.loading(found.name):
-            self._queue.append(ModelLoad(found))
+        if descriptor.name not in self._table.loaded and not self.is_loading(descriptor.name):
+            self._queue.append(ModelLoad(descriptor))
 
     def take_ended(self) -> list[Outcome]:
         """Return the loads that have ended since the last call."""
@@ -177,7 +177,7 @@ class ModelManager:
         in `take_ended`. Call this only while `busy`. `now` is the monotonic time."""
         load, pieces = self._table.load, self._pieces
         if load is None or pieces is None:
-            self._begin(self._queue.popleft(), now)
+            self._begin_load(self._queue.popleft(), now)
             return
         refused = self._check_gate(load.due)
         if refused is not None:
@@ -188,7 +188,7 @@ class ModelManager:
         except FilesChangedError as error:
             self.abort_load(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
         except Exception as error:
-            self._fail(load, LoadBroke(), self._broken(load.found, error))
+            self._fail(load, LoadBroke(), self._record_broken(load.descriptor, error))
         else:
             if isinstance(piece, LoadStep):
                 self._advance(load, piece)
@@ -226,13 +226,13 @@ class ModelManager:
         if self._apply(load, event) is not None:
             self._ended.append(LoadFailed(load.name, refused))
 
-    def _begin(self, load: ModelLoad, now: float) -> None:
-        found = load.found
-        cause = self._blocks.cause(found, now)
+    def _begin_load(self, load: ModelLoad, now: float) -> None:
+        found = load.descriptor
+        cause = self._blocks.find_cause(found, now)
         if cause:
-            self._fail(load, LoadRefused(), _unloadable(found, cause))
+            self._fail(load, LoadRefused(), _refuse_unloadable(found, cause))
             return
-        weights = self.size_of(found)
+        weights = self.get_size(found)
         need = weights + max(MIN_LOAD_TRANSIENT_BYTES, min(MAX_LOAD_TRANSIENT_BYTES, weights // 2))
         self._unloader.free_memory(need - self._memory().margin)
         memory = self._memory()
@@ -240,15 +240,15 @@ class ModelManager:
         if not isinstance(answer, Refused):
             self._pieces = self._new_pieces(found)
             self._apply(load, LoadBegan(weights, now))
-            self._unloader.returns.on_load()
+            self._unloader.leak_check.on_load()
             return
-        refused = _too_large(found, need, memory, answer)
+        refused = _refuse_too_large(found, need, memory, answer)
         log.warning("model not loaded", model=found.name, cause=refused.message)
         self._fail(load, LoadRefused(), refused)
 
     def _check_gate(self, due: LoadStep) -> Refused | None:
         """Check the gate for the next piece; the remaining weights are reserved already."""
-        if not due.left and not due.transient:
+        if not due.bytes_left and not due.transient:
             return None
         memory = self._memory()
         answer = self._gate.check(GateSite.LOAD, memory, due.transient, load=True)
@@ -260,8 +260,8 @@ class ModelManager:
     def _advance(self, load: ModelLoad, due: LoadStep) -> None:
         """Record the cost of the next piece. Over the cap the load is aborted at once."""
         after = self._apply(load, PieceDue(due))
-        if after is not None and due.left:
-            self._sizes[load.found.fingerprint] = after.total
+        if after is not None and due.bytes_left:
+            self._sizes[load.descriptor.fingerprint] = after.total
         memory = self._memory()
         if memory.guard and (over := excess(memory)) > 0:
             text = f"loading {load.name} put the engine {show_size(over)} over its cap"
@@ -274,52 +274,52 @@ class ModelManager:
         loaded_model.stats.record_load(now - load.begun)
         loaded_model.usage.mark_used(now)
         self._table.put(loaded_model)
-        self._catalogue.hold(loaded_model.found)
+        self._catalogue.pin(loaded_model.descriptor)
         release_free_memory()
         weights, seconds = show_size(loaded_model.weights), round(now - load.begun, 2)
         log.info("model loaded", model=loaded_model.name, weights=weights, seconds=seconds)
         self._ended.append(LoadSucceeded(loaded_model))
 
-    def _broken(self, found: ModelDescriptor, error: Exception) -> Refused:
+    def _record_broken(self, descriptor: ModelDescriptor, error: Exception) -> Refused:
         """Record that the files of a model cannot be used; return the refusal."""
         text = " ".join(str(error).split())[:300]
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        self._blocks.record_failure(found, cause)
+        self._blocks.record_failure(descriptor, cause)
         release_free_memory()
-        log.error("model broken", model=found.name, cause=cause)
-        return _unloadable(found, cause)
+        log.error("model broken", model=descriptor.name, cause=cause)
+        return _refuse_unloadable(descriptor, cause)
 
-    def abort_load(self, why: Refused, name: str = "") -> bool:
+    def abort_load(self, refused: Refused, name: str = "") -> bool:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
         progress or queued.
 
-        `why` is the refusal for its requests. Return whether there was such a load.
+        `refused` is the refusal for its requests. Return whether there was such a load.
         """
         load = self._table.load
         if load is None or name not in ("", load.name):
-            return self._abort_queued(why, name)
-        read = load.read
-        self._fail(load, LoadAborted(), why)
-        log.warning("load aborted", model=load.name, read=show_size(read), cause=why.message)
-        self._unloader.returns.on_unload(read, time.monotonic())
+            return self._abort_queued(refused, name)
+        read = load.loaded_bytes
+        self._fail(load, LoadAborted(), refused)
+        log.warning("load aborted", model=load.name, read=show_size(read), cause=refused.message)
+        self._unloader.leak_check.on_unload(read, time.monotonic())
         release_free_memory()
-        self._released()
+        self._on_released()
         return True
 
-    def _abort_queued(self, why: Refused, name: str) -> bool:
+    def _abort_queued(self, refused: Refused, name: str) -> bool:
         queued = next((load for load in self._queue if load.name == name), None)
         if queued is None:
             return False
         step(queued, LoadAborted())
         self._queue.remove(queued)
-        self._ended.append(LoadFailed(name, why))
+        self._ended.append(LoadFailed(name, refused))
         return True
 
     # memory
 
     def free_memory(self, need: int, *, over_load: bool = False) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
-        pool.
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
+        buffers.
 
         The order is that of the unloader; with `over_load` the current load is aborted at last. For a model load, which
         is judged without the margin, the caller subtracts the margin from `need`.
@@ -327,7 +327,7 @@ class ModelManager:
         load = self._table.load if over_load else None
         if not self._unloader.can_free(need, 0 if load is None else load.total):
             return False
-        if self._unloader.free(need) or load is None:
+        if self._unloader.free_until_fits(need) or load is None:
             return fits(self._memory(), need)
         self.abort_load(
             Refused(
@@ -349,11 +349,11 @@ class ModelManager:
         self._unloader.close()
 
 
-def _unloadable(found: ModelDescriptor, cause: str) -> Refused:
-    return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+def _refuse_unloadable(descriptor: ModelDescriptor, cause: str) -> Refused:
+    return Refused(RefusalCode.LOAD_FAILED, f"{descriptor.name} cannot be loaded: {cause}")
 
 
-def _too_large(found: ModelDescriptor, need: int, memory: Memory, answer: Refused) -> Refused:
+def _refuse_too_large(descriptor: ModelDescriptor, need: int, memory: Memory, answer: Refused) -> Refused:
     """Return the refusal of a load that needs `need` bytes: the gate's answer, or that the model is too large for this
     node."""
     if answer.code is not RefusalCode.NO_ROOM or need <= most_weights(memory):
@@ -361,7 +361,7 @@ def _too_large(found: ModelDescriptor, need: int, memory: Memory, answer: Refuse
     return Refused(
         RefusalCode.TOO_LARGE,
         (
-            f"{found.name} needs {show_size(need)} for its weights, this node can give "
+            f"{descriptor.name} needs {show_size(need)} for its weights, this node can give "
             f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
         ),
         answer.numbers,

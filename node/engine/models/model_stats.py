@@ -19,9 +19,9 @@ FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
 class ModelStats:
     """Measurements of a loaded model. Only its own methods change them."""
 
-    reads: PrefillSpeed = field(default_factory=PrefillSpeed)
+    prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of its prefills, in tokens per second."""
-    writes: PrefillSpeed = field(default_factory=PrefillSpeed)
+    decode_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of a row that decodes alone, in tokens per second."""
     step_seconds: float = 0.0
     """Running mean of a decode step, in seconds."""
@@ -34,14 +34,14 @@ class ModelStats:
     profile: "MemoryProfile | None" = None
     """Memory profile, stored or measured; None: none yet."""
 
-    def expected_prefill_seconds(self, tokens: int) -> float:
+    def estimate_prefill_seconds(self, tokens: int) -> float:
         """Return the seconds that a prefill forward of `tokens` tokens may take."""
-        return tokens / (self.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
+        return tokens / (self.prefill_speed.late or FIRST_PREFILL_TOKENS_PER_SECOND)
 
     def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
         """Record a prefill forward of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on
         average."""
-        self.reads.learn(tokens / max(seconds, 1e-6))
+        self.prefill_speed.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
     def record_step(self, seconds: float, rows: int) -> None:
@@ -50,7 +50,7 @@ class ModelStats:
         Both are running means, because the last step alone would describe a machine that may be idle by now.
         """
         self.step_seconds = mean(self.step_seconds, seconds)
-        self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
+        self.decode_speed.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
     def record_text(self, size: int, tokens: int) -> None:
         """Update the mean bytes per token from a prompt of `size` bytes and `tokens` tokens. Ignore short prompts,
@@ -67,12 +67,12 @@ class ModelStats:
         self.profile = profile
 
 
-def warmed_up(prefill_speed: float, step_seconds: float) -> ModelStats:
+def create_warmed_stats(prefill_speed: float, step_seconds: float) -> ModelStats:
     """Return the statistics after a warm-up with these measurements: tokens per second of a prefill, and seconds of a
     decode step."""
     stats = ModelStats(step_seconds=step_seconds, pace=ChunkPace(step_seconds, 1 / prefill_speed))
-    stats.reads.learn(prefill_speed)
-    stats.writes.learn(1 / step_seconds)
+    stats.prefill_speed.learn(prefill_speed)
+    stats.decode_speed.learn(1 / step_seconds)
     return stats
 
 
@@ -99,7 +99,7 @@ class ModelUsage:
         """Record that the model was in use until the monotonic time `now`."""
         self.used_at = max(self.used_at, now)
 
-    def idle_seconds(self, now: float) -> float:
+    def compute_idle_seconds(self, now: float) -> float:
         """Return the seconds since the last use at the monotonic time `now`; 0.0 while the model is in use."""
         return 0.0 if self._holds else now - self.used_at
 

@@ -38,37 +38,37 @@ class ModelTable:
 
     # bytes
 
-    def weights(self) -> int:
+    def sum_weights(self) -> int:
         """Return the bytes of the weights of all loaded models."""
         return sum(one.weights for one in self._loaded.values())
 
-    def weights_of(self, name: str) -> int:
+    def get_weights(self, name: str) -> int:
         """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
         loaded_model = self._loaded.get(name)
         if loaded_model is not None:
             return loaded_model.weights
-        return self._load.read if self._load is not None and self._load.name == name else 0
+        return self._load.loaded_bytes if self._load is not None and self._load.name == name else 0
 
-    def known_bytes(self) -> int:
+    def compute_known_bytes(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, and rows."""
-        rows = sum(one.weights + one.ledger.written_bytes() for one in self._loaded.values())
-        return rows + (0 if self._load is None else self._load.read)
+        rows = sum(one.weights + one.ledger.compute_stored_bytes() for one in self._loaded.values())
+        return rows + (0 if self._load is None else self._load.loaded_bytes)
 
-    def reserved_bytes(self) -> int:
+    def compute_reserved_bytes(self) -> int:
         """Return the committed bytes of all rows, and those of the weights still to load."""
-        reserved = sum(one.ledger.reserved_bytes() for one in self._loaded.values())
-        return reserved + (0 if self._load is None else self._load.left)
+        reserved = sum(one.ledger.compute_reserved_bytes() for one in self._loaded.values())
+        return reserved + (0 if self._load is None else self._load.bytes_left)
 
     # measurements
 
-    def residual(self, floor: int) -> int | None:
+    def compute_residual(self, floor: int) -> int | None:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
         loaded, or if one was not measured up to the smallest chunk of this engine (`floor` tokens)."""
-        return worst_residual(self._loaded.values(), floor)
+        return compute_worst_residual(self._loaded.values(), floor)
 
 
-def worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
-    """Return the worst residual of these models, in bytes; None as in `ModelTable.residual`."""
+def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
+    """Return the worst residual of these models, in bytes; None as in `ModelTable.compute_residual`."""
     models = list(loaded_models)
     profiles = [one.stats.profile for one in models]
     measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]

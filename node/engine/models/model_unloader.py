@@ -11,7 +11,7 @@ from typing import Protocol
 
 import structlog
 
-from node.engine.memory.footprint import clear_pool, release_free_memory
+from node.engine.memory.footprint import clear_buffers, release_free_memory
 from node.engine.memory.leak_check import LeakCheck
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_table import ModelTable
@@ -41,9 +41,9 @@ class ReclaimableMemory(Protocol):
 class ModelUnloader:
     """Unloads models, and frees memory that a request could reuse (see the module's docstring).
 
-    `memory()` reads the memory now. `released()` is called after memory was freed, because the recent peak must then be
-    reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release. `max_idle_seconds`:
-    0 never unloads an unused model.
+    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
+    be reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release.
+    `max_idle_seconds`: 0 never unloads an unused model.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ModelUnloader:
         catalogue: ModelCatalogue,
         spares: Sequence[ReclaimableMemory],
         memory: Callable[[], Memory],
-        released: Callable[[], None],
+        on_released: Callable[[], None],
         pinned: frozenset[str],
         max_idle_seconds: float,
     ) -> None:
@@ -62,10 +62,10 @@ class ModelUnloader:
         self._catalogue = catalogue
         self._spares = spares
         self._memory = memory
-        self._released = released
+        self._on_released = on_released
         self.pinned = pinned
         self._max_idle_seconds = max_idle_seconds
-        self.returns = LeakCheck()
+        self.leak_check = LeakCheck()
         """Detection of memory that unloads did not return."""
         self.evictions = 0
         """Idle models that were unloaded to make room."""
@@ -74,100 +74,104 @@ class ModelUnloader:
 
     # models
 
-    def drop(self, name: str) -> None:
+    def unload(self, name: str) -> None:
         """Unload a loaded model: release its weights and evict its cached prefixes."""
         loaded_model = self._table.remove(name)
-        self._catalogue.release(name)
-        self._prefix_cache.drop(name)
+        self._catalogue.unpin(name)
+        self._prefix_cache.evict_model(name)
         log.info("model unloaded", model=name, weights=show_size(loaded_model.weights))
-        self.returns.on_unload(loaded_model.weights, time.monotonic())
+        self.leak_check.on_unload(loaded_model.weights, time.monotonic())
         del loaded_model
         release_free_memory()
-        self._released()
+        self._on_released()
 
     def close(self) -> None:
         """Unload all models, used or not, and release all spare memory, because the process ends."""
         for one in self._spares:
             one.release()
         for name in list(self._table.loaded):
-            self.drop(name)
+            self.unload(name)
 
-    def idle(self) -> list[str]:
+    def list_idle(self) -> list[str]:
         """Return the names of models without users that are not preloaded, least recently used first."""
         loaded = self._table.loaded
         idle = [name for name, one in loaded.items() if not one.usage.users and name not in self.pinned]
         return sorted(idle, key=lambda name: loaded[name].usage.used_at)
 
-    def idle_unload_at(self) -> float | None:
+    def find_next_idle_unload(self) -> float | None:
         """Return the monotonic time of the next unload of an idle model; 0.0 if one was replaced on disk. Return None
         if no unload is due."""
-        if self._replaced():
+        if self._find_replaced():
             return 0.0
-        idle = self.idle() if self._max_idle_seconds else []
+        idle = self.list_idle() if self._max_idle_seconds else []
         return self._table.loaded[idle[0]].usage.used_at + self._max_idle_seconds if idle else None
 
     def unload_idle(self, now: float) -> list[ModelDescriptor]:
         """Unload idle models that were replaced on disk, or unused for `max_idle_seconds` until the monotonic time
         `now`. Return the new versions of replaced models that are preloaded, which must be loaded."""
         again = list[ModelDescriptor]()
-        for found in self._replaced():
+        for found in self._find_replaced():
             log.info("model replaced on disk", model=found.name)
-            self.drop(found.name)
+            self.unload(found.name)
             if found.name in self.pinned:
                 again.append(found)
-        while (due := self.idle_unload_at()) is not None and due <= now:
+        while (due := self.find_next_idle_unload()) is not None and due <= now:
             self.departures += 1
-            self.drop(self.idle()[0])
+            self.unload(self.list_idle()[0])
         return again
 
-    def _replaced(self) -> list[ModelDescriptor]:
+    def _find_replaced(self) -> list[ModelDescriptor]:
         """Return the new versions on disk of models that are loaded and idle."""
-        found = (self._catalogue.replacement(one.found) for one in self._table.loaded.values() if not one.usage.users)
+        found = (
+            self._catalogue.find_replacement(one.descriptor)
+            for one in self._table.loaded.values()
+            if not one.usage.users
+        )
         return [one for one in found if one is not None]
 
     def _evict(self, name: str) -> None:
         self.evictions += 1
-        self.drop(name)
+        self.unload(name)
 
     # memory
 
     def can_free(self, need: int, further: int = 0) -> bool:
-        """Empty the pool; return whether `need` bytes fit, or would after all other memory was freed. `further` are
-        bytes that the caller could free in addition."""
-        clear_pool()
-        return fits(self._memory(), need) or fits(self._memory(), need - self._freeable() - further)
+        """Free MLX's free buffers; return whether `need` bytes fit, or would after all other memory was freed.
+        `further` are bytes that the caller could free in addition."""
+        clear_buffers()
+        return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
-    def _freeable(self) -> int:
+    def _compute_freeable_bytes(self) -> int:
         spare = self._prefix_cache.nbytes + sum(one.nbytes for one in self._spares)
-        return spare + sum(self._table.loaded[name].weights for name in self.idle())
+        return spare + sum(self._table.loaded[name].weights for name in self.list_idle())
 
     def free_memory(self, need: int) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
-        pool."""
-        return self.can_free(need) and self.free(need)
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
+        buffers."""
+        return self.can_free(need) and self.free_until_fits(need)
 
-    def free(self, need: int) -> bool:
+    def free_until_fits(self, need: int) -> bool:
         """Free memory until `need` bytes fit or none is left that a request could reuse; return whether they fit."""
         if self.release_spare(lambda: fits(self._memory(), need)):
             return True
         if self._prefix_cache.evict_until_fits(need):
             return True
-        for name in self.idle():
+        for name in self.list_idle():
             if not exceeds_headroom(self._memory(), need):
                 break
             self._evict(name)
         return fits(self._memory(), need)
 
-    def reclaim(self, enough: Callable[[], bool]) -> None:
-        """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models.
+    def reclaim_memory(self, enough: Callable[[], bool]) -> None:
+        """Free memory until `enough()`: MLX's free buffers, spare memory, the prefix cache, then idle models.
 
-        A model that is the only one stays if its size alone leaves no headroom: the next request would load it again.
+        Keep the only loaded model if nothing but the margin is missing, because the next request would load it again.
         """
         if not enough():
-            clear_pool()
+            clear_buffers()
         self.release_spare(enough)
         self._prefix_cache.evict_until(enough)
-        for name in self.idle():
+        for name in self.list_idle():
             if enough() or (len(self._table.loaded) == 1 and _lacks_only_margin(self._memory())):
                 return
             self._evict(name)
@@ -177,7 +181,7 @@ class ModelUnloader:
         for one in self._spares:
             if one.nbytes and not enough():
                 one.release()
-                self._released()
+                self._on_released()
         return enough()
 
 

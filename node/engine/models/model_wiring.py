@@ -13,20 +13,20 @@ class ModelWiring:
         self.limit = limit
         self._table = table
         self._forget_peak = forget_peak
-        self._coming = 0
+        self._loading_bytes = 0
 
     def rewire(self) -> None:
         """Set the wired limit for the weights in memory."""
-        self.limit.apply(self._coming + self._table.weights())
+        self.limit.apply(self._loading_bytes + self._table.sum_weights())
 
-    def add_coming(self, weights: int) -> None:
+    def wire_loading_model(self, weights: int) -> None:
         """Wire a model whose weights (bytes) are all in memory, before its first forward."""
-        self._coming = weights
+        self._loading_bytes = weights
         self.rewire()
 
-    def end_coming(self) -> None:
+    def end_loading(self) -> None:
         """Forget the weights of the load that ends; they are loaded or released."""
-        self._coming = 0
+        self._loading_bytes = 0
 
     def on_released(self) -> None:
         """Reset the recent peak after memory was freed, possibly that of a model, and set the wired limit."""

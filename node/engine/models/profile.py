@@ -70,15 +70,21 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     repeat it without another measurement."""
 
 
-def key_of(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
+def build_key(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
     """Return the key of a model on this machine with the installed versions."""
     device = "metal" if mx.metal.is_available() else "cpu"
     return MemoryProfileKey(
-        fingerprint, hardware.chip, hardware.memory, device, _version("mlx"), _version("mlx-lm"), _version("macpool")
+        fingerprint,
+        hardware.chip,
+        hardware.memory,
+        device,
+        _read_version("mlx"),
+        _read_version("mlx-lm"),
+        _read_version("macpool"),
     )
 
 
-def _version(name: str) -> str:
+def _read_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
@@ -103,7 +109,7 @@ class MemoryProfileStore:
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
             log.warning("profile unreadable", file=path.name, error=str(error)[:200])
             return None
-        if found.key != key or not _sane(found):
+        if found.key != key or not _is_sane(found):
             log.warning("profile of another model", file=path.name)
             return None
         return found
@@ -126,7 +132,7 @@ class MemoryProfileStore:
             log.warning("profile not stored", file=path.name, error=str(error)[:200])
 
 
-def _sane(profile: MemoryProfile) -> bool:
+def _is_sane(profile: MemoryProfile) -> bool:
     """Return whether all numbers are within measurable bounds."""
     numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
     return all(0 <= number < 2**60 for number in numbers) and 0 < profile.share <= 1

@@ -17,7 +17,7 @@ import structlog
 
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
-from node.engine.models.context_search import ContextSearchResult, diagnosis
+from node.engine.models.context_search import ContextSearchResult, describe_failed_search
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, MemoryProbe
 from node.engine.models.model_stats import ModelHold
@@ -82,7 +82,7 @@ class RunningSweep:
         self._sweep = sweep
 
     @contextmanager
-    def stepping(self) -> Generator[None]:
+    def mark_stepping(self) -> Generator[None]:
         """Keep the sweep in progress while one of its forwards runs."""
         self._stepping = True
         try:
@@ -120,8 +120,9 @@ class RunningSweep:
 class SweepQueue:
     """Queue of ordered sweeps, of which one runs at a time.
 
-    `loaded_models()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
-    `still()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a model.
+    `loaded_models()` returns the loaded models. `is_loading(model)` returns whether a model is queued or loading.
+    `synchronize()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a
+    model.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ class SweepQueue:
         profiler: Profiler,
         forwards: GatedForwards,
         loaded_models: Callable[[], Mapping[str, LoadedModel]],
-        loading: Callable[[str], bool],
-        still: Callable[[], None],
+        is_loading: Callable[[str], bool],
+        synchronize: Callable[[], None],
         describe: Callable[[LoadedModel], Model],
     ) -> None:
         self.running = running
         self._profiler, self._forwards, self._loaded_models = profiler, forwards, loaded_models
-        self._loading, self._still, self._describe = loading, still, describe
+        self._is_loading, self._synchronize, self._describe = is_loading, synchronize, describe
         self._queue: deque[tuple[int, str]] = deque()
 
     @property
@@ -149,13 +150,15 @@ class SweepQueue:
     def busy(self) -> bool:
         """Return whether `step` has a forward to run or frames to return."""
         running = self.running
-        return running.has_ends or running.current is not None or self._next() is not None or bool(self._lost())
+        return (
+            running.has_ends or running.current is not None or self._find_next() is not None or bool(self._list_lost())
+        )
 
     def request_sweep(self, number: int, model: str) -> None:
         """Queue the order `number` to measure a model. Its sweep starts in turn, once the model is loaded."""
         self._queue.append((number, model))
 
-    def failed(self, model: str, refused: Refused) -> None:
+    def refuse_queued(self, model: str, refused: Refused) -> None:
         """Refuse the queued orders of a model that cannot be loaded. The next `step` returns the refusals."""
         self.running.add_ends(Refusal(number, refused) for number, name in self._queue if name == model)
         self._queue = deque(one for one in self._queue if one[1] != model)
@@ -166,44 +169,44 @@ class SweepQueue:
         if sweep is not None and sweep.number == number:
             self.running.close()
             return True
-        here = any(one == number for one, _ in self._queue)
+        is_queued = any(one == number for one, _ in self._queue)
         self._queue = deque(one for one in self._queue if one[0] != number)
-        return here
+        return is_queued
 
     def step(self) -> list[Frame]:
         """Run one forward of the current or next sweep. Return the answers of orders that have ended. Raise `Halted` if
         the engine was halted."""
-        for model in self._lost():
-            self.failed(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
+        for model in self._list_lost():
+            self.refuse_queued(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
         if self.running.current is None:
-            self._begin()
+            self._begin_next()
         if self.running.current is not None:
-            self._continue(self.running.current)
+            self._run_step(self.running.current)
         return self.running.take_ends()
 
-    def _next(self) -> tuple[int, str] | None:
+    def _find_next(self) -> tuple[int, str] | None:
         here = self._loaded_models()
         return next((one for one in self._queue if one[1] in here), None)
 
-    def _lost(self) -> list[str]:
+    def _list_lost(self) -> list[str]:
         """Return the names of ordered models that are neither loaded nor loading."""
         here = self._loaded_models()
-        return [name for _, name in self._queue if name not in here and not self._loading(name)]
+        return [name for _, name in self._queue if name not in here and not self._is_loading(name)]
 
-    def _begin(self) -> None:
-        order = self._next()
+    def _begin_next(self) -> None:
+        order = self._find_next()
         if order is None:
             return
         self._queue.remove(order)
         loaded_model = self._loaded_models()[order[1]]
-        probe = self._profiler.sweep(loaded_model)
-        steps = self._run(loaded_model, probe)
+        probe = self._profiler.create_sweep_probe(loaded_model)
+        steps = self._run_sweep(loaded_model, probe)
         self.running.begin(ProfileSweep(order[0], loaded_model, probe, loaded_model.usage.hold(), steps))
 
-    def _run(self, loaded_model: LoadedModel, probe: MemoryProbe) -> SweepSteps:
+    def _run_sweep(self, loaded_model: LoadedModel, probe: MemoryProbe) -> SweepSteps:
         yield from probe.run()
         check: CheckGate | None = self._check_gate if self._is_alone(loaded_model) else None
-        return (yield from self._profiler.swept(probe, check))
+        return (yield from self._profiler.store_sweep(probe, check))
 
     def _is_alone(self, loaded_model: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
@@ -213,12 +216,12 @@ class SweepQueue:
         """Return whether the longest row passes the gate. Caches and spare memory are freed for it if necessary."""
         return self._forwards.check(GateSite.PROBE, need) is None
 
-    def _continue(self, sweep: ProfileSweep) -> None:
-        self._still()
+    def _run_step(self, sweep: ProfileSweep) -> None:
+        self._synchronize()
         try:
             with (
-                self.running.stepping(),
-                self._forwards.native(
+                self.running.mark_stepping(),
+                self._forwards.run_native(
                     NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, EXPECTED_STEP_SECONDS
                 ),
             ):
@@ -235,14 +238,14 @@ class SweepQueue:
         try:
             next(sweep.steps)
         except StopIteration as stop:
-            return self._answer(sweep, stop.value)
+            return self._build_answer(sweep, stop.value)
         return None
 
-    def _answer(self, sweep: ProfileSweep, settled: ContextSearchResult | None) -> Frame:
-        if not sweep.probe.taken:
+    def _build_answer(self, sweep: ProfileSweep, result: ContextSearchResult | None) -> Frame:
+        if not sweep.probe.chunks:
             message = f"there is no headroom for the smallest forward pass of {sweep.loaded_model.name}"
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
-        if settled is not None and not settled.ok:
-            message = diagnosis(sweep.loaded_model.name, settled)
+        if result is not None and not result.ok:
+            message = describe_failed_search(sweep.loaded_model.name, result)
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         return Finished(sweep.number, (), 0, 0, measured=self._describe(sweep.loaded_model))

@@ -17,10 +17,10 @@ import msgspec
 import structlog
 from tokenizers import Tokenizer
 
-from node.engine.models.context_search import ContextSearchResult, diagnosis, search_context
+from node.engine.models.context_search import ContextSearchResult, describe_failed_search, search_context
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
-from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, key_of
+from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, build_key
 from wire.capacity.arithmetic import row_bytes
 from wire.report import Hardware
 from wire.units import show_size
@@ -34,7 +34,7 @@ SWEEP_SECONDS = 600.0
 log = structlog.get_logger("engine.profile")
 
 
-def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
+def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]:
     """Return `count` tokens of real text, this program's own source, for the model in `folder`.
 
     If `tokenizer.json` cannot be used, return varied ids below `vocabulary`. Experts are chosen by content: a ramp of
@@ -55,7 +55,8 @@ class Profiler:
 
     `check(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
     returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and
-    rows. `context` is the context in the settings (0: none). With `on` False, no profile is used or measured at a load.
+    rows. `context` is the context in the settings (0: none). With `enabled` False, no profile is used or measured at a
+    load.
     """
 
     def __init__(
@@ -63,28 +64,28 @@ class Profiler:
         profiles: MemoryProfileStore,
         hardware: Hardware,
         check: CheckGate,
-        spike: ForwardPeak,
+        peak_meter: ForwardPeak,
         longest: Callable[[LoadedModel], int],
         narrowed: Callable[[], int],
         *,
         chunk: int,
         batch: int,
         context: int,
-        on: bool,
+        enabled: bool,
     ) -> None:
-        self._profiles, self._hardware, self._check, self._spike = profiles, hardware, check, spike
+        self._profiles, self._hardware, self._check, self._peak_meter = profiles, hardware, check, peak_meter
         self._longest, self._narrowed, self._context = longest, narrowed, context
-        self._chunk, self._batch, self._on = chunk, batch, on
+        self._chunk, self._batch, self._enabled = chunk, batch, enabled
         self._keys: dict[str, MemoryProfileKey] = {}
         self._known: set[str] = set()
 
-    def seconds(self, fingerprint: str) -> float:
+    def estimate_seconds(self, fingerprint: str) -> float:
         """Return the maximum duration of measuring a model at its next load, in seconds; 0.0 if its profile is stored,
-        or with `on` False."""
-        if not self._on or fingerprint in self._known:
+        or with `enabled` False."""
+        if not self._enabled or fingerprint in self._known:
             return 0.0
         if fingerprint not in self._keys:
-            self._keys[fingerprint] = key_of(fingerprint, self._hardware)
+            self._keys[fingerprint] = build_key(fingerprint, self._hardware)
         if not self._profiles.has(self._keys[fingerprint]):
             return PROBE_SECONDS
         self._known.add(fingerprint)
@@ -95,82 +96,88 @@ class Profiler:
 
         With `alone`, the longest row is then checked against a reading. A failure is logged and does not end the load.
         """
-        if not self._on:
+        if not self._enabled:
             return
-        key = key_of(loaded_model.found.fingerprint, self._hardware)
-        kept = self._profiles.read(key)
-        if kept is not None and kept.kv == loaded_model.kv:
-            self._adopt(loaded_model, kept)
-            log.info("profile", model=loaded_model.name, source="kept", residual=show_size(kept.residual))
-            if kept.failed:
-                log.warning("profile", model=loaded_model.name, cause=kept.failed)
+        key = build_key(loaded_model.descriptor.fingerprint, self._hardware)
+        stored = self._profiles.read(key)
+        if stored is not None and stored.kv == loaded_model.kv:
+            self._apply_profile(loaded_model, stored)
+            log.info("profile", model=loaded_model.name, source="kept", residual=show_size(stored.residual))
+            if stored.failed:
+                log.warning("profile", model=loaded_model.name, cause=stored.failed)
             return
         try:
-            probe = self._probe(loaded_model, PROBE_ROW_TOKENS, PROBE_SECONDS, full=False)
+            probe = self._create_probe(loaded_model, PROBE_ROW_TOKENS, PROBE_SECONDS, full=False)
             yield from probe.run()
-            yield from self._measured(probe, key, self._check if alone else None)
+            yield from self._store_result(probe, key, self._check if alone else None)
             if loaded_model.stats.profile is not None and loaded_model.stats.profile.failed:
                 log.warning("profile", model=loaded_model.name, cause=loaded_model.stats.profile.failed)
         except Exception as error:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
-    def sweep(self, loaded_model: LoadedModel) -> MemoryProbe:
-        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `swept` makes a profile
-        of its samples."""
-        return self._probe(loaded_model, loaded_model.found.context, SWEEP_SECONDS, full=True)
+    def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
+        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a
+        profile of its samples."""
+        return self._create_probe(loaded_model, loaded_model.descriptor.context, SWEEP_SECONDS, full=True)
 
-    def swept(self, probe: MemoryProbe, check: CheckGate | None) -> Generator[None, None, ContextSearchResult | None]:
+    def store_sweep(
+        self, probe: MemoryProbe, check: CheckGate | None
+    ) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
 
         With `check` None the result is None: other work was running, and no reading could be checked.
         """
-        key = key_of(probe.loaded_model.found.fingerprint, self._hardware)
-        return (yield from self._measured(probe, key, check))
+        key = build_key(probe.loaded_model.descriptor.fingerprint, self._hardware)
+        return (yield from self._store_result(probe, key, check))
 
-    def _probe(self, loaded_model: LoadedModel, reach: int, seconds: float, *, full: bool) -> MemoryProbe:
-        reach = min(reach, loaded_model.found.context, self._context or reach)
-        ids = text_ids(Path(loaded_model.found.folder), loaded_model.vocabulary, min(reach, PROBE_ROW_TOKENS))
-        return MemoryProbe(loaded_model, ids, self._check, self._spike, self._chunk, self._batch, reach, seconds, full)
+    def _create_probe(self, loaded_model: LoadedModel, reach: int, seconds: float, *, full: bool) -> MemoryProbe:
+        reach = min(reach, loaded_model.descriptor.context, self._context or reach)
+        ids = tokenize_sample_text(
+            Path(loaded_model.descriptor.folder), loaded_model.vocabulary, min(reach, PROBE_ROW_TOKENS)
+        )
+        return MemoryProbe(
+            loaded_model, ids, self._check, self._peak_meter, self._chunk, self._batch, reach, seconds, full
+        )
 
-    def _measured(
+    def _store_result(
         self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
         """Store the result of a probe, checked against a reading if `check` is set."""
-        loaded_model, settled, profile = probe.loaded_model, None, probe.profile(key)
-        if probe.taken and check is not None:
-            settled = yield from self._settle(probe, check)
-            failed = "" if settled.ok else diagnosis(loaded_model.name, settled)
-            profile = msgspec.structs.replace(profile, share=settled.share, failed=failed)
-        if probe.taken:
+        loaded_model, result, profile = probe.loaded_model, None, probe.build_profile(key)
+        if probe.chunks and check is not None:
+            result = yield from self._search_longest_row(probe, check)
+            failed = "" if result.ok else describe_failed_search(loaded_model.name, result)
+            profile = msgspec.structs.replace(profile, share=result.share, failed=failed)
+        if probe.chunks:
             self._profiles.write(profile)
-            self._adopt(loaded_model, profile)
+            self._apply_profile(loaded_model, profile)
         log.info(
             "profile",
             model=loaded_model.name,
             source="measured",
-            forwards=len(probe.taken),
+            forwards=len(probe.chunks),
             chunk=profile.chunk,
             reach=profile.reach,
             rows=profile.rows,
             seconds=profile.seconds,
             residual=show_size(profile.residual),
             highest=show_size(profile.highest),
-            settled=None if settled is None else settled.tokens,
+            settled=None if result is None else result.tokens,
         )
-        return settled
+        return result
 
-    def _settle(self, probe: MemoryProbe, check: CheckGate) -> Generator[None, None, ContextSearchResult]:
+    def _search_longest_row(self, probe: MemoryProbe, check: CheckGate) -> Generator[None, None, ContextSearchResult]:
         """Check the longest row against a reading. A length from the settings is only tried, not searched for."""
         loaded_model = probe.loaded_model
-        tokens = min(self._context, loaded_model.found.context) or self._longest(loaded_model)
+        tokens = min(self._context, loaded_model.descriptor.context) or self._longest(loaded_model)
 
         def passes(tokens: int) -> bool:
-            transient = loaded_model.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
+            transient = loaded_model.estimator.estimate_chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
             return check(row_bytes(loaded_model.kv, tokens) + transient) and probe.repeat_largest()
 
         return (yield from search_context(tokens, passes, search=not self._context))
 
-    def _adopt(self, loaded_model: LoadedModel, profile: MemoryProfile) -> None:
-        loaded_model.estimator.adopt(profile.transient, profile.highest)
+    def _apply_profile(self, loaded_model: LoadedModel, profile: MemoryProfile) -> None:
+        loaded_model.estimator.set_coefficients(profile.transient, profile.highest)
         loaded_model.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
         loaded_model.stats.record_profile(profile)

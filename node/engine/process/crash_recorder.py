@@ -64,7 +64,7 @@ class CrashRecorder:
         self._page[at : at + _LAYOUT.size + len(name)] = head + name
 
     @contextmanager
-    def reading(self, model: str, request: int = 0) -> Generator[None]:
+    def record_tokenization(self, model: str, request: int = 0) -> Generator[None]:
         """Record that this thread tokenizes a prompt for a model, until the context ends."""
         slot = self._slots.setdefault(threading.get_ident(), len(self._slots) + 1)
         if slot >= SLOTS:
@@ -76,10 +76,10 @@ class CrashRecorder:
         finally:
             self._page[slot * SLOT_BYTES] = NativeCallKind.NOTHING
 
-    def oldest_read(self) -> CrashRecord | None:
+    def find_oldest_tokenization(self) -> CrashRecord | None:
         """Return the record of the prompt that has been tokenized for the longest time; None if none is being
         tokenized."""
-        return _oldest(self._page[:], 1)
+        return _find_oldest(self._page[:], 1)
 
     def end(self) -> None:
         """Record the end of the native call."""
@@ -95,29 +95,30 @@ class CrashRecorder:
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def running_call(self) -> CrashRecord | None:
+    def read_running_call(self) -> CrashRecord | None:
         """Return the record of the running native call; None if none runs. Tokenization does not count."""
-        return parse(self._page[:])
+        return parse_slot(self._page[:])
 
 
-def new_page() -> int:
+def create_page() -> int:
     """Create a page to share with an engine process. Return its descriptor, which the caller closes."""
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())
 
 
-def read(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
-    """Return the native call that a page records after the death of its writer; None if none was running.
+def read_crash_record(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
+    """Read the record of the running native call from the shared memory page `descriptor`, after its process has ended.
 
-    That is the forward, or else the oldest tokenization. With `hung`, it is the oldest of all calls.
+    Prefer the forward; without one, return the tokenization that had run longest. With `hung`, return the call of
+    either kind that had run longest. Return None if no call was running.
     """
     page = os.pread(descriptor, SIZE, 0)
-    return _oldest(page, 0) if hung else parse(page) or _oldest(page, 1)
+    return _find_oldest(page, 0) if hung else parse_slot(page) or _find_oldest(page, 1)
 
 
-def parse(page: bytes, slot: int = 0) -> CrashRecord | None:
-    """Parse a slot of a page. Return None if the slot records no call or its content is invalid."""
+def parse_slot(page: bytes, slot: int = 0) -> CrashRecord | None:
+    """Parse the slot `slot` of a page. Return None if it records no call or its content is invalid."""
     at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():
@@ -126,6 +127,6 @@ def parse(page: bytes, slot: int = 0) -> CrashRecord | None:
     return CrashRecord(NativeCallKind(doing), request, name.decode(errors="replace"), since)
 
 
-def _oldest(page: bytes, first: int) -> CrashRecord | None:
-    found = [last for slot in range(first, SLOTS) if (last := parse(page, slot)) is not None]
+def _find_oldest(page: bytes, first: int) -> CrashRecord | None:
+    found = [last for slot in range(first, SLOTS) if (last := parse_slot(page, slot)) is not None]
     return min(found, key=lambda last: last.since, default=None)

@@ -33,8 +33,8 @@ ROUTES: Final = ("chat", "completions")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 
-class UnknownKindError(ValueError):
-    """Error of an engine kind that is unknown or misses a dependency; the text names the next step."""
+class EngineKindError(ValueError):
+    """Error of an engine kind that is unknown or lacks a dependency; the text names the next step."""
 
 
 class Halted(BaseException):
@@ -70,7 +70,7 @@ class CallRecording(Protocol):
         """Record the end of the native call."""
         ...
 
-    def reading(self, model: str, request: int = 0) -> AbstractContextManager[None]:
+    def record_tokenization(self, model: str, request: int = 0) -> AbstractContextManager[None]:
         """Record that this thread tokenizes a prompt for a model, until the context ends."""
         ...
 
@@ -144,16 +144,16 @@ class EngineFactory(Protocol):
         ...
 
 
-def builder(kind: str) -> EngineFactory:
-    """Import the module of an engine kind and return its `build`. Raise `UnknownKindError` if the kind is unknown or a
+def import_builder(kind: str) -> EngineFactory:
+    """Import the module of an engine kind and return its `build`. Raise `EngineKindError` if the kind is unknown or a
     library is not installed."""
     module = KINDS.get(kind)
     if module is None:
-        raise UnknownKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")
+        raise EngineKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")
     try:
         return cast("EngineFactory", importlib.import_module(module).build)
     except ImportError as error:
-        raise UnknownKindError(
+        raise EngineKindError(
             f"engine.kind is {kind}, and {error.name} is not installed: install macpool[node], or start the "
             "coordinator with --no-local-node"
         ) from None

@@ -35,16 +35,19 @@ log = structlog.get_logger("engine")
 class EngineLoop:
     """Loop that drives an engine on the thread that calls `run`.
 
-    `send` passes a frame to the agent. `reading` returns the record of the prompt that has been tokenized for the
-    longest time; None if there is none.
+    `send` passes a frame to the agent. `oldest_tokenization` returns the record of the prompt that has been tokenized
+    for the longest time; None if there is none.
     """
 
     def __init__(
-        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], CrashRecord | None] = lambda: None
+        self,
+        engine: Engine,
+        send: Callable[[Frame], None],
+        oldest_tokenization: Callable[[], CrashRecord | None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._send = send
-        self._reading = reading
+        self._oldest_tokenization = oldest_tokenization
         self._inbox: deque[Work] = deque()
         self._wake = threading.Condition()
         self._stopped = False
@@ -53,7 +56,7 @@ class EngineLoop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
-        self._unread, self._long = TokenizeQueue(), TokenizeQueue()
+        self._prompts, self._long_prompts = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
         """Enqueue work for the inference thread, from any thread."""
@@ -68,13 +71,13 @@ class EngineLoop:
             self._stopped = True
             self._wake.notify()
 
-    def busy(self, now: float) -> tuple[float, float]:
+    def measure_busy_seconds(self, now: float) -> tuple[float, float]:
         """Return the duration so far and the expected duration of the running native call, in seconds.
 
         Between native calls, return the duration of the iteration and 0; while idle, zeros. If a tokenizer hangs,
         return the times of its prompt instead. `now` is the monotonic time.
         """
-        read = self._reading()
+        read = self._oldest_tokenization()
         if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
             return now - read.since, TOKENIZE_EXPECTED_SECONDS
         call, turn = self._engine.running_call(), self._busy_since
@@ -85,32 +88,32 @@ class EngineLoop:
     def run(self) -> None:
         """Handle work and run steps on the calling thread, until `stop`."""
         while True:
-            work = self._next()
+            work = self._wait_for_work()
             if self._stopped:
                 return
             self._busy_since = time.monotonic()
             try:
-                self._turn(work)
+                self._run_iteration(work)
             except Halted:
                 return
             self._busy_since = None
 
-    def read(self) -> None:
+    def tokenize_prompts(self) -> None:
         """Tokenize admitted prompts of usual length, one after the other, on the calling thread. Never return."""
         while True:
-            self.put(self._unread.get().read())
+            self.put(self._prompts.get().tokenize())
 
-    def read_long(self) -> None:
+    def tokenize_long_prompts(self) -> None:
         """Tokenize admitted long texts, one after the other, on the calling thread. Never return."""
         while True:
-            self.put(self._long.get().read())
+            self.put(self._long_prompts.get().tokenize())
 
-    def _next(self) -> Sequence[Work]:
+    def _wait_for_work(self) -> Sequence[Work]:
         """Wait until a frame arrives or work is due; return the inbox."""
         with self._wake:
             while not self._inbox and not self._stopped:
                 now = time.monotonic()
-                due = self._due(now)
+                due = self._find_due_time(now)
                 if due is not None and due <= now:
                     break
                 self._wake.wait(None if due is None else due - now)
@@ -118,27 +121,27 @@ class EngineLoop:
             self._inbox.clear()
         return work
 
-    def _due(self, now: float) -> float | None:
+    def _find_due_time(self, now: float) -> float | None:
         times = [when for when in (self._engine.next_step_at(now), self._publish_at) if when is not None]
         return min(times, default=None)
 
-    def _turn(self, work: Sequence[Work]) -> None:
+    def _run_iteration(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
         for one in work:
-            self._answer(self._engine.handle(one, now))
+            self._route(self._engine.handle(one, now))
         due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
         if worked:
-            self._answer(self._engine.step(now))
+            self._route(self._engine.step(now))
         if (work or worked) and self._publish_at is None:
             self._publish_at = max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS)
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
-    def _answer(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
+    def _route(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
         for frame in frames:
             if isinstance(frame, UntokenizedPrompt):
-                (self._long if frame.long else self._unread).put(frame)
+                (self._long_prompts if frame.is_long else self._prompts).put(frame)
             else:
                 self._send(frame)
 

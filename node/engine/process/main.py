@@ -32,7 +32,7 @@ import structlog
 
 from host.log_setup import log_to_stderr
 from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.process.interface import Engine, UnknownKindError, builder
+from node.engine.process.interface import Engine, EngineKindError, import_builder
 from node.engine.process.loop import EngineLoop
 from node.settings import NodeSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
@@ -55,12 +55,12 @@ log = structlog.get_logger("engine")
 class FrameWriter:
     """Sender of frames to the agent: any thread enqueues frames without waiting, one thread sends them in order.
 
-    `line` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that does not
-    read.
+    `connection` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that
+    does not read.
     """
 
-    def __init__(self, line: socket.socket, on_stuck: Callable[[], None]) -> None:
-        self._line = line
+    def __init__(self, connection: socket.socket, on_stuck: Callable[[], None]) -> None:
+        self._connection = connection
         self._on_stuck = on_stuck
         self._unsent: deque[bytes] = deque()
         self._size = 0
@@ -86,32 +86,32 @@ class FrameWriter:
                 batch = b"".join(self._unsent)
                 self._unsent.clear()
             try:
-                self._line.sendall(batch)
+                self._connection.sendall(batch)
             except OSError:
                 return
             with self._wake:
                 self._size -= len(batch)
 
 
-def read_settings(line: socket.socket) -> NodeSettings:
+def read_settings(connection: socket.socket) -> NodeSettings:
     """Read the settings that precede all frames. Raise `EOFError` if the agent has closed the socket, `ValueError` for
     invalid settings."""
-    length = int.from_bytes(_exactly(line, 4), "big")
+    length = int.from_bytes(_receive_exactly(connection, 4), "big")
     if length > MAX_SETTINGS_BYTES:
         raise ValueError(f"settings of {length} bytes")
-    return msgspec.json.decode(_exactly(line, length), type=NodeSettings)
+    return msgspec.json.decode(_receive_exactly(connection, length), type=NodeSettings)
 
 
-def settings_message(settings: NodeSettings) -> bytes:
+def encode_settings(settings: NodeSettings) -> bytes:
     """Return the message with the settings (`u32 length | JSON`), which the agent sends before all frames."""
     body = msgspec.json.encode(settings)
     return len(body).to_bytes(4, "big") + body
 
 
-def _exactly(line: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
     data = b""
     while len(data) < count:
-        piece = line.recv(count - len(data))
+        piece = connection.recv(count - len(data))
         if not piece:
             raise EOFError
         data += piece
@@ -168,65 +168,65 @@ class ProcessExit:
         return run
 
 
-def read_frames(line: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
+def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
     """Receive frames until a `StopEngine` or the end of the socket: prepare each for the loop, and answer pings.
 
     Return the seconds that this process may then still run. Raise `WireError` for an invalid frame, `OSError` if the
     socket fails.
     """
     splitter = Splitter(longest=MAX_JOINED_BYTES)
-    while data := line.recv(READ_BYTES):
+    while data := connection.recv(READ_BYTES):
         for tag, body in splitter.feed(data):
             frame = decode(tag, body)
             if isinstance(frame, StopEngine):
                 return frame.seconds
             if isinstance(frame, Ping):
-                writer.send(Pong(frame.nonce, *loop.busy(time.monotonic())))
+                writer.send(Pong(frame.nonce, *loop.measure_busy_seconds(time.monotonic())))
             work = engine.prepare(frame)
             if work is not None:
                 loop.put(work)
     return EXIT_TIMEOUT_SECONDS
 
 
-def serve(line: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
+def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process. Return an exit code only if the start fails.
 
     The process also ends with a byte from the descriptor `terminations`.
     """
     try:
-        settings = read_settings(line)
-        engine = builder(settings.engine.kind)(settings, recorder)
+        settings = read_settings(connection)
+        engine = import_builder(settings.engine.kind)(settings, recorder)
     except EOFError:
         return 0
-    except (ValueError, UnknownKindError) as error:
+    except (ValueError, EngineKindError) as error:
         log.error("settings", error=str(error))  # noqa: TRY400 the sentence is for a person
         return EXIT_SETTINGS
-    writer = FrameWriter(line, lambda: ending.request(EXIT_FAILED))
-    loop = EngineLoop(engine, writer.send, recorder.oldest_read)
-    ending = ProcessExit(engine, loop)
+    writer = FrameWriter(connection, lambda: process_exit.request(EXIT_FAILED))
+    loop = EngineLoop(engine, writer.send, recorder.find_oldest_tokenization)
+    process_exit = ProcessExit(engine, loop)
 
-    def read() -> None:
+    def receive_until_end() -> None:
         try:
-            ending.exit_within(read_frames(line, engine, loop, writer))
+            process_exit.exit_within(read_frames(connection, engine, loop, writer))
         except WireError as error:
             log.error("wire", error=str(error))  # noqa: TRY400 the sentence is for a person
-            ending.request(EXIT_FAILED)
+            process_exit.request(EXIT_FAILED)
         except OSError:
             return  # the agent is gone, as at the end of its socket
 
-    threading.Thread(target=ending.run_engine, name="inference", daemon=True).start()
+    threading.Thread(target=process_exit.run_engine, name="inference", daemon=True).start()
     others = {
         "writer": writer.run,
-        "prompts": loop.read,
-        "long prompts": loop.read_long,
+        "prompts": loop.tokenize_prompts,
+        "long prompts": loop.tokenize_long_prompts,
         "watchdog": lambda: os.read(terminations, 1),
     }
     for name, work in others.items():
-        threading.Thread(target=ending.guard_thread(work), name=name, daemon=True).start()
-    return ending.guard_thread(read)()
+        threading.Thread(target=process_exit.guard_thread(work), name=name, daemon=True).start()
+    return process_exit.guard_thread(receive_until_end)()
 
 
-def _terminations() -> int:
+def _open_termination_pipe() -> int:
     """Return a descriptor that becomes readable after SIGTERM, whichever thread the system delivers it to. The
     interpreter writes to it in the signal handler itself. A signal mask would not do, because native libraries start
     threads before it could be set."""
@@ -247,7 +247,7 @@ def main() -> None:
     log_to_stderr()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = serve(socket.socket(fileno=given.socket), CrashRecorder(given.page), _terminations())
+    code = serve(socket.socket(fileno=given.socket), CrashRecorder(given.page), _open_termination_pipe())
     sys.stderr.flush()
     os._exit(code)
 

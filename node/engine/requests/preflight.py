@@ -22,7 +22,7 @@ class RequestShape:
     """Prompt tokens."""
     limit: int
     """Maximum tokens of one answer."""
-    promised: int
+    answer_tokens: int
     """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
     choices: int
     """Number of choices."""
@@ -30,15 +30,15 @@ class RequestShape:
     @property
     def length(self) -> int:
         """Committed tokens of a row: prompt and expected answer."""
-        return self.prompt + self.promised
+        return self.prompt + self.answer_tokens
 
-    def of(self, choices: int) -> "RequestShape":
+    def replace_choices(self, choices: int) -> "RequestShape":
         """Return this shape with another number of choices: a resumed request may have some that have ended."""
-        return RequestShape(self.prompt, self.limit, self.promised, choices)
+        return RequestShape(self.prompt, self.limit, self.answer_tokens, choices)
 
 
-def shape_of(request: Generate, prompt: int, natural: int, context: int) -> RequestShape:
-    """Return the size of a request with `prompt` prompt tokens. `natural` is the length of an answer without
+def compute_shape(request: Generate, prompt: int, default_limit: int, context: int) -> RequestShape:
+    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the length of an answer without
     max_tokens, `context` that of the model, both in tokens.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
@@ -46,13 +46,13 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Requ
     """
     max_tokens = request.params.max_tokens
     known = max(map(len, request.resume), default=0)
-    limit = max_tokens if max_tokens is not None else max(1, min(natural, context - prompt))
+    limit = max_tokens if max_tokens is not None else max(1, min(default_limit, context - prompt))
     if max_tokens is None and known > limit:
         limit = known + 1
     return RequestShape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 
 
-def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
+def refuse_impossible(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
     """Return the refusal of a request that no state of the memory would allow; None if one might.
 
     `batch` is the maximum number of rows that decode together.
@@ -77,12 +77,12 @@ def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int)
     return None
 
 
-def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | None:
+def refuse_too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | None:
     """Return the refusal, with all numbers, of a request that does not fit even on the idle node; None if it would
     fit."""
-    if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
+    if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.answer_tokens, shape.choices):
         return None
-    needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
+    needed = arithmetic.alone_bytes(model, shape.prompt, shape.answer_tokens, shape.choices)
     holds = max(0, arithmetic.most_bytes(memory))
     numbers = MemoryNumbers(
         needed + memory.margin,
@@ -105,7 +105,9 @@ def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | No
     )
 
 
-def admit(shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate) -> Refused | None:
+def refuse_without_room(
+    shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate
+) -> Refused | None:
     """Return the refusal if `cost` bytes cannot be committed now, else None.
 
     The refusal distinguishes a request that can never fit from one that does not fit now.
@@ -114,5 +116,5 @@ def admit(shape: RequestShape, memory: Memory, model: Model, cost: int, gate: Me
     if not isinstance(answer, Refused):
         return None
     if answer.code is RefusalCode.NO_ROOM:
-        return too_large(shape, memory, model) or answer
+        return refuse_too_large(shape, memory, model) or answer
     return answer

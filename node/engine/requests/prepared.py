@@ -24,7 +24,7 @@ class GrammarCursor(Protocol):
         it."""
         ...
 
-    def mask(self) -> bytes | None:
+    def compute_mask(self) -> bytes | None:
         """Return the allowed next tokens, one bit each, lowest first; None if any token is allowed.
 
         Raise `matcher.GrammarFailed` if no token can follow.
@@ -35,7 +35,7 @@ class GrammarCursor(Protocol):
 class GrammarFactory(Protocol):
     """Compiled grammar that all answers of a request must match. The implementation is `compiler.CompiledGrammar`."""
 
-    def begin(self) -> GrammarCursor:
+    def create_cursor(self) -> GrammarCursor:
         """Return the state at the start of an answer."""
         ...
 
@@ -50,8 +50,8 @@ class PreparedRequest:
     """Tokens of the whole prompt."""
     eos: frozenset[int] = frozenset()
     """Tokens that end an answer."""
-    pipeline_of: "Callable[[int], TextPipeline] | None" = None
-    """`pipeline_of(choice)` returns a new text pipeline for this choice; None with `refused`."""
+    create_pipeline: "Callable[[int], TextPipeline] | None" = None
+    """`create_pipeline(choice)` returns a new text pipeline for this choice; None with `refused`."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
     """`token_bytes(token)` returns the bytes of a token's text."""
     refused: Refused | None = None

@@ -1,8 +1,8 @@
 """Request preparation: tokenize a request or refuse it for good, on the I/O thread or on the prompt threads.
 
 MLX is not used here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a
-tokenizer is loaded or a grammar compiled, which the I/O thread never does (`inline`). A refusal concerns one request or
-its model, and affects no other request. The inference thread checks the memory.
+tokenizer is loaded or a grammar compiled, which the I/O thread never does (`can_prepare_inline`). A refusal concerns
+one request or its model, and affects no other request. The inference thread checks the memory.
 """
 
 import threading
@@ -17,7 +17,7 @@ from node.engine.grammar.tool_spec import UnsupportedSchema
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedRequest
-from node.engine.requests.tokenize_admission import text_bytes
+from node.engine.requests.tokenize_admission import count_text_bytes
 from node.engine.text.detokenizer import TextPipeline
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError, TooLong
@@ -43,17 +43,17 @@ class RequestPreparer:
 
     def __init__(
         self,
-        library: ModelCatalogue,
+        catalogue: ModelCatalogue,
         context: Callable[[ModelDescriptor], int] = lambda found: found.context,
         *,
         barred: Callable[[ModelDescriptor], str] = lambda found: found.cause,
         recorder: CallRecording | None = None,
         trials: TokenizerTrials | None = None,
     ) -> None:
-        self._library = library
+        self._catalogue = catalogue
         self._context = context
         self._barred = barred
-        self._reading = _unrecorded if recorder is None else recorder.reading
+        self._record_tokenization = _skip_recording if recorder is None else recorder.record_tokenization
         self._trials = trials
         self._tokenizers: dict[str, Tokenizer] = {}
         self._grammars = GrammarCompiler()
@@ -64,40 +64,44 @@ class RequestPreparer:
         """Loaded tokenizers, by the text `folder:fingerprint` of their model."""
         return self._tokenizers
 
-    def inline(self, frame: Generate | CountTokens) -> bool:
+    def can_prepare_inline(self, frame: Generate | CountTokens) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
         grammar. Return True as well if the model cannot be served."""
-        found = self._library.find_fresh(frame.model)
+        found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return True
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
-        return not guided and _key(found) in self._tokenizers and not self.need(frame)
+        return not guided and _get_key(found) in self._tokenizers and not self.compute_need_bytes(frame)
 
-    def need(self, frame: Generate | CountTokens) -> int:
+    def compute_need_bytes(self, frame: Generate | CountTokens) -> int:
         """Return the transient bytes of tokenizing this prompt, with those of loading and trying its tokenizer. Return
         0 if the gate need not check them."""
-        found = self._library.find_fresh(frame.model)
+        found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
-        tokenizer = self._tokenizers.get(_key(found))
+        tokenizer = self._tokenizers.get(_get_key(found))
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
-        files = _files(Path(found.folder))
-        trial = self._trials.need(found.fingerprint, files) if self._trials is not None and tokenizer is None else 0
+        files = _measure_files(Path(found.folder))
+        trial = (
+            self._trials.compute_need_bytes(found.fingerprint, files)
+            if self._trials is not None and tokenizer is None
+            else 0
+        )
         return trial + reading_bytes(
-            text_bytes(frame),
+            count_text_bytes(frame),
             files,
             loads=tokenizer is None,
-            guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
+            guides=guided and (tokenizer is None or not self._grammars.has_tables_for(tokenizer)),
             context=self._context(found) if isinstance(frame, Generate) else 0,
         )
 
-    def features(self, found: ModelDescriptor) -> tuple[str, ...]:
+    def list_features(self, descriptor: ModelDescriptor) -> tuple[str, ...]:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
         Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
         for a refusal.
         """
-        tokenizer = self._tokenizers.get(_key(found))
+        tokenizer = self._tokenizers.get(_get_key(descriptor))
         missing: set[str] = set()
         if tokenizer is not None:
             missing |= {"tools"}.difference(tokenizer.features)
@@ -108,13 +112,13 @@ class RequestPreparer:
         """Tokenize a request and compile its grammar, or refuse the request. Never raise, because the calling threads
         must not end."""
         try:
-            with self._reading(request.model, request.request):
-                return self._prepared(request)
+            with self._record_tokenization(request.model, request.request):
+                return self._prepare(request)
         except Exception as error:
             log.exception("prepare", request=request.request, request_id=request.request_id)
-            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
+            return _refuse(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
-    def count(self, question: CountTokens) -> Finished | Refusal:
+    def count_tokens(self, question: CountTokens) -> Finished | Refusal:
         """Count the tokens of a prompt. Return `Finished` with the count, or the refusal. Never raise."""
         request = Generate(
             question.request,
@@ -128,11 +132,11 @@ class RequestPreparer:
             template=question.template,
         )
         try:
-            tokenizer = self._for(request)
+            tokenizer = self._get_tokenizer(request)
             if isinstance(tokenizer, Refused):
                 return Refusal(question.request, tokenizer)
-            with self._reading(question.model, question.request):
-                return Finished(question.request, (), tokenizer.count(request), 0)
+            with self._record_tokenization(question.model, question.request):
+                return Finished(question.request, (), tokenizer.count_tokens(request), 0)
         except TemplateFailed as error:
             return Refusal(
                 question.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
@@ -144,44 +148,44 @@ class RequestPreparer:
                 Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}"),
             )
 
-    def _for(self, request: Generate) -> Tokenizer | Refused:
+    def _get_tokenizer(self, request: Generate) -> Tokenizer | Refused:
         """Return the tokenizer of a request's model, or the refusal if there is none."""
-        found = self._library.find_fresh(request.model)
+        found = self._catalogue.find_fresh(request.model)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}")
         if cause := self._barred(found):
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         try:
-            tokenizer = self.tokenizer(found)
+            tokenizer = self.load_tokenizer(found)
         except TokenizerError as error:
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
         if request.tools and "tools" not in tokenizer.features:
             return Refused(RefusalCode.UNSUPPORTED, f"{found.name} does not support tools: its chat template has none")
         return tokenizer
 
-    def _prepared(self, request: Generate) -> PreparedRequest:
-        tokenizer = self._for(request)
+    def _prepare(self, request: Generate) -> PreparedRequest:
+        tokenizer = self._get_tokenizer(request)
         if isinstance(tokenizer, Refused):
             return PreparedRequest(request, refused=tokenizer)
-        found = self._library.find(request.model)
+        found = self._catalogue.find(request.model)
         most = 0 if found is None else self._context(found)
         try:
-            prompt = tokenizer.prompt(request, most)
-            grammar = self._grammar(request, tokenizer, prompt)
-            shared = tokenizer.shared(request, prompt)
+            prompt = tokenizer.tokenize_request(request, most)
+            grammar = self._compile_grammar(request, tokenizer, prompt)
+            shared = tokenizer.count_shared_tokens(request, prompt)
         except TooLong as error:
             text = f"{error}; the context of {request.model} is {most}: shorten the prompt"
-            return _refused(request, RefusalCode.CONTEXT, text)
+            return _refuse(request, RefusalCode.CONTEXT, text)
         except TemplateFailed as error:
-            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
+            return _refuse(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
         except UnsupportedSchema as error:
-            return _refused(request, RefusalCode.INVALID, str(error))
+            return _refuse(request, RefusalCode.INVALID, str(error))
         params = request.params
 
-        def pipeline_of(choice: int) -> TextPipeline:
+        def create_pipeline(choice: int) -> TextPipeline:
             if request.text or request.ids:
-                return tokenizer.plain_pipeline(params.stop)
-            return tokenizer.pipeline(
+                return tokenizer.create_plain_pipeline(params.stop)
+            return tokenizer.create_pipeline(
                 request.request_id,
                 choice,
                 params.stop,
@@ -195,54 +199,58 @@ class RequestPreparer:
             request,
             tuple(prompt.ids),
             tokenizer.eos,
-            pipeline_of,
+            create_pipeline,
             tokenizer.token_bytes,
             grammar=grammar,
             shared=shared,
         )
 
-    def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: TokenizedPrompt) -> CompiledGrammar | None:
+    def _compile_grammar(
+        self, request: Generate, tokenizer: Tokenizer, prompt: TokenizedPrompt
+    ) -> CompiledGrammar | None:
         """Compile the grammar of a request. Raise `UnsupportedSchema` on any error."""
         spec = request.params.grammar
         if spec is None:
             return None
         try:
             with self._compiling:
-                return self._grammars.compile(tokenizer, spec, request.tools, prompt, one=request.params.one_call)
+                return self._grammars.compile(tokenizer, spec, request.tools, prompt, one_call=request.params.one_call)
         except UnsupportedSchema:
             raise
         except Exception as error:
             log.exception("grammar", request=request.request, request_id=request.request_id)
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
-    def tokenizer(self, found: ModelDescriptor) -> Tokenizer:
+    def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
         the load fails."""
-        tokenizer = self._tokenizers.get(_key(found))
+        tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer
         with self._loading:
-            tokenizer = self._tokenizers.get(_key(found))  # another thread may have loaded it meanwhile
+            tokenizer = self._tokenizers.get(_get_key(descriptor))  # another thread may have loaded it meanwhile
             if tokenizer is None:
                 if self._trials is not None:
-                    self._trials.run(Path(found.folder), found.fingerprint, _files(Path(found.folder)))
-                tokenizer = self._tokenizers[_key(found)] = load(Path(found.folder))
+                    self._trials.run(
+                        Path(descriptor.folder), descriptor.fingerprint, _measure_files(Path(descriptor.folder))
+                    )
+                tokenizer = self._tokenizers[_get_key(descriptor)] = load(Path(descriptor.folder))
         return tokenizer
 
 
-def _unrecorded(model: str, request: int = 0) -> AbstractContextManager[None]:
+def _skip_recording(model: str, request: int = 0) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _key(found: ModelDescriptor) -> str:
-    return f"{found.folder}:{found.fingerprint}"
+def _get_key(descriptor: ModelDescriptor) -> str:
+    return f"{descriptor.folder}:{descriptor.fingerprint}"
 
 
-def _files(folder: Path) -> int:
+def _measure_files(folder: Path) -> int:
     """Return the bytes of a tokenizer's files; 0 if none can be read, which its load will report."""
     sizes = (path.stat().st_size for name in FILES if (path := folder / name).is_file())
     return sum(sizes)
 
 
-def _refused(request: Generate, code: RefusalCode, message: str) -> PreparedRequest:
+def _refuse(request: Generate, code: RefusalCode, message: str) -> PreparedRequest:
     return PreparedRequest(request, refused=Refused(code, message))

@@ -66,7 +66,7 @@ class Row:
         return self.rebuilt
 
     def add_id(self, token: int) -> None:
-        """Add a generated token to the ids and the unsent tokens. `read` adds its text."""
+        """Add a generated token to the ids and the unsent tokens. `add_token_text` adds its text."""
         self.commitment.record_token()
         self.ids.append(token)
         self.new.append(token)
@@ -75,13 +75,14 @@ class Row:
         """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again."""
         for token in ids:
             self.ids.append(token)
-            self.read(token)
+            self.add_token_text(token)
             if self.reason:
                 break
         self.pieces, self.resumed_tokens = [], len(self.ids)
 
-    def read(self, token: int) -> None:
-        """Add the text of the newest token id, and end the answer if this id, a stop string or the limit ends it."""
+    def add_token_text(self, token: int) -> None:
+        """Add the text of `token`, which is already the last of `ids`. End the answer at an end token, a stop string or
+        the limit. An end token adds no text of its own."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self.finish("stop")
@@ -100,7 +101,7 @@ class Row:
         self.reason = ended
         self.pieces += pieces
 
-    def token_ids(self) -> list[int]:
+    def list_token_ids(self) -> list[int]:
         """Return all known token ids: prompt and answer so far."""
         return [*self.sequence.prompt, *self.ids]
 
@@ -118,7 +119,7 @@ class Row:
                 pieces.append((channel, text))
         most = MAX_DELTAS
         if sum(len(text) for _, text in pieces) > LONG_CHARACTERS:
-            most, pieces = 1, [part for piece in pieces for part in _cut(*piece)]
+            most, pieces = 1, [part for piece in pieces for part in _cut_text(*piece)]
         deltas = [
             Delta(
                 self.sequence.number,
@@ -137,7 +138,7 @@ _JOINABLE = frozenset({0, 1})
 """Channels whose text can be joined (content, reasoning); a tool call is a piece of its own."""
 
 
-def _cut(channel: int, text: str) -> list[tuple[int, str]]:
+def _cut_text(channel: int, text: str) -> list[tuple[int, str]]:
     if channel not in _JOINABLE:
         return [(channel, text)]
     return [(channel, text[at : at + LONG_CHARACTERS]) for at in range(0, len(text), LONG_CHARACTERS)]
@@ -170,7 +171,7 @@ class Sequence:
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
-    """Hash of the prompt (`prefix_store.hash_of`); empty if the prefix cache does not store the prompt."""
+    """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
     """Whether it was preempted for a key that held less memory; it then returns in turn with all other requests."""
 
@@ -187,7 +188,7 @@ class Sequence:
     @property
     def width(self) -> int:
         """Number of rows that have not ended."""
-        return sum(1 for _ in self.active_rows())
+        return sum(1 for _ in self.iterate_active_rows())
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -205,12 +206,12 @@ class Sequence:
         cached as well."""
         return min(self.cached, self.shape.prompt)
 
-    def begin(self, now: float) -> None:
+    def mark_begun(self, now: float) -> None:
         """Record the start of the first prefill at the monotonic time `now`."""
         if not self.begun:
             self.begun = now
 
-    def join(self, now: float) -> None:
+    def mark_joined(self, now: float) -> None:
         """Record a join at the monotonic time `now`; the first one ends the prefill of the request."""
         if not self.joined:
             self.joined = self.last_token_at = now
@@ -219,24 +220,24 @@ class Sequence:
         """Record that output is sent at the monotonic time `now`."""
         self.last_token_at = now
 
-    def hash_prompt(self, prompt_hash: bytes) -> None:
+    def set_prompt_hash(self, prompt_hash: bytes) -> None:
         """Set the hash of the prompt, because the prefix cache stores it."""
         self.prompt_hash = prompt_hash
 
-    def count_cached(self, tokens: int) -> None:
+    def set_cached(self, tokens: int) -> None:
         """Set the number of tokens found in the prefix cache. Rows that return after the first join do not change
         it."""
         if not self.joined:
             self.cached = tokens
 
-    def yield_memory(self) -> None:
+    def mark_yielded(self) -> None:
         """Record that it is preempted for a key that holds less memory."""
         self.yielded = True
 
     @property
     def holds_memory(self) -> bool:
         """Return whether any row has written tokens."""
-        return any(row.commitment.written for row in self.active_rows())
+        return any(row.commitment.stored_tokens for row in self.iterate_active_rows())
 
     @property
     def age(self) -> tuple[float, int]:
@@ -248,6 +249,6 @@ class Sequence:
         """Return whether any token that this node generated was sent."""
         return any(len(row.ids) > len(row.new) + row.resumed_tokens for row in self.rows)
 
-    def active_rows(self) -> Iterator[Row]:
+    def iterate_active_rows(self) -> Iterator[Row]:
         """Return an iterator over the rows that have not ended."""
         return (row for row in self.rows if not row.reason)

@@ -7,8 +7,8 @@ times. No estimate of a forward covers these bytes.
 A prompt for which `arithmetic.reading_bytes` counts any is therefore checked on the inference thread, as a forward
 would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long texts.
 A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys. The
-I/O thread prepares short prompts itself (`RequestPreparer.inline`), because it must answer pings, limits and cancels
-without a wait.
+I/O thread prepares short prompts itself (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits
+and cancels without a wait.
 
     I/O thread                       inference thread              prompt threads
     not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize
@@ -38,7 +38,7 @@ class UntokenizedPrompt:
     """The request, or the order to count its tokens."""
     need: int
     """Transient bytes of its tokenization; 0 if they need no check of the gate."""
-    read: Callable[[], "TokenizeResult"]
+    tokenize: Callable[[], "TokenizeResult"]
     """Tokenizes the prompt, on any thread. Never raises."""
 
     @property
@@ -47,9 +47,9 @@ class UntokenizedPrompt:
         return self.frame.owner.name
 
     @property
-    def long(self) -> bool:
+    def is_long(self) -> bool:
         """Return whether the prompt belongs to the thread for long texts."""
-        return text_bytes(self.frame) > LONG_PROMPT_BYTES
+        return count_text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class TokenizeResult:
     """Tokenized request, or the answer to an order to count tokens."""
 
 
-def text_bytes(frame: Generate | CountTokens) -> int:
+def count_text_bytes(frame: Generate | CountTokens) -> int:
     """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte."""
     texts = [frame.tools]
     for message in frame.messages:
@@ -74,7 +74,7 @@ def text_bytes(frame: Generate | CountTokens) -> int:
     return ids + sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
 
 
-def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refused | None:
+def refuse_too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refused | None:
     """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node; None if it
     could.
 
@@ -97,8 +97,8 @@ def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refuse
     return Refused(
         RefusalCode.TOO_LARGE,
         (
-            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} for tokenization, this node can give "
-            f"{show_size(holds)}: shorten the prompt"
+            f"{count_text_bytes(frame)} bytes of text need up to {show_size(need)} for tokenization, "
+            f"this node can give {show_size(holds)}: shorten the prompt"
         ),
         numbers,
     )

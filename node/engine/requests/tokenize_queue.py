@@ -13,23 +13,23 @@ class TokenizeQueue:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[str, deque[UntokenizedPrompt]] = {}
+        self._queues: dict[str, deque[UntokenizedPrompt]] = {}
         self._changed = threading.Condition()
 
-    def put(self, unread: UntokenizedPrompt) -> None:
+    def put(self, prompt: UntokenizedPrompt) -> None:
         """Enqueue a prompt after the earlier prompts of its key."""
         with self._changed:
-            self._lanes.setdefault(unread.key, deque()).append(unread)
+            self._queues.setdefault(prompt.key, deque()).append(prompt)
             self._changed.notify()
 
     def get(self) -> UntokenizedPrompt:
         """Wait for a prompt. Remove and return the oldest of the key whose turn it is."""
         with self._changed:
-            while not self._lanes:
+            while not self._queues:
                 self._changed.wait()
-            key = next(iter(self._lanes))
-            lane = self._lanes.pop(key)
-            unread = lane.popleft()
+            key = next(iter(self._queues))
+            lane = self._queues.pop(key)
+            prompt = lane.popleft()
             if lane:
-                self._lanes[key] = lane  # after all other keys
-            return unread
+                self._queues[key] = lane  # after all other keys
+            return prompt

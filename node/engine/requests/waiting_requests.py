@@ -37,11 +37,11 @@ class WaitingRequests:
     def __contains__(self, number: int) -> bool:
         return number in self._for_model
 
-    def tokens(self) -> int:
+    def count_tokens(self) -> int:
         """Return the prompt tokens of all requests that wait for their model."""
         return sum(one.prepared.tokens for one in self._for_model.values())
 
-    def reserved_bytes(self) -> int:
+    def compute_reserved_bytes(self) -> int:
         """Return the bytes that are reserved for all of them."""
         rows = sum(one.reserved_bytes for one in self._for_model.values())
         return rows + sum(need for need, _ in self._in_tokenization.values())
@@ -59,13 +59,13 @@ class WaitingRequests:
     def take_next(self, model: str) -> WaitingForModel | None:
         """Remove and return the first request that waits for a model; None if there is none. All later
         requests stay reserved."""
-        return self._for_model.pop(self.first_for(model), None)
+        return self._for_model.pop(self.find_first(model), None)
 
     def is_awaited(self, model: str) -> bool:
         """Return whether a request waits for this model."""
         return any(one.model == model for one in self._for_model.values())
 
-    def first_for(self, model: str) -> int:
+    def find_first(self, model: str) -> int:
         """Return the number of the first request that waits for a model; 0 if there is none."""
         return next((number for number, one in self._for_model.items() if one.model == model), 0)
 

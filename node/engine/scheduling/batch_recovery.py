@@ -22,7 +22,7 @@ from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
 from node.engine.scheduling.rules.row_state import RowEvent
-from node.engine.scheduling.step_output import StepOutput, finished
+from node.engine.scheduling.step_output import StepOutput, build_finished
 from wire.frames import Failed, Refusal
 from wire.refusals import FailureCode, Refused
 from wire.state_machine import IllegalEventError
@@ -52,7 +52,7 @@ class BatchRecovery:
         self._prefixes = prefixes
         self._loaded_models = loaded_models
 
-    def model_of(self, sequence: Sequence) -> LoadedModel:
+    def get_model(self, sequence: Sequence) -> LoadedModel:
         """Return the loaded model of a live request."""
         return self._loaded_models()[sequence.request.model]
 
@@ -61,11 +61,11 @@ class BatchRecovery:
     ) -> None:
         """Queue a prefill of `ids` after its lookup in the prefix cache, with `first` at the start."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
-        self._prefixes.begin(prefill)
-        self._requests.queue(prefill, first=first)
+        self._prefixes.begin_lookup(prefill)
+        self._requests.enqueue(prefill, first=first)
 
     @contextmanager
-    def contained(self, sequence: Sequence) -> Generator[None]:
+    def fail_on_illegal_event(self, sequence: Sequence) -> Generator[None]:
         """End a request as failed where an event is illegal for one of its rows, which is an error of this program."""
         try:
             yield
@@ -76,33 +76,35 @@ class BatchRecovery:
                 request_id=sequence.request.request_id,
                 error=str(error),
             )
-            self.fail(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
+            self.fail_request(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
 
     def store_rows(self, loaded_model: LoadedModel, rows: Iterable[Row]) -> None:
         """Store the tokens of rows in the prefix cache, before they leave their batches."""
         for row in rows:
-            number = loaded_model.ledger.batch_of(row.commitment)
+            number = loaded_model.ledger.get_batch_number(row.commitment)
             batch = self._batches.get(loaded_model, number)
             if batch is None:
                 continue
             try:
                 self._prefixes.store_row(loaded_model, row, batch)
             except Exception as error:
-                self.rebuild(loaded_model, number, error)
+                self.rebuild_batch(loaded_model, number, error)
 
-    def rebuild(self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()) -> None:
+    def rebuild_batch(
+        self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()
+    ) -> None:
         """Discard a batch whose object raised; prefill its rows again from their ids."""
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
             return
         self._prefixes.invalidate(loaded_model.name)
         known = {id(row) for row in failing}
-        rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
-        log.warning("rebuild", model=loaded_model.name, rows=len(rows), error=text_of(error))
+        rows = [row for row in batch.list_rows() if id(row) not in known and not row.reason]
+        log.warning("rebuild", model=loaded_model.name, rows=len(rows), error=format_error(error))
         for row in rows:
             if row.reason:  # its request failed by an earlier row of this loop
                 continue
-            with self.contained(row.sequence):
+            with self.fail_on_illegal_event(row.sequence):
                 self._rebuild_row(loaded_model, row, error)
         release_free_memory()
 
@@ -110,17 +112,19 @@ class BatchRecovery:
         row.apply(RowEvent.BATCH_BROKEN)
         row.commitment.reset()
         if row.count_rebuild() > MAX_REBUILDS:
-            self.fail(
-                row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}"
+            self.fail_request(
+                row.sequence,
+                FailureCode.ENGINE_ERROR,
+                f"the engine failed twice on this request: {format_error(error)}",
             )
             return
         row.apply(RowEvent.REQUEUED)
-        self.queue_prefill(loaded_model, row.sequence, [row], row.token_ids(), first=True)
+        self.queue_prefill(loaded_model, row.sequence, [row], row.list_token_ids(), first=True)
 
-    def drop(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
+    def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger."""
-        self._batches.spoil_step()
-        for number in {loaded_model.ledger.batch_of(row.commitment) for row in rows}:
+        self._batches.invalidate_step()
+        for number in {loaded_model.ledger.get_batch_number(row.commitment) for row in rows}:
             batch = self._batches.get(loaded_model, number)
             if batch is not None:
                 self._drop_from(loaded_model, number, batch, rows)
@@ -129,9 +133,9 @@ class BatchRecovery:
 
     def _drop_from(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
         try:
-            batch.drop(rows)
+            batch.drop_rows(rows)
         except Exception as error:
-            self.rebuild(loaded_model, number, error, failing=rows)
+            self.rebuild_batch(loaded_model, number, error, failing=rows)
             return
         if not len(batch):
             self._batches.pop(loaded_model, number)
@@ -141,31 +145,32 @@ class BatchRecovery:
         ended = [row for row in rows if row.reason and row.sequence in self._requests]
         if not ended:
             return
-        self._batches.spoil_step()
+        self._batches.invalidate_step()
         self.store_rows(loaded_model, ended)
-        self.drop(loaded_model, ended)
+        self.drop_rows(loaded_model, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
             # A batch that broke while its ended rows were copied or dropped may have ended the whole request.
-            if sequence in self._requests and not any(sequence.active_rows()):
+            if sequence in self._requests and not any(sequence.iterate_active_rows()):
                 self._requests.remove(loaded_model, sequence)
-                self._output.add_end(finished(sequence, now))
+                self._output.add_end(build_finished(sequence, now))
 
-    def release(self, sequence: Sequence) -> None:
+    def release_request(self, sequence: Sequence) -> None:
         """Remove a request in any state and release all its memory."""
-        loaded_model = self.model_of(sequence)
-        writing = list(sequence.active_rows())
+        loaded_model = self.get_model(sequence)
+        writing = list(sequence.iterate_active_rows())
         self._requests.clear_prefills(sequence)
         if not self._requests.end_preemption(sequence):
-            self.drop(loaded_model, writing)
+            self.drop_rows(loaded_model, writing)
         for row in writing:
             row.release()
         self._requests.remove(loaded_model, sequence)
         release_free_memory()
 
-    def end(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
+    def end_for_memory(self, sequence: Sequence, refused: Refused, code: str) -> None:
+        """End a request for lack of memory. Refuse it with `refused` if none of its tokens was delivered; else fail it
+        with `code`."""
         delivered = sequence.delivered
-        self.release(sequence)
+        self.release_request(sequence)
         log.warning(
             "ended",
             request=sequence.number,
@@ -178,15 +183,15 @@ class BatchRecovery:
         else:
             self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
 
-    def fail(self, sequence: Sequence, code: str, message: str) -> None:
+    def fail_request(self, sequence: Sequence, code: str, message: str) -> None:
         """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
         if sequence not in self._requests:
             return
-        self.release(sequence)
+        self.release_request(sequence)
         self._forwards.count_failure(by_engine=code != FailureCode.GRAMMAR_FAILED)
         self._output.add_end(Failed(sequence.number, code, message))
 
 
-def text_of(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Render an exception as one line of bounded length."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -11,7 +11,7 @@ NO_BATCHES: Mapping[int, DecodeBatch[Row]] = {}
 
 
 class BatchTable:
-    """Decode batches by model and batch number (`CommitmentLedger.batch_of`).
+    """Decode batches by model and batch number (`CommitmentLedger.get_batch_number`).
 
     `loaded_models()` returns the loaded models by name; batches are visited in their order.
     """
@@ -32,18 +32,18 @@ class BatchTable:
         if not self._batches:
             return
         for loaded_model in list(self._loaded_models().values()):
-            for number in list(self.of(loaded_model)):
+            for number in list(self.get_batches(loaded_model)):
                 batch = self.get(loaded_model, number)
                 if batch is not None:
                     yield loaded_model, number, batch
 
-    def of(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
+    def get_batches(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
         """Return the batches of a model by number."""
         return self._batches.get(loaded_model.name, NO_BATCHES)
 
     def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
         """Return a batch of a model; None if there is none of this number."""
-        return self.of(loaded_model).get(number)
+        return self.get_batches(loaded_model).get(number)
 
     def put(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
         """Add a batch, or do nothing if it is the present one."""
@@ -57,17 +57,17 @@ class BatchTable:
             self._batches.pop(loaded_model.name, None)
         return batch
 
-    def rows(self) -> int:
+    def count_rows(self) -> int:
         """Return the number of decoding rows."""
         return sum(len(batch) for batches in self._batches.values() for batch in batches.values())
 
-    def rows_by_key(self) -> Counter[str]:
+    def count_rows_by_key(self) -> Counter[str]:
         """Return the number of decoding rows of each API key."""
-        return Counter(row.sequence.request.owner.name for _, _, batch in self for row in batch.rows())
+        return Counter(row.sequence.request.owner.name for _, _, batch in self for row in batch.list_rows())
 
-    def step_seconds(self) -> float:
+    def sum_step_seconds(self) -> float:
         """Return the seconds of a step of all batches; 0 while no row decodes."""
-        return sum(one.stats.step_seconds * len(self.of(one)) for one in self._loaded_models().values())
+        return sum(one.stats.step_seconds * len(self.get_batches(one)) for one in self._loaded_models().values())
 
     def clear(self) -> None:
         """Release all batches, because the process ends."""
@@ -79,7 +79,7 @@ class BatchTable:
         """Record the mark (`MlxPeakTracker.marks`) of the last decode step, and whether its caches grew."""
         self._sample, self._grew = mark, grew
 
-    def spoil_step(self) -> None:
+    def invalidate_step(self) -> None:
         """Record that another call has allocated or freed memory since the last step, so that it cannot be measured."""
         self._sample = 0
 

@@ -12,8 +12,8 @@ tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
 - Exceptions: After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The
   caller discards the object and rebuilds the rows from their ids.
 
-Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop`, and `extract`
-copies one out.
+Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop_rows`, and
+`extract` copies one out.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,8 +25,8 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
 from node.engine.grammar.logits_mask import LogitsMask
-from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, nbytes_of
-from node.engine.scheduling.sampling import Processor, Sampler, greedy
+from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, sum_nbytes
+from node.engine.scheduling.sampling import Processor, Sampler, choose_greedily
 
 NO_STOPS = StopSequences()
 NO_LIMIT = 2**62
@@ -43,9 +43,9 @@ class RowSampler:
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
         self.error: Exception | None = None
         self.masker = masker
-        self.sampler = sampler if sampler is greedy else self._sample
+        self.sampler = sampler if sampler is choose_greedily else self._sample
         all_processors = processors if masker is None else (*processors, masker)
-        self.processors = tuple(self._guarded(processor) for processor in all_processors)
+        self.processors = tuple(self._guard(processor) for processor in all_processors)
         self._sampler = sampler
 
     def _sample(self, logprobs: mx.array) -> mx.array:
@@ -54,10 +54,10 @@ class RowSampler:
                 return self._sampler(logprobs)
             except Exception as error:
                 self.error = error
-        return greedy(logprobs)
+        return choose_greedily(logprobs)
 
-    def _guarded(self, processor: Processor) -> Processor:
-        def guarded(tokens: mx.array, logits: mx.array) -> mx.array:
+    def _guard(self, processor: Processor) -> Processor:
+        def run_guarded(tokens: mx.array, logits: mx.array) -> mx.array:
             if self.error is None:
                 try:
                     return processor(tokens, logits)
@@ -65,7 +65,7 @@ class RowSampler:
                     self.error = error
             return logits
 
-        return guarded
+        return run_guarded
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,7 @@ class NextToken(Generic[K]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRows(Generic[K]):
-    """Rows that `DecodeBatch.ready` has prepared for `admit`."""
+    """Rows that `DecodeBatch.prepare_rows` has prepared for `add_prepared`."""
 
     batch: GenerationBatch
     """Batch of these rows alone."""
@@ -129,41 +129,45 @@ class DecodeBatch(Generic[K]):
         `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. Exceptions of MLX
         and mlx-lm propagate; the whole batch must then be discarded.
         """
-        past, layers = list(ids), _merged(cache, len(joining))
-        drawn = [_drawn(one.guard, mx.array(past), logits) for one in joining]
+        past, layers = list(ids), _merge_cache(cache, len(joining))
+        drawn = [_draw_first(one.guard, mx.array(past), logits) for one in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
-        made = self._made(joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn])
-        self.admit(made)
+        pending = self._build_pending(
+            joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn]
+        )
+        self.add_prepared(pending)
         return [
             NextToken(one.row, cast("int", token.item()), logprobs)
             for one, (token, logprobs) in zip(joining, drawn, strict=True)
         ]
 
-    def ready(self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers) -> PendingRows[K]:
-        """Prepare rows that were prefilled in one forward for `admit`, each with a past of its own.
+    def prepare_rows(
+        self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers
+    ) -> PendingRows[K]:
+        """Prepare rows that were prefilled in one forward for `add_prepared`, each with a past of its own.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
         """
         pasts = [list(one[:-1]) for one in ids]
         last = mx.array([one[-1] for one in ids], mx.uint32)
-        layers = _aligned(cache, [len(past) for past in pasts])
-        made = self._made(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
-        self._requested.update(made.rows)
-        return made
+        layers = _align_cache(cache, [len(past) for past in pasts])
+        pending = self._build_pending(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
+        self._requested.update(pending.rows)
+        return pending
 
-    def admit(self, newcomers: PendingRows[K]) -> None:
+    def add_prepared(self, newcomers: PendingRows[K]) -> None:
         """Add prepared rows. Exceptions propagate; the whole batch must then be discarded."""
         if self._batch is None:
             self._batch = newcomers.batch
         else:
             self._batch.extend(newcomers.batch)
             newcomers.batch.prompt_cache = []  # only the copies below hold the layers, each until it is evaluated
-            self._settle()
+            self._evaluate_layers()
         self._rows.update(newcomers.rows)
         self._reported.update(newcomers.rows)
 
-    def _made(
+    def _build_pending(
         self,
         joining: Sequence[JoiningRow[K]],
         pasts: Sequence[list[int]],
@@ -176,7 +180,7 @@ class DecodeBatch(Generic[K]):
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
-        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], greedy, [], [], [])
+        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
         state = cast("Any", batch)
         state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
         state.samplers = [one.guard.sampler for one in joining]
@@ -216,17 +220,19 @@ class DecodeBatch(Generic[K]):
         tokens = [
             NextToken(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in reported
         ]
-        return tokens + [one for uid, one in self._launched() if uid in self._reported] if self._reported else tokens
+        return (
+            tokens + [one for uid, one in self._await_launched() if uid in self._reported] if self._reported else tokens
+        )
 
-    def last(self) -> list[NextToken[K]]:
+    def take_last_tokens(self) -> list[NextToken[K]]:
         """Return every row's next token, as `step` does, without launching a further step. Use this if all rows end
         with these tokens."""
         if self._batch is None or self._reported:
             return self.step()
         self._reported.update(self._batch.uids)
-        return [token for _, token in self._launched()]
+        return [token for _, token in self._await_launched()]
 
-    def _launched(self) -> list[tuple[int, NextToken[K]]]:
+    def _await_launched(self) -> list[tuple[int, NextToken[K]]]:
         """Wait for the launched step; return its tokens with the uids of their rows."""
         assert self._batch is not None  # noqa: S101 the callers have checked it
         state, uids = cast("Any", self._batch), self._batch.uids
@@ -245,59 +251,59 @@ class DecodeBatch(Generic[K]):
                 if masker is not None:
                     masker.add_id(token)
 
-    def errors(self) -> list[tuple[K, Exception]]:
+    def list_errors(self) -> list[tuple[K, Exception]]:
         """Return the rows whose sampler or processors have raised, with the exceptions."""
         return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
 
-    def rows(self) -> list[K]:
+    def list_rows(self) -> list[K]:
         """Return the rows of the batch."""
         return [one.row for one in self._rows.values()]
 
-    def drop(self, rows: Collection[K]) -> None:
+    def drop_rows(self, rows: Collection[K]) -> None:
         """Remove those of `rows` that are in the batch, and release their memory. After an exception the whole batch
         must be discarded."""
         if self._batch is None:
             return
-        gone = {uid for uid, one in self._rows.items() if one.row in rows}
-        if not gone:
+        uids = {uid for uid, one in self._rows.items() if one.row in rows}
+        if not uids:
             return
-        for uid in gone:
+        for uid in uids:
             del self._rows[uid]
         if not self._rows:
             self._batch = None
             return
-        self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in gone])
-        self._settle()
+        self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in uids])
+        self._evaluate_layers()
 
-    def ids(self, row: K) -> list[int]:
+    def get_ids(self, row: K) -> list[int]:
         """Return the tokens in a row's cache: prompt and all returned tokens, the last included.
 
         A first token that `join` returned is missing until a step has processed it.
         """
         assert self._batch is not None  # noqa: S101  a row is in it
-        return list(self._batch.tokens[self._place(row)])
+        return list(self._batch.tokens[self._find_place(row)])
 
     def extract(self, row: K) -> Layers:
         """Return an evaluated copy of a row's cache without padding, which holds the tokens of `ids`."""
         assert self._batch is not None  # noqa: S101  a row is in it
-        place = self._place(row)
+        place = self._find_place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
 
-    def _place(self, row: K) -> int:
+    def _find_place(self, row: K) -> int:
         assert self._batch is not None  # noqa: S101 the callers have checked it
         return next(place for place, uid in enumerate(self._batch.uids) if self._rows[uid].row is row)
 
-    def nbytes(self) -> int:
+    def sum_nbytes(self) -> int:
         """Return the bytes of the caches of all rows, with padding."""
-        return 0 if self._batch is None else nbytes_of(self._batch.prompt_cache)
+        return 0 if self._batch is None else sum_nbytes(self._batch.prompt_cache)
 
-    def _settle(self) -> None:
+    def _evaluate_layers(self) -> None:
         assert self._batch is not None  # noqa: S101 the callers have checked it
         for layer in self._batch.prompt_cache:
             evaluate(layer.state)
 
 
-def _drawn(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+def _draw_first(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
     """Sample a row's first token; return it, shape (1,), with its log probabilities, shape (vocabulary,)."""
     for processor in guard.processors:
         logits = processor(ids, logits)
@@ -305,7 +311,7 @@ def _drawn(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array
     return guard.sampler(logprobs), logprobs[0]
 
 
-def _merged(cache: Layers, count: int) -> list[LayerCache]:
+def _merge_cache(cache: Layers, count: int) -> list[LayerCache]:
     """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
     merged: list[LayerCache] = []
     while cache:
@@ -316,7 +322,7 @@ def _merged(cache: Layers, count: int) -> list[LayerCache]:
     return merged
 
 
-def _aligned(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
+def _align_cache(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
     """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
     after its copy. Rows of equal length are not copied."""
     longest = max(lengths)

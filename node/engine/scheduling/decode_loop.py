@@ -11,12 +11,12 @@ from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.process.interface import FLUSH_INTERVAL_SECONDS, NativeCallKind
 from node.engine.requests.sequence import Row
-from node.engine.scheduling.batch_recovery import BatchRecovery, text_of
+from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch, NextToken
 from node.engine.scheduling.preemptor import Preemptor
 from node.engine.scheduling.step_output import StepOutput
-from node.engine.text.logprobs import logprob_of
+from node.engine.text.logprobs import compute_logprob
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.refusals import FailureCode, RefusalCode
 
@@ -52,24 +52,24 @@ class DecodeLoop:
             self._step_batch(loaded_model, number, batch)
 
     def _step_batch(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
-        self._grow(loaded_model, batch)
+        self._grow_commitments(loaded_model, batch)
         if self._batches.get(loaded_model, number) is not batch:
             return
-        batch_bytes, stats = batch.nbytes(), loaded_model.stats
+        batch_bytes, stats = batch.sum_nbytes(), loaded_model.stats
         try:
-            with self._forwards.native(NativeCallKind.DECODE, loaded_model.name, 0, stats.step_seconds) as call:
-                tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
+            with self._forwards.run_native(NativeCallKind.DECODE, loaded_model.name, 0, stats.step_seconds) as call:
+                tokens = batch.take_last_tokens() if all(_ends_next(row) for row in batch.list_rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
-            self._recovery.rebuild(loaded_model, number, error)
+            self._recovery.rebuild_batch(loaded_model, number, error)
             return
         now = time.monotonic()
         called = batch.take_call()
         if called is not None:
             stats.record_step(called, len(batch))
         batch.record_call(now - call.since)
-        self._batches.mark_step(self._forwards.height.marks, grew=batch.nbytes() > batch_bytes)
-        self.take(loaded_model, tokens, now)
+        self._batches.mark_step(self._forwards.peak_tracker.marks, grew=batch.sum_nbytes() > batch_bytes)
+        self.add_tokens(loaded_model, tokens, now)
         self._preemptor.release_over_cap()
 
     def wait(self) -> None:
@@ -85,30 +85,30 @@ class DecodeLoop:
                     batch.wait()
             except Exception as error:
                 log.exception("decode", rows=len(batch))
-                self._recovery.rebuild(loaded_model, number, error)
+                self._recovery.rebuild_batch(loaded_model, number, error)
                 continue
             called = batch.take_call()
             if called is not None:  # else it was awaited already
                 loaded_model.stats.record_step(called + time.monotonic() - begun, len(batch))
-                if alone and self._batches.is_measurable(self._forwards.height.marks):
-                    self._measure(loaded_model, batch)
+                if alone and self._batches.is_measurable(self._forwards.peak_tracker.marks):
+                    self._measure_step(loaded_model, batch)
 
-    def _measure(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
+    def _measure_step(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Record the memory of a step that has just ended and that no other batch's step overlapped."""
-        longest = max((row.commitment.written for row in batch.rows()), default=0)
-        taken = self._forwards.height.peak_drop()
-        outlier = taken > OUTLIER_FACTOR * loaded_model.estimator.step(len(batch), longest, grows=False)
+        longest = max((row.commitment.stored_tokens for row in batch.list_rows()), default=0)
+        taken = self._forwards.peak_tracker.measure_peak_drop()
+        outlier = taken > OUTLIER_FACTOR * loaded_model.estimator.estimate_step(len(batch), longest, grows=False)
         if not outlier or self._outlier:
             loaded_model.estimator.observe_step(len(batch), longest, taken)
         self._outlier = outlier
 
     # tokens
 
-    def take(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]], now: float) -> None:
+    def add_tokens(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]], now: float) -> None:
         """Add tokens, known since the monotonic time `now`, to their rows' texts; remove rows that failed or ended."""
-        for batch in list(self._batches.of(loaded_model).values()):
-            for row, error in batch.errors():
-                self._recovery.fail(row.sequence, *_failing(error))
+        for batch in list(self._batches.get_batches(loaded_model).values()):
+            for row, error in batch.list_errors():
+                self._recovery.fail_request(row.sequence, *_describe_failure(error))
         for token in tokens:
             if not token.row.reason:
                 self._add_token(token, now)
@@ -122,7 +122,7 @@ class DecodeLoop:
             self._add_text(row, token)
         except Exception as error:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
-            self._recovery.fail(
+            self._recovery.fail_request(
                 sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}"
             )
             return
@@ -133,27 +133,29 @@ class DecodeLoop:
     def _add_text(self, row: Row, token: NextToken[Row]) -> None:
         prepared, params = row.sequence.prepared, row.sequence.request.params
         if params.logprobs and token.token not in prepared.eos:
-            row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
-        row.read(token.token)
+            row.logprobs.append(compute_logprob(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
+        row.add_token_text(token.token)
 
     # growth
 
-    def _grow(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
+    def _grow_commitments(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Extend the commitment by at most `KV_GROWTH_TOKENS` tokens for each row that has used all of it."""
-        for row in batch.rows():
+        for row in batch.list_rows():
             commitment, shape = row.commitment, row.sequence.shape
-            if commitment.written >= commitment.promised:
-                self._extend(
-                    loaded_model, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
+            if commitment.stored_tokens >= commitment.committed_tokens:
+                self._extend_commitment(
+                    loaded_model,
+                    row,
+                    max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.committed_tokens)),
                 )
 
-    def _extend(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
+    def _extend_commitment(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
         request does."""
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
-        while row.commitment.joined and not row.reason:
-            step = estimator.widened_step(self._batches.rows(), row.commitment.promised + more)
-            refused = self._forwards.check(GateSite.GROW, ledger.extension(row.commitment, more) + step)
+        while row.commitment.is_joined and not row.reason:
+            step = estimator.estimate_charged_step(self._batches.count_rows(), row.commitment.committed_tokens + more)
+            refused = self._forwards.check(GateSite.GROW, ledger.compute_extension_bytes(row.commitment, more) + step)
             if refused is None or refused.code is RefusalCode.UNREADABLE:
                 # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
                 ledger.extend(row.commitment, more)
@@ -167,11 +169,11 @@ def _ends_next(row: Row) -> bool:
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 
-def _failing(error: Exception) -> tuple[str, str]:
+def _describe_failure(error: Exception) -> tuple[str, str]:
     """Return the code and the message for a row's exception: its grammar, which the client sent, or its sampling."""
     if isinstance(error, GrammarFailed):
         return (
             FailureCode.GRAMMAR_FAILED,
             f"the grammar of the request failed: {error}; simplify it or its patterns",
         )
-    return FailureCode.ENGINE_ERROR, f"its sampling failed: {text_of(error)}"
+    return FailureCode.ENGINE_ERROR, f"its sampling failed: {format_error(error)}"

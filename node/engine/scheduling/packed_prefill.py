@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from node.engine.kv.kv_cache import Layers, TextModel, capacity_of, evaluate, extent_of, new_cache
+from node.engine.kv.kv_cache import Layers, TextModel, compute_mean_capacity, create_cache, evaluate, measure_extent
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -37,84 +37,84 @@ those tokens; otherwise a packed prefill costs less."""
 
 
 class PackedPrefill:
-    """Selection of short prompts, and their prefill in one forward. `most` is the maximum size of that forward in
+    """Selection of short prompts, and their prefill in one forward. `max_tokens` is the maximum size of that forward in
     tokens, with padding."""
 
-    def __init__(self, forwards: GatedForwards, prefixes: PrefixCacheManager, most: int) -> None:
+    def __init__(self, forwards: GatedForwards, prefixes: PrefixCacheManager, max_tokens: int) -> None:
         self._forwards = forwards
         self._prefixes = prefixes
-        self._most = most
+        self._max_tokens = max_tokens
 
-    def select_batch(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
-        """Return the prompts to prefill in one forward with `first`, which is the first of them, in at most `most`
-        tokens. Return only `first` if it cannot be packed."""
-        if not self._shares(first):
+    def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
+        """Return the prompts to prefill in one forward with `first`, which is the first of them. With padding they have
+        at most `max_tokens` tokens. Return only `first` if it cannot be packed."""
+        if not self._can_pack(first):
             return [first]
-        batch, members = _batch(first), [first]
+        batch, members = _get_batch_number(first), [first]
         for one in waiting:
             if (
                 one.loaded_model is first.loaded_model
                 and one is not first
-                and _batch(one) == batch
-                and self._shares(one)
+                and _get_batch_number(one) == batch
+                and self._can_pack(one)
             ):
-                members += [one] * (not any(_alike(one, other) for other in members))
-        places = select_batch([len(one.ids) - 1 for one in members], min(most, self._most))
+                members += [one] * (not any(_is_covered_by(one, other) for other in members))
+        places = select_batch([len(one.ids) - 1 for one in members], min(max_tokens, self._max_tokens))
         return [members[place] for place in places]
 
-    def _shares(self, prefill: Prefill) -> bool:
+    def _can_pack(self, prefill: Prefill) -> bool:
         """Return whether a prompt may be packed: it is whole, and little of it is cached."""
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.loaded_model.plain:
             return False
-        self._prefixes.find(prefill)
-        return len(prefill.ids) > 1 and prefill.written < MAX_CACHED_SHARE * len(prefill.ids)
+        self._prefixes.find_prefix(prefill)
+        return len(prefill.ids) > 1 and prefill.stored_tokens < MAX_CACHED_SHARE * len(prefill.ids)
 
-    def fitting(self, members: list[Prefill]) -> list[Prefill]:
+    def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
         """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
         Return an empty list if no two prompts pass."""
         while len(members) > 1:
-            estimate = members[0].loaded_model.estimator.packed(len(members), _longest(members))
+            estimate = members[0].loaded_model.estimator.estimate_packed(len(members), _count_longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):
                 return members
             self._forwards.count_shrink()
             members = members[: (len(members) + 1) // 2] if len(members) > 2 else []
         return []
 
-    def read(self, members: Sequence[Prefill]) -> Layers:
+    def prefill_members(self, members: Sequence[Prefill]) -> Layers:
         """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`.
 
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """
-        loaded_model, longest = members[0].loaded_model, _longest(members)
+        loaded_model, longest = members[0].loaded_model, _count_longest(members)
         rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
-        cache, count = new_cache(loaded_model.model), len(rows) * longest
-        expected = loaded_model.stats.expected_prefill_seconds(count)
-        with self._forwards.native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
-            write(loaded_model.model, rows, cache)
+        cache, count = create_cache(loaded_model.model), len(rows) * longest
+        expected = loaded_model.stats.estimate_prefill_seconds(count)
+        with self._forwards.run_native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
+            prefill_rows(loaded_model.model, rows, cache)
         loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
-        loaded_model.estimator.observe_together(
-            len(rows), longest, self._forwards.height.peak_above_mark() - extent_of(cache).size
+        loaded_model.estimator.observe_packed(
+            len(rows), longest, self._forwards.peak_tracker.measure_peak_above_mark() - measure_extent(cache).size
         )
         for one in members:
-            one.end_packed(capacity_of(cache))
+            one.end_packed(compute_mean_capacity(cache))
         return cache
 
 
-def write(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
+def prefill_rows(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
     """Prefill rows of equal length, padding included, into the cache of all rows; compute no logits."""
     model(mx.array(rows), cache=cache)
     evaluate([layer.state for layer in cache])
 
 
-def _longest(members: Sequence[Prefill]) -> int:
+def _count_longest(members: Sequence[Prefill]) -> int:
     return max(len(one.ids) for one in members) - 1
 
 
-def _batch(prefill: Prefill) -> int:
-    return prefill.loaded_model.ledger.batch_of(prefill.rows[0].commitment)
+def _get_batch_number(prefill: Prefill) -> int:
+    return prefill.loaded_model.ledger.get_batch_number(prefill.rows[0].commitment)
 
 
-def _alike(one: Prefill, other: Prefill) -> bool:
+def _is_covered_by(one: Prefill, other: Prefill) -> bool:
     """Return whether much of `one` will be cached after a prefill of `other`."""
     length = max(MIN_PREFIX_TOKENS, int(MAX_CACHED_SHARE * len(one.ids)))
     if one.past is None or other.past is None or len(one.ids) <= length or one.ids[:length] != other.ids[:length]:

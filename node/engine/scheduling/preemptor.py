@@ -51,19 +51,19 @@ class Preemptor:
 
     # lack of memory
 
-    def evict_newest(self, refused: Refused) -> bool:
+    def end_newest(self, refused: Refused) -> bool:
         """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
         none."""
         newest = newest_holder(self._requests.live.values())
         if newest is None:
             return False
         self._forwards.count_shed()
-        self._recovery.end(newest, refused, FailureCode.MEMORY_PRESSURE)
+        self._recovery.end_for_memory(newest, refused, FailureCode.MEMORY_PRESSURE)
         return True
 
     def release_over_cap(self) -> None:
         """Release the newest request's memory if the engine is over its cap after a forward or a step."""
-        over = self._forwards.over()
+        over = self._forwards.check_cap()
         newest = None if over is None else newest_holder(self._requests.live.values())
         if over is not None and newest is not None:
             self.release_memory(newest, over)
@@ -71,7 +71,7 @@ class Preemptor:
     def release_for(self, row: Row, refused: Refused) -> None:
         """Release the memory of the request that loses least for a row that must grow; of its own request if no other
         one can."""
-        self.release_memory(choose_victim(self._requests.running()) or row.sequence, refused)
+        self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
     def release_memory(self, sequence: Sequence, refused: Refused) -> None:
         """Release a request's memory: the router places it again, or it returns here later."""
@@ -80,23 +80,23 @@ class Preemptor:
             self.preempt(sequence)
             release_free_memory()
         else:
-            self._recovery.end(sequence, refused, FailureCode.NO_HEADROOM)
+            self._recovery.end_for_memory(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _may_free_memory(self, waiting: int) -> bool:
         """Return whether memory may become free: more requests are live than the `waiting` ones, or the recent peak
         falls."""
-        return len(self._requests.live) > waiting or self._forwards.peak_expires_at() is not None
+        return len(self._requests.live) > waiting or self._forwards.find_peak_expiry() is not None
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
-        rows = list(sequence.active_rows())
+        rows = list(sequence.iterate_active_rows())
         self._requests.clear_prefills(sequence)
-        self._recovery.drop(self._recovery.model_of(sequence), rows)
+        self._recovery.drop_rows(self._recovery.get_model(sequence), rows)
         for row in rows:
             row.commit(Commitment(0))
-        self._requests.preempt(sequence)
+        self._requests.add_preempted(sequence)
         self._forwards.count_preemption()
-        with self._recovery.contained(sequence):
+        with self._recovery.fail_on_illegal_event(sequence):
             for row in rows:
                 row.apply(RowEvent.PREEMPTED)
         log.warning(
@@ -110,50 +110,50 @@ class Preemptor:
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
         """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
-        holding = [(one, self._held_rows(one)) for one in self._requests.running()]
+        holding = [(one, self._count_held_rows(one)) for one in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
-            self._preempt_for_key(sequence, keep=True)
+            self._preempt_chosen(sequence, keep=True)
 
-    def _held_rows(self, sequence: Sequence) -> int:
+    def _count_held_rows(self, sequence: Sequence) -> int:
         """Return the number of rows for which a request has places: decoding ones, and those of its started
         prefills."""
         started = sum(one.width for one in self._requests.prefills if one.started and one.sequence is sequence)
-        return started + sum(row.commitment.joined for row in sequence.active_rows())
+        return started + sum(row.commitment.is_joined for row in sequence.iterate_active_rows())
 
-    def make_way(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
+    def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
         """
-        holding = [(one, self._committed_bytes(one)) for one in self._requests.running()]
+        holding = [(one, self._compute_committed_bytes(one)) for one in self._requests.list_running()]
         chosen = choose_for_key(owner, need, missing_bytes, holding)
         for sequence in chosen:
-            self._preempt_for_key(sequence, keep=False)
+            self._preempt_chosen(sequence, keep=False)
         return bool(chosen)
 
-    def _committed_bytes(self, sequence: Sequence) -> int:
-        kv = self._recovery.model_of(sequence).kv
-        return sum(row_bytes(kv, row.commitment.promised) for row in sequence.active_rows())
+    def _compute_committed_bytes(self, sequence: Sequence) -> int:
+        kv = self._recovery.get_model(sequence).kv
+        return sum(row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
 
-    def _preempt_for_key(self, sequence: Sequence, *, keep: bool) -> None:
+    def _preempt_chosen(self, sequence: Sequence, *, keep: bool) -> None:
         """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.
         Free buffers are then not returned, which would take 70 ms."""
         if keep:
-            joined = [row for row in sequence.active_rows() if row.commitment.joined]
-            self._recovery.store_rows(self._recovery.model_of(sequence), joined)
+            joined = [row for row in sequence.iterate_active_rows() if row.commitment.is_joined]
+            self._recovery.store_rows(self._recovery.get_model(sequence), joined)
         if sequence in self._requests:  # a broken batch may have ended it meanwhile
-            sequence.yield_memory()
+            sequence.mark_yielded()
             self.preempt(sequence)
             if not keep:
                 release_free_memory()
 
     # return
 
-    def required_bytes(self, key: str | None) -> int:
+    def compute_required_bytes(self, key: str | None) -> int:
         """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
         oldest = first_of(self._requests.preempted, key)
-        return 0 if oldest is None else self._needed_bytes(oldest)
+        return 0 if oldest is None else self._compute_needed_bytes(oldest)
 
     def return_next(self, now: float, free_rows: int) -> None:
         """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
@@ -162,34 +162,34 @@ class Preemptor:
         self.return_at = now + GATE_RETRY_SECONDS
         sequence = next_to_return(self._requests.preempted, free_rows)
         if sequence is not None:
-            self._return(sequence)
+            self._return_request(sequence)
 
-    def _return(self, sequence: Sequence) -> None:
+    def _return_request(self, sequence: Sequence) -> None:
         """Prefill a preempted request again if there is room; fail it if there never will be."""
-        loaded_model = self._recovery.model_of(sequence)
-        refused = self._forwards.check(GateSite.PREFLIGHT, self._needed_bytes(sequence))
+        loaded_model = self._recovery.get_model(sequence)
+        refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:
-            rows = list(sequence.active_rows())
-            with self._recovery.contained(sequence):
+            rows = list(sequence.iterate_active_rows())
+            with self._recovery.fail_on_illegal_event(sequence):
                 for row in rows:
                     row.apply(RowEvent.RETURNED)
                 self._requests.end_preemption(sequence)
                 for row in rows:
-                    (commitment,) = loaded_model.ledger.commit(_length(row), 1)
+                    (commitment,) = loaded_model.ledger.commit(_compute_length(row), 1)
                     row.commit(commitment)
-                    self._recovery.queue_prefill(loaded_model, sequence, [row], row.token_ids())
+                    self._recovery.queue_prefill(loaded_model, sequence, [row], row.list_token_ids())
         elif refused.code is not RefusalCode.UNREADABLE and not self._may_free_memory(len(self._requests.preempted)):
-            self._recovery.end(sequence, refused, FailureCode.NO_HEADROOM)
+            self._recovery.end_for_memory(sequence, refused, FailureCode.NO_HEADROOM)
 
-    def _needed_bytes(self, sequence: Sequence) -> int:
+    def _compute_needed_bytes(self, sequence: Sequence) -> int:
         """Return the bytes that a preempted request needs to return: each row alone, and a forward."""
-        loaded_model = self._recovery.model_of(sequence)
-        lengths = [_length(row) for row in sequence.active_rows()]
-        forward = max(loaded_model.estimator.chunk(self._floor, length) for length in lengths)
-        return sum(loaded_model.ledger.cost(length, 1) for length in lengths) + forward
+        loaded_model = self._recovery.get_model(sequence)
+        lengths = [_compute_length(row) for row in sequence.iterate_active_rows()]
+        forward = max(loaded_model.estimator.estimate_chunk(self._floor, length) for length in lengths)
+        return sum(loaded_model.ledger.compute_cost(length, 1) for length in lengths) + forward
 
 
-def _length(row: Row) -> int:
+def _compute_length(row: Row) -> int:
     """Return the tokens to commit for a row that returns: the known ones, and at most `KV_GROWTH_TOKENS` more."""
-    shape, known = row.sequence.shape, len(row.token_ids())
+    shape, known = row.sequence.shape, len(row.list_token_ids())
     return max(known, min(known + KV_GROWTH_TOKENS, shape.prompt + shape.limit))

@@ -12,7 +12,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import RowSampler
 from node.engine.scheduling.rules.row_state import RowEvent
-from node.engine.scheduling.sampling import processors_of, sampler_of
+from node.engine.scheduling.sampling import create_processors, create_sampler
 from wire.capacity.fairness import WeightedKey
 
 NO_PREFIX: PrefixHit[Layers] = PrefixHit()
@@ -32,24 +32,24 @@ class PrefixState:
     """Scope of the sequences that it may reuse, besides shared system prompts: the name of an API key."""
     shared: int = 0
     """Number of first tokens that are a system prompt of all keys."""
-    found: PrefixHit[Layers] = NO_PREFIX
+    hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
-    took: int = 0
+    removed_tokens: int = 0
     """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
 
-    def record_lookup(self, found: PrefixHit[Layers], stops: list[int]) -> None:
+    def record_lookup(self, hit: PrefixHit[Layers], stops: list[int]) -> None:
         """Set the result of a lookup, and the positions of the snapshots that follow from it."""
-        self.found, self.stops = found, stops
+        self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
         """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
-        self.found = NO_PREFIX
+        self.hit = NO_PREFIX
 
     def record_removal(self, tokens: int) -> None:
         """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""
-        self.took = tokens
+        self.removed_tokens = tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class Prefill:
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
     """Logits (1, vocabulary) of the last token; None before the last chunk."""
-    written: int = 0
+    stored_tokens: int = 0
     """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
     retry_at: float = 0.0
     """Monotonic time from which the gate may be tried again after a refusal; 0.0 without one."""
@@ -107,12 +107,12 @@ class Prefill:
     @property
     def left(self) -> int:
         """Tokens still to prefill."""
-        return len(self.ids) - self.written
+        return len(self.ids) - self.stored_tokens
 
-    def chunk_end(self, count: int) -> int:
+    def bound_chunk(self, count: int) -> int:
         """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
         stops = () if self.past is None else self.past.stops
-        return min([count, *(stop - self.written for stop in stops if stop > self.written)])
+        return min([count, *(stop - self.stored_tokens for stop in stops if stop > self.stored_tokens)])
 
     # changes
 
@@ -120,9 +120,9 @@ class Prefill:
         """Set its prefix cache state, because the prefix cache is used for it."""
         self.past = past
 
-    def expect_cached(self, tokens: int) -> None:
+    def set_cached_tokens(self, tokens: int) -> None:
         """Set the tokens found in the prefix cache, before the first chunk."""
-        self.written = tokens
+        self.stored_tokens = tokens
 
     def start(self, cache: Layers) -> None:
         """Set the cache with which it starts."""
@@ -144,9 +144,9 @@ class Prefill:
     def end_chunk(self, count: int, capacity_tokens: int, logits: mx.array | None) -> None:
         """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens`.
         `logits` (1, vocabulary) are those of the last token, after the last chunk."""
-        self.written += count
+        self.stored_tokens += count
         self.logits = logits
-        self.rows[0].commitment.record_prefill(self.written, capacity_tokens)
+        self.rows[0].commitment.record_prefill(self.stored_tokens, capacity_tokens)
         if logits is not None:
             for row in self.rows:
                 row.apply(RowEvent.PREFILLED)
@@ -155,21 +155,21 @@ class Prefill:
         """Record a packed prefill of all but the last token. From the first token on, nothing was cached."""
         if self.past is not None:
             self.past.discard_lookup()
-        self.sequence.count_cached(0)
-        self.written = len(self.ids)
-        self.rows[0].commitment.record_prefill(self.written, capacity_tokens)
+        self.sequence.set_cached(0)
+        self.stored_tokens = len(self.ids)
+        self.rows[0].commitment.record_prefill(self.stored_tokens, capacity_tokens)
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
             row.apply(RowEvent.PREFILLED)
 
     def remove_joined(self) -> None:
         """Remove the rows that have joined their batches."""
-        self.rows = [row for row in self.rows if not row.commitment.joined]
+        self.rows = [row for row in self.rows if not row.commitment.is_joined]
 
     def reset_alone(self) -> None:
         """Restart this prefill from its first token, without packing, because the result of a packed prefill could not
         be used."""
-        self.cache, self.written, self.alone = None, 0, True
+        self.cache, self.stored_tokens, self.alone = None, 0, True
         for row in self.rows:
             row.commitment.reset()
             row.apply(RowEvent.RESTARTED)
@@ -179,7 +179,7 @@ class Prefill:
         self.cache = self.logits = None
 
 
-def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
+def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
     """Group the rows of a request by the known tokens of their answers, which are the keys of the result."""
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
@@ -187,19 +187,19 @@ def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
     return parts
 
 
-def by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]]:
+def group_by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]]:
     """Group rows by the decode batch to which the ledger of the model has assigned them."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
-        parts.setdefault(loaded_model.ledger.batch_of(row.commitment), []).append(row)
+        parts.setdefault(loaded_model.ledger.get_batch_number(row.commitment), []).append(row)
     return list(parts.values())
 
 
-def guard_of(sequence: Sequence, row: Row) -> RowSampler:
+def create_row_sampler(sequence: Sequence, row: Row) -> RowSampler:
     """Return the wrapped sampler of a row, with its logits processors and the mask of its grammar."""
     grammar = sequence.prepared.grammar
     return RowSampler(
-        sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
-        processors_of(sequence.sampling, len(sequence.prompt)),
+        create_sampler(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
+        create_processors(sequence.sampling, len(sequence.prompt)),
         None if grammar is None else LogitsMask(grammar, row.ids),
     )

@@ -33,30 +33,30 @@ class PrefillQueue:
         self._turn = 0
         self._fairness = PrefillFairness()
 
-    def choices(self, now: float) -> list[Prefill]:
+    def list_choices(self, now: float) -> list[Prefill]:
         """Return the prefills that may continue at the monotonic time `now`. Prefills that wait for memory are left
         out."""
-        found = startable(self._requests.prefills, self.free_rows(), self._batches.rows_by_key)
+        found = startable(self._requests.prefills, self.count_free_rows(), self._batches.count_rows_by_key)
         return [one for one in found if one.retry_at <= now]
 
-    def free_rows(self) -> int:
+    def count_free_rows(self) -> int:
         """Return how many more rows may start in addition to decoding and prefilling ones."""
-        return self._batch - self._batches.rows() - started_rows(self._requests.prefills)
+        return self._batch - self._batches.count_rows() - started_rows(self._requests.prefills)
 
-    def unclaimed_rows(self) -> int:
+    def count_unclaimed_rows(self) -> int:
         """Return how many rows are free after all queued prompts have started; negative if there are too few."""
-        return self._batch - self._batches.rows() - sum(one.width for one in self._requests.prefills)
+        return self._batch - self._batches.count_rows() - sum(one.width for one in self._requests.prefills)
 
-    def next_unstarted(self) -> Prefill | None:
+    def find_next_unstarted(self) -> Prefill | None:
         """Return the next prompt that gets rows; None if all have started."""
-        return next(self._unstarted(), None)
+        return next(self._iterate_unstarted(), None)
 
-    def _unstarted(self) -> Iterator[Prefill]:
+    def _iterate_unstarted(self) -> Iterator[Prefill]:
         if all(one.started for one in self._requests.prefills):
             return iter(())
-        return in_service_order(self._requests.prefills, self._batches.rows_by_key())
+        return in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
-    def wait_until(self, choices: list[Prefill]) -> float:
+    def compute_wait_end(self, choices: list[Prefill]) -> float:
         """Return the time until which `choices` wait for packing; 0.0 without a wait. They wait if no row decodes and
         several requests were live recently."""
         if self._batches or any(one.started or not one.loaded_model.plain for one in choices):
@@ -68,19 +68,19 @@ class PrefillQueue:
     def schedule_next(self, now: float) -> list[Prefill]:
         """Return the prompts to prefill now, in one forward if there are several; an empty list if none may
         continue."""
-        choices = self.choices(now)
-        if not choices or now < self.wait_until(choices):
+        choices = self.list_choices(now)
+        if not choices or now < self.compute_wait_end(choices):
             return []
         self._turn += 1
-        shown = [(one.left, one.arrived, one.owner) for one in choices]
-        first = choices[next_prefill(shown, self._turn, self._fairness)]
-        return self._members(first, choices)
+        waiting = [(one.left, one.arrived, one.owner) for one in choices]
+        first = choices[next_prefill(waiting, self._turn, self._fairness)]
+        return self._select_members(first, choices)
 
-    def _members(self, first: Prefill, choices: list[Prefill]) -> list[Prefill]:
+    def _select_members(self, first: Prefill, choices: list[Prefill]) -> list[Prefill]:
         """Return the prompts to pack with `first`, if there is time for all of them at once."""
-        if self.affordable(first) < first.left:
+        if self.compute_affordable_tokens(first) < first.left:
             return [first]
-        seconds = shared_budget(self._batches.step_seconds(), len(choices), self._batches.rows())
+        seconds = shared_budget(self._batches.sum_step_seconds(), len(choices), self._batches.count_rows())
         most = first.loaded_model.stats.pace.tokens(seconds, 0, self._chunk)
         return self._packed.select_batch(first, choices, most)
 
@@ -88,22 +88,22 @@ class PrefillQueue:
         """Count prefilled tokens for the fairness between keys."""
         self._fairness.has_read(prefill.owner, max(0, tokens))
 
-    def chunk_tokens(self, prefill: Prefill) -> int:
+    def compute_chunk_tokens(self, prefill: Prefill) -> int:
         """Return the tokens of the next chunk, sized by time. The last chunk returns logits: it has at most `tail`
         tokens, or is split so that its last token is a chunk of its own."""
-        count = min(self.affordable(prefill), prefill.left)
+        count = min(self.compute_affordable_tokens(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
-    def affordable(self, prefill: Prefill) -> int:
+    def compute_affordable_tokens(self, prefill: Prefill) -> int:
         """Return the tokens of a prompt that fit into the time of the next chunk."""
         pace = prefill.loaded_model.stats.pace
-        seconds = budget(self._batches.step_seconds(), pace.seconds(prefill.left, prefill.written))
-        return pace.tokens(seconds, prefill.written, self._chunk)
+        seconds = budget(self._batches.sum_step_seconds(), pace.seconds(prefill.left, prefill.stored_tokens))
+        return pace.tokens(seconds, prefill.stored_tokens, self._chunk)
 
-    def required_bytes(self) -> int:
+    def compute_required_bytes(self) -> int:
         """Return the bytes that the prefills which wait for memory need."""
         waiting = [
-            one.loaded_model.estimator.chunk(self._floor, len(one.ids))
+            one.loaded_model.estimator.estimate_chunk(self._floor, len(one.ids))
             for one in self._requests.prefills
             if one.retry_at > 0
         ]

@@ -4,12 +4,12 @@ import time
 
 import structlog
 
-from node.engine.kv.kv_cache import capacity_of, extent_of, grow_cache, grow_caches
+from node.engine.kv.kv_cache import compute_mean_capacity, grow_cache, grow_caches, measure_extent
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
-from node.engine.models.loaded_model import forward
+from node.engine.models.loaded_model import run_forward
 from node.engine.process.interface import NativeCallKind
-from node.engine.scheduling.batch_recovery import BatchRecovery, text_of
+from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_loop import DecodeLoop
 from node.engine.scheduling.packed_prefill import PackedPrefill
@@ -66,21 +66,21 @@ class PrefillRunner:
         """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
         cannot use the result are prefilled again one by one."""
         self._decode_loop.wait()
-        members = self._packed.fitting([one for one in members if one in self._requests.prefills])
+        members = self._packed.select_fitting([one for one in members if one in self._requests.prefills])
         if not members:
             return False
         loaded_model = members[0].loaded_model
         for one in members:
-            one.sequence.begin(now)
+            one.sequence.mark_begun(now)
         try:
-            joined = self._join.join_packed(members, self._packed.read(members))
+            joined = self._join.join_packed(members, self._packed.prefill_members(members))
         except Exception as error:
-            log.exception("packed prefill", model=loaded_model.name, rows=len(members), error=text_of(error))
+            log.exception("packed prefill", model=loaded_model.name, rows=len(members), error=format_error(error))
             self._prefixes.invalidate(loaded_model.name)
             joined = False
         if not joined:
             for one in members:
-                with self._recovery.contained(one.sequence):
+                with self._recovery.fail_on_illegal_event(one.sequence):
                     one.reset_alone()
         self._preemptor.release_over_cap()
         return True
@@ -88,25 +88,25 @@ class PrefillRunner:
     def _run_chunk(self, prefill: Prefill, now: float) -> None:
         """Prefill one chunk; join after the last."""
         sequence = prefill.sequence
-        sequence.begin(now)
+        sequence.mark_begun(now)
         try:
             refused: Refused | None = None
             if prefill.left:
-                refused = self._chunk(prefill)
+                refused = self._prefill_chunk(prefill)
             else:  # its join had no room
                 self._decode_loop.wait()
             if refused is None and prefill.logits is not None and prefill in self._requests.prefills:
-                refused = self._join.join(prefill, prefill.logits)
+                refused = self._join.join_prefill(prefill, prefill.logits)
                 if prefill not in self._requests.prefills:  # a joined row failed, and its request with it
                     refused = None
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._prefixes.invalidate(prefill.loaded_model.name)
-            self._recovery.fail(
-                sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {text_of(error)}"
+            self._recovery.fail_request(
+                sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {format_error(error)}"
             )
             return
-        over = self._forwards.over() if refused is None else None
+        over = self._forwards.check_cap() if refused is None else None
         if refused is not None:
             self._delay(prefill, refused, now)
         elif over is not None and sequence in self._requests:
@@ -116,62 +116,62 @@ class PrefillRunner:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         prefill.delay(now + GATE_RETRY_SECONDS)
         if refused.code is RefusalCode.NO_ROOM and (
-            self._is_moving(now) or self._forwards.peak_expires_at() is not None
+            self._can_any_continue(now) or self._forwards.find_peak_expiry() is not None
         ):
             return
         waiting = (one.sequence for one in self._requests.prefills if one.retry_at > now)
         self._preemptor.release_memory(max(waiting, key=lambda one: one.age), refused)
 
-    def _is_moving(self, now: float) -> bool:
+    def _can_any_continue(self, now: float) -> bool:
         """Return whether any request can continue and will release its memory at its end."""
-        return bool(self._batches) or bool(self._queue.choices(now))
+        return bool(self._batches) or bool(self._queue.list_choices(now))
 
-    def _chunk(self, prefill: Prefill) -> Refused | None:
+    def _prefill_chunk(self, prefill: Prefill) -> Refused | None:
         """Prefill the next chunk through the gate; return the refusal if not even the smallest one fits."""
         estimator = prefill.loaded_model.estimator
-        self._prefixes.find(prefill)
-        wanted = prefill.chunk_end(self._queue.chunk_tokens(prefill))
+        self._prefixes.find_prefix(prefill)
+        wanted = prefill.bound_chunk(self._queue.compute_chunk_tokens(prefill))
         self._decode_loop.wait()
         if prefill not in self._requests.prefills:  # another of its rows was in a batch that just broke
             return None
         count = self._forwards.check_shrinking(
             GateSite.PREFILL,
             chunk_sizes(wanted, self._floor),
-            lambda tokens: estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
+            lambda tokens: estimator.estimate_chunk(tokens, prefill.stored_tokens, last=tokens == prefill.left),
         )
         if isinstance(count, Refused):
             return count
         prefill.end_delay()
-        fresh = prefill.cache is not None or not prefill.written
+        fresh = prefill.cache is not None or not prefill.stored_tokens
         if prefill.cache is None and not self._prefixes.restore(prefill):
-            return self._chunk(prefill)
-        self._forward(prefill, count, fresh=fresh)
+            return self._prefill_chunk(prefill)
+        self._run_forward(prefill, count, fresh=fresh)
         self._prefixes.take_snapshot(prefill)
         return None
 
-    def _forward(self, prefill: Prefill, count: int, *, fresh: bool) -> None:
+    def _run_forward(self, prefill: Prefill, count: int, *, fresh: bool) -> None:
         """Run the forward of a chunk of `count` tokens that the gate has passed. `fresh`: its cache is its own, not a
         copy of a cached prefix."""
         loaded_model, cache, last = prefill.loaded_model, prefill.cache, count == prefill.left
         assert cache is not None  # noqa: S101 `restore` has set it
-        piece = prefill.ids[prefill.written : prefill.written + count]
+        piece = prefill.ids[prefill.stored_tokens : prefill.stored_tokens + count]
         prefill.begin_chunk()
-        before = extent_of(cache)
+        before = measure_extent(cache)
         grow_caches(cache, count, len(prefill.ids))
-        with self._forwards.native(
+        with self._forwards.run_native(
             NativeCallKind.PREFILL,
             loaded_model.name,
             prefill.sequence.number,
-            loaded_model.stats.expected_prefill_seconds(count),
+            loaded_model.stats.estimate_prefill_seconds(count),
         ) as call:
             widened = bool(self._batches) and grow_cache(cache, count, len(prefill.ids))
-            logits = forward(loaded_model.model, piece, cache, last=last)
-        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, prefill.written + count / 2)
-        after = extent_of(cache)
-        taken = self._forwards.height.peak_above_mark() - (after.size - before.size)
+            logits = run_forward(loaded_model.model, piece, cache, last=last)
+        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, prefill.stored_tokens + count / 2)
+        after = measure_extent(cache)
+        taken = self._forwards.peak_tracker.measure_peak_above_mark() - (after.size - before.size)
         # The first write into a shared cache copies it; the commitment of its row covers the copy.
         if fresh and not widened:
-            loaded_model.estimator.observe(
-                count, prefill.written, taken, last=last, grew=after.capacity > before.capacity
+            loaded_model.estimator.observe_prefill(
+                count, prefill.stored_tokens, taken, last=last, grew=after.capacity > before.capacity
             )
-        prefill.end_chunk(count, capacity_of(cache), logits)
+        prefill.end_chunk(count, compute_mean_capacity(cache), logits)

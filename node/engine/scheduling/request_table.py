@@ -40,7 +40,7 @@ class RequestTable:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.number in self._live
 
-    def running(self) -> list[Sequence]:
+    def list_running(self) -> list[Sequence]:
         """Return the requests that are not preempted, oldest first."""
         return sorted((one for one in self._live.values() if one not in self._preempted), key=lambda one: one.age)
 
@@ -56,7 +56,7 @@ class RequestTable:
         self._ended_on[loaded_model.name] = loaded_model
         self._crowded |= bool(self._live)
 
-    def settle(self, now: float) -> None:
+    def record_ends(self, now: float) -> None:
         """Record the monotonic time `now` as the end of all requests that were removed since the last call."""
         if not self._ended_on:
             return
@@ -66,11 +66,11 @@ class RequestTable:
         if self._crowded:
             self.crowded_at, self._crowded = now, False
 
-    def queue(self, prefill: Prefill, *, first: bool = False) -> None:
+    def enqueue(self, prefill: Prefill, *, first: bool = False) -> None:
         """Add a prefill at the end of the queue, or with `first` at its start."""
         self._prefills.insert(0 if first else len(self._prefills), prefill)
 
-    def unqueue(self, prefill: Prefill) -> None:
+    def dequeue(self, prefill: Prefill) -> None:
         """Remove a prefill whose rows have all joined."""
         self._prefills.remove(prefill)
 
@@ -81,7 +81,7 @@ class RequestTable:
             prefill.clear()
             self._prefills.remove(prefill)
 
-    def preempt(self, sequence: Sequence) -> None:
+    def add_preempted(self, sequence: Sequence) -> None:
         """Add a request to the preempted ones."""
         self._preempted.append(sequence)
 

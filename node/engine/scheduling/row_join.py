@@ -4,7 +4,7 @@ import time
 
 import mlx.core as mx
 
-from node.engine.kv.kv_cache import Layers, row_of
+from node.engine.kv.kv_cache import Layers, view_row
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
@@ -14,7 +14,7 @@ from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, NextToken, PendingRows
 from node.engine.scheduling.decode_loop import DecodeLoop
-from node.engine.scheduling.prefill import Prefill, by_batch, guard_of
+from node.engine.scheduling.prefill import Prefill, create_row_sampler, group_by_batch
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
 from node.engine.scheduling.rules.row_state import RowEvent
@@ -43,18 +43,18 @@ class RowJoin:
         self._forwards = forwards
         self._prefixes = prefixes
 
-    def join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
+    def join_prefill(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Join the rows of a prompt to their decode batches. Each join passes the gate, because it copies a batch layer
         by layer. Rows without room join later."""
         tokens = list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         now = time.monotonic()
         if tokens:
-            prefill.sequence.join(now)
+            prefill.sequence.mark_joined(now)
         if refused is None:
             prefill.end_delay()
-            self._requests.unqueue(prefill)
-        self._decode_loop.take(prefill.loaded_model, tokens, now)
+            self._requests.dequeue(prefill)
+        self._decode_loop.add_tokens(prefill.loaded_model, tokens, now)
         return refused
 
     def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
@@ -62,19 +62,21 @@ class RowJoin:
         loaded_model, cache = prefill.loaded_model, prefill.cache
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
         estimator, ledger = loaded_model.estimator, loaded_model.ledger
-        parts = by_batch(loaded_model, prefill.rows)
+        parts = group_by_batch(loaded_model, prefill.rows)
         for rows in parts:
             rows[0].commitment.record_prompt(len(prefill.ids))
-            grown, layers = ledger.joining(rows[0].commitment, len(rows)), len(cache)
-            width = ledger.joined_rows(rows[0].commitment) + len(rows)
-            refused = self._forwards.check(GateSite.JOIN, estimator.widened_join(grown, layers, width))
+            grown, layers = ledger.compute_joined_bytes(rows[0].commitment, len(rows)), len(cache)
+            width = ledger.count_joined_rows(rows[0].commitment) + len(rows)
+            refused = self._forwards.check(GateSite.JOIN, estimator.estimate_charged_join(grown, layers, width))
             if refused is not None:
                 return refused
             self._prefixes.store_prompt(prefill, grown // max(1, layers))
             active_bytes = mx.get_active_memory()
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
-            above = self._forwards.height.peak_above_mark() - max(0, mx.get_active_memory() - active_bytes)
-            estimator.observe_join(width, above - estimator.join(grown, layers))
+            above = self._forwards.peak_tracker.measure_peak_above_mark() - max(
+                0, mx.get_active_memory() - active_bytes
+            )
+            estimator.observe_join(width, above - estimator.estimate_join(grown, layers))
             for row in rows:
                 row.apply(RowEvent.JOINED)
                 row.commitment.record_join(len(prefill.ids))
@@ -83,15 +85,15 @@ class RowJoin:
 
     def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
         loaded_model, sequence = prefill.loaded_model, prefill.sequence
-        number = loaded_model.ledger.batch_of(rows[0].commitment)
+        number = loaded_model.ledger.get_batch_number(rows[0].commitment)
         batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
         self._batches.put(loaded_model, number, batch)
-        joining = [JoiningRow(row, guard_of(sequence, row)) for row in rows]
+        joining = [JoiningRow(row, create_row_sampler(sequence, row)) for row in rows]
         try:
-            with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, sequence.number, FIRST_JOIN_SECONDS):
+            with self._forwards.run_native(NativeCallKind.JOIN, loaded_model.name, sequence.number, FIRST_JOIN_SECONDS):
                 return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
-            self._recovery.rebuild(loaded_model, number, error, failing=rows)
+            self._recovery.rebuild_batch(loaded_model, number, error, failing=rows)
             raise
 
     def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
@@ -99,39 +101,39 @@ class RowJoin:
         refuses. Exceptions of the join propagate."""
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
-        longest = max(members, key=lambda one: one.written).rows[0].commitment
-        grown, layers = ledger.joining(longest, len(members)), len(cache)
-        copied = estimator.join(grown, layers)
-        rows = ledger.joined_rows(longest) + len(members)
-        if self._forwards.check(GateSite.JOIN, estimator.widened_join(grown, layers, rows)) is not None:
+        longest = max(members, key=lambda one: one.stored_tokens).rows[0].commitment
+        grown, layers = ledger.compute_joined_bytes(longest, len(members)), len(cache)
+        copied = estimator.estimate_join(grown, layers)
+        rows = ledger.count_joined_rows(longest) + len(members)
+        if self._forwards.check(GateSite.JOIN, estimator.estimate_charged_join(grown, layers, rows)) is not None:
             return False
         for place, one in enumerate(members):
-            self._prefixes.store_packed(one, row_of(cache, place, len(one.ids) - 1), copied)
-        number = ledger.batch_of(longest)
+            self._prefixes.store_packed(one, view_row(cache, place, len(one.ids) - 1), copied)
+        number = ledger.get_batch_number(longest)
         batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
-        joining = [JoiningRow(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
-        with self._forwards.native(NativeCallKind.JOIN, loaded_model.name, 0, FIRST_JOIN_SECONDS):
-            newcomers = batch.ready(joining, [one.ids for one in members], cache)
-            self._admit(loaded_model, number, batch, newcomers)
+        joining = [JoiningRow(one.rows[0], create_row_sampler(one.sequence, one.rows[0])) for one in members]
+        with self._forwards.run_native(NativeCallKind.JOIN, loaded_model.name, 0, FIRST_JOIN_SECONDS):
+            newcomers = batch.prepare_rows(joining, [one.ids for one in members], cache)
+            self._add_prepared(loaded_model, number, batch, newcomers)
         self._end_prefills(members, time.monotonic())
         return True
 
-    def _admit(
+    def _add_prepared(
         self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]
     ) -> None:
         try:
-            batch.admit(newcomers)
+            batch.add_prepared(newcomers)
         except Exception as error:
-            self._recovery.rebuild(loaded_model, number, error)
+            self._recovery.rebuild_batch(loaded_model, number, error)
             raise
         self._batches.put(loaded_model, number, batch)
 
     def _end_prefills(self, members: list[Prefill], now: float) -> None:
         for one in members:
-            self._requests.unqueue(one)
-            one.rows[0].commitment.record_join(one.written)
-            one.sequence.join(now)
+            self._requests.dequeue(one)
+            one.rows[0].commitment.record_join(one.stored_tokens)
+            one.sequence.mark_joined(now)
             one.sequence.mark_sent(now)
         for one in members:
-            with self._recovery.contained(one.sequence):
+            with self._recovery.fail_on_illegal_event(one.sequence):
                 one.rows[0].apply(RowEvent.JOINED)

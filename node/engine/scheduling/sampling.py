@@ -59,28 +59,28 @@ class SamplingDefaults:
     repetition: float = 1.0
 
 
-def defaults_of(config: Mapping[str, object]) -> SamplingDefaults:
+def parse_defaults(config: Mapping[str, object]) -> SamplingDefaults:
     """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
     ignored."""
     if config.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     return SamplingDefaults(
-        _number(config, "temperature", 1.0, 0, 10),
-        _number(config, "top_p", 1.0, 0, 1) or 1.0,
-        int(_number(config, "top_k", 0, 0, 2**20)),
-        _number(config, "min_p", 0.0, 0, 1),
-        _number(config, "repetition_penalty", 1.0, 0, 10) or 1.0,
+        _get_number(config, "temperature", 1.0, 0, 10),
+        _get_number(config, "top_p", 1.0, 0, 1) or 1.0,
+        int(_get_number(config, "top_k", 0, 0, 2**20)),
+        _get_number(config, "min_p", 0.0, 0, 1),
+        _get_number(config, "repetition_penalty", 1.0, 0, 10) or 1.0,
     )
 
 
-def _number(config: Mapping[str, object], key: str, default: float, least: float, most: float) -> float:
+def _get_number(config: Mapping[str, object], key: str, default: float, least: float, most: float) -> float:
     value = config.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most:
         return value
     return default
 
 
-def sampling_of(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
+def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
     """Return the sampling parameters of a request, with the model's defaults for those that are not set."""
     return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
@@ -94,7 +94,7 @@ def sampling_of(params: GenerationParams, defaults: SamplingDefaults) -> Samplin
     )
 
 
-def greedy(logprobs: mx.array) -> mx.array:
+def choose_greedily(logprobs: mx.array) -> mx.array:
     """Return the most likely token of each row: log probabilities (rows, vocabulary) to tokens (rows,).
 
     All rows share this function, because then a batch is sampled in one call.
@@ -102,7 +102,7 @@ def greedy(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-def draw_key(seed: int, choice: int, position: int) -> int:
+def compute_draw_key(seed: int, choice: int, position: int) -> int:
     """Mix seed, choice and position into the key of one draw, an integer of 64 bits. Splitmix64 makes neighbouring keys
     independent."""
     mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
@@ -127,17 +127,17 @@ class SeededSampler:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Draw the next token, shape (1,), from log probabilities (1, vocabulary)."""
-        key = mx.random.key(draw_key(self._seed, self._choice, self._position))
+        key = mx.random.key(compute_draw_key(self._seed, self._choice, self._position))
         self._position += 1
-        return mx.random.categorical(cut(logprobs, self._sampling), key=key)
+        return mx.random.categorical(apply_cuts(logprobs, self._sampling), key=key)
 
 
-def sampler_of(sampling: SamplingParameters, seed: int, choice: int, position: int) -> Sampler:
+def create_sampler(sampling: SamplingParameters, seed: int, choice: int, position: int) -> Sampler:
     """Return the sampler of an answer whose first `position` tokens are known."""
-    return greedy if sampling.greedy else SeededSampler(sampling, seed, choice, position)
+    return choose_greedily if sampling.greedy else SeededSampler(sampling, seed, choice, position)
 
 
-def cut(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
+def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
     """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays."""
     scaled = logprobs * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
@@ -145,7 +145,7 @@ def cut(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
         least = mx.min(mx.topk(scaled, sampling.top_k, axis=-1), axis=-1, keepdims=True)
         scaled = mx.where(scaled < least, -mx.inf, scaled)
     if sampling.top_p < 1:
-        scaled = mx.where(scaled < _nucleus(scaled, sampling.top_p), -mx.inf, scaled)
+        scaled = mx.where(scaled < _find_nucleus_threshold(scaled, sampling.top_p), -mx.inf, scaled)
     if sampling.min_p > 0:
         probabilities = mx.softmax(scaled, axis=-1)
         most = mx.max(probabilities, axis=-1, keepdims=True)
@@ -153,7 +153,7 @@ def cut(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
     return scaled
 
 
-def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
+def _find_nucleus_threshold(scaled: mx.array, top_p: float) -> mx.array:
     """Return the smallest logit of the smallest set of tokens that holds `top_p` of the probability."""
     ordered = -mx.sort(-scaled, axis=-1)
     above = mx.cumsum(mx.softmax(ordered, axis=-1), axis=-1, inclusive=False)
@@ -161,36 +161,36 @@ def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
     return mx.minimum(least, ordered[..., :1])
 
 
-def processors_of(sampling: SamplingParameters, prompt_tokens: int) -> tuple[Processor, ...]:
+def create_processors(sampling: SamplingParameters, prompt_tokens: int) -> tuple[Processor, ...]:
     """Return the processors of an answer's logits. Each is a pure function of the tokens so far and the logits."""
-    found: list[Processor] = []
+    processors: list[Processor] = []
     if sampling.repetition != 1:
-        found.append(lambda tokens, logits: _repeated(tokens, logits, sampling.repetition))
+        processors.append(lambda tokens, logits: _penalize_repetition(tokens, logits, sampling.repetition))
     if sampling.presence or sampling.frequency:
-        found.append(lambda tokens, logits: _penalised(tokens[prompt_tokens:], logits, sampling))
+        processors.append(lambda tokens, logits: _penalize_presence(tokens[prompt_tokens:], logits, sampling))
     if sampling.bias:
         where = mx.array([token for token, _ in sampling.bias])
         weights = mx.array([weight for _, weight in sampling.bias])
-        found.append(lambda tokens, logits: _added(logits, where, weights.astype(logits.dtype)))
-    return tuple(found)
+        processors.append(lambda tokens, logits: _add_at(logits, where, weights.astype(logits.dtype)))
+    return tuple(processors)
 
 
-def _repeated(tokens: mx.array, logits: mx.array, penalty: float) -> mx.array:
-    seen = _counts(tokens, logits) > 0
+def _penalize_repetition(tokens: mx.array, logits: mx.array, penalty: float) -> mx.array:
+    seen = _count_tokens(tokens, logits) > 0
     return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def _penalised(answer: mx.array, logits: mx.array, sampling: SamplingParameters) -> mx.array:
+def _penalize_presence(answer: mx.array, logits: mx.array, sampling: SamplingParameters) -> mx.array:
     if not answer.size:
         return logits
-    counts = _counts(answer, logits)
+    counts = _count_tokens(answer, logits)
     return logits - sampling.frequency * counts - sampling.presence * (counts > 0)
 
 
-def _counts(tokens: mx.array, logits: mx.array) -> mx.array:
+def _count_tokens(tokens: mx.array, logits: mx.array) -> mx.array:
     """Count each token of the vocabulary in `tokens`, shape (1, vocabulary)."""
-    return _added(mx.zeros_like(logits), tokens, mx.array(1, logits.dtype))
+    return _add_at(mx.zeros_like(logits), tokens, mx.array(1, logits.dtype))
 
 
-def _added(logits: mx.array, tokens: mx.array, values: mx.array) -> mx.array:
+def _add_at(logits: mx.array, tokens: mx.array, values: mx.array) -> mx.array:
     return cast("Any", logits).at[:, tokens].add(values)

@@ -9,8 +9,8 @@ Rules
 - Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
   its commitment. A chunk is made smaller before it is refused.
 - Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
-  (`required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request
-  to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
+  (`compute_required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the
+  request to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
@@ -45,10 +45,10 @@ from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.decode_loop import DecodeLoop
-from node.engine.scheduling.invariants import violations
+from node.engine.scheduling.invariants import find_violations
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.preemptor import Preemptor
-from node.engine.scheduling.prefill import Prefill, by_past
+from node.engine.scheduling.prefill import Prefill, group_by_past
 from node.engine.scheduling.prefill_queue import PrefillQueue
 from node.engine.scheduling.prefill_runner import PrefillRunner
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
@@ -127,36 +127,36 @@ class Scheduler:
         """Requests without memory that return once there is room."""
         return tuple(self._requests.preempted)
 
-    def batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
+    def get_batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
         """Return the decode batches of a loaded model by batch number."""
-        return self._batches.of(self._loaded_models()[model])
+        return self._batches.get_batches(self._loaded_models()[model])
 
-    def holds(self, number: int) -> bool:
+    def has_request(self, number: int) -> bool:
         """Return whether a request was started and has not ended."""
         return number in self._requests.live
 
-    def load(self) -> tuple[int, int, int]:
+    def measure_load(self) -> tuple[int, int, int]:
         """Return the number of decoding rows, of prefills and preempted requests together, and of the tokens that the
         prefills have still to process."""
         prefills = self._requests.prefills
         waiting = len(prefills) + len(self._requests.preempted)
-        return self._batches.rows(), waiting, sum(prefill.left for prefill in prefills)
+        return self._batches.count_rows(), waiting, sum(prefill.left for prefill in prefills)
 
-    def required_bytes(self, key: str | None = None) -> int:
+    def compute_required_bytes(self, key: str | None = None) -> int:
         """Return the bytes that waiting requests need before a new request of `key` is admitted; None: of any key.
 
         Requests that were preempted for another key count only for a new request of their own key, or with None.
         """
-        return self._queue.required_bytes() + self.preemptor.required_bytes(key)
+        return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step: `now` if there is work or output, later while all work waits.
         Return None without any work."""
         if self._batches or self._output.ends:
             return now
-        choices = self._queue.choices(now)
+        choices = self._queue.list_choices(now)
         if choices:
-            return max(now, self._queue.wait_until(choices))
+            return max(now, self._queue.compute_wait_end(choices))
         waiting = [one.retry_at for one in self._requests.prefills]
         if self._requests.preempted:
             waiting.append(self.preemptor.return_at)
@@ -165,21 +165,21 @@ class Scheduler:
     def check(self) -> list[str]:
         """Return one sentence for each violated invariant (`node.engine.scheduling.invariants`); an empty list if all
         hold."""
-        return violations(
+        return find_violations(
             self._requests.live,
             self._requests.prefills,
             self._requests.preempted,
             self._loaded_models(),
-            self._batches.of,
+            self._batches.get_batches,
         )
 
     # events
 
-    def begin(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
+    def begin_request(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
         """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
         alone) share a prefill."""
         self._requests.add(loaded_model, sequence)
-        for ids, rows in by_past(sequence.active_rows()).items():
+        for ids, rows in group_by_past(sequence.iterate_active_rows()).items():
             self.recovery.queue_prefill(loaded_model, sequence, rows, [*sequence.prompt, *ids])
 
     def cancel(self, number: int, now: float) -> bool:
@@ -190,24 +190,25 @@ class Scheduler:
         for prefill in self._requests.prefills:
             if prefill.sequence is sequence:
                 self._prefixes.put_back(prefill)
-        self.recovery.release(sequence)
-        self._requests.settle(now)
+        self.recovery.release_request(sequence)
+        self._requests.record_ends(now)
         return True
 
-    def evict_newest(self, refused: Refused, now: float) -> bool:
+    def end_newest(self, refused: Refused, now: float) -> bool:
         """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
         none.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered.
         """
-        evicted = self.preemptor.evict_newest(refused)
-        self._requests.settle(now)
-        return evicted
+        ended = self.preemptor.end_newest(refused)
+        self._requests.record_ends(now)
+        return ended
 
-    def make_way(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was
-        (`Preemptor.make_way`)."""
-        return self.preemptor.make_way(owner, need, missing_bytes)
+    def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
+        """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
+        preempted
+        (`Preemptor.preempt_for_key`)."""
+        return self.preemptor.preempt_for_key(owner, need, missing_bytes)
 
     # steps
 
@@ -215,7 +216,7 @@ class Scheduler:
         """Decode one token for every row of every batch. Raise `Halted` if the engine was halted. `now` is the
         monotonic time at which the turn began."""
         self._decode.step()
-        self._requests.settle(now)
+        self._requests.record_ends(now)
 
     def prefill(self, now: float) -> None:
         """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk.
@@ -223,20 +224,20 @@ class Scheduler:
         Do nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted` if the
         engine was halted.
         """
-        self.preemptor.return_next(now, self._queue.unclaimed_rows())
+        self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
         members = self._queue.schedule_next(now)
         if members:
             self._runner.run(members, now)
-        self._requests.settle(now)
+        self._requests.record_ends(now)
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
         if len({one.owner.name for one in self._requests.live.values()}) < 2:
             return
-        first = self._queue.next_unstarted()
+        first = self._queue.find_next_unstarted()
         if first is not None and not first.retry_at:
-            self.preemptor.share_rows(first, self._queue.free_rows())
+            self.preemptor.share_rows(first, self._queue.count_free_rows())
 
     def drain_output(self) -> list[Frame]:
         """Return the frames to send since the last call: deltas, then the ends of requests."""

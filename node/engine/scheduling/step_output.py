@@ -29,7 +29,7 @@ class StepOutput:
         return frames
 
 
-def finished(sequence: Sequence, now: float) -> Finished:
+def build_finished(sequence: Sequence, now: float) -> Finished:
     """Return the `Finished` frame of a request that ends at the monotonic time `now`: reasons, token counts and
     durations."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)

@@ -136,10 +136,10 @@ class ScriptedBatch:
         """Commit the next `KV_GROWTH_TOKENS` tokens for a row that has used its commitment; return the refusal if there
         is no room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
         commitment, ledger = row.commitment, self._memory.ledger
-        if commitment.written < commitment.promised:
+        if commitment.stored_tokens < commitment.committed_tokens:
             return None
         more = min(KV_GROWTH_TOKENS, sequence.shape.limit - row.produced)
-        refused = self._memory.check(GateSite.GROW, now, ledger.extension(commitment, more))
+        refused = self._memory.check(GateSite.GROW, now, ledger.compute_extension_bytes(commitment, more))
         if refused is not None and refused.code is not RefusalCode.UNREADABLE:
             return refused
         ledger.extend(commitment, more)

@@ -84,7 +84,7 @@ class ScriptedEngine:
         if isinstance(work, Cancel):
             self._cancel(work.request, now)
         elif isinstance(work, MemoryLimits):
-            self.gate.hold(work)
+            self.gate.set_limits(work)
         elif isinstance(work, ReduceMemory):
             return self._enforce(work, now)
         elif isinstance(work, ReclaimMemory):
@@ -138,7 +138,7 @@ class ScriptedEngine:
             EngineCounters(gate.checks.total(), gate.refusals.total(), batch.forwards, batch.steps, sheds=self._sheds),
             limits_number=gate.limits_number,
             enforced=self._enforced,
-            measures=gate.measures(),
+            measures=gate.get_measures(),
             freed_order=self._freed_order,
             metal_limit=self._metal,
         )
@@ -193,15 +193,15 @@ class ScriptedEngine:
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
         model, memory = self._model(), self._memory.read(now)
-        refused = self.gate.not_ready_refusal() or preflight.never_fits(
+        refused = self.gate.refuse_unless_ready() or preflight.refuse_impossible(
             request, shape, model, self._settings.max_batch_size
         )
         if refused is not None:
             return refused
-        cost = self._memory.ledger.cost(shape.length, shape.choices)
+        cost = self._memory.ledger.compute_cost(shape.length, shape.choices)
         if self._requests.must_refuse(request):
             return self._memory.check(GateSite.PREFLIGHT, now, max(cost, (memory.headroom or 0) + GIB))
-        return preflight.admit(shape, memory, model, cost, self.gate)
+        return preflight.refuse_without_room(shape, memory, model, cost, self.gate)
 
     def _cancel(self, number: int, now: float) -> None:
         sequence = self._batch.find(number)
@@ -238,7 +238,7 @@ class ScriptedEngine:
             context=settings.max_context,
             prefill_speed=PREFILL_SPEED,
             decode_speed=1000 / max(settings.step_ms, 0.001),
-            groups=self._memory.ledger.groups(),
+            groups=self._memory.ledger.list_groups(),
             expected_output=settings.tokens,
             features=("tools",) if settings.tools else (),
         )

@@ -21,8 +21,8 @@ class ScriptedMemory:
     def read(self, now: float) -> Memory:
         """Return the memory at the monotonic time `now`, with the limits in force."""
         active = self._active()
-        use = MlxCounters(active, self._recent.highest(now), self.ledger.reserved_bytes())
-        return self.gate.memory(use, MemoryReading(active, "scripted", now), self._total, now)
+        use = MlxCounters(active, self._recent.highest(now), self.ledger.compute_reserved_bytes())
+        return self.gate.build_memory(use, MemoryReading(active, "scripted", now), self._total, now)
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
         """Check the gate for `estimate` bytes in addition to the commitments; return the refusal, if any."""
@@ -42,4 +42,4 @@ class ScriptedMemory:
         return self._recent.peak_expires_at(self._active(), now)
 
     def _active(self) -> int:
-        return self._weights + self.ledger.written_bytes()
+        return self._weights + self.ledger.compute_stored_bytes()

@@ -25,7 +25,7 @@ class ScriptedRequests:
     def shape(self, request: Generate, prompt: int, pieces: list[str]) -> preflight.RequestShape:
         """Return the size of a request with a prompt of `prompt` tokens."""
         natural = len(pieces) or self._settings.tokens
-        return preflight.shape_of(request, prompt, natural, self._settings.max_context)
+        return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
     def must_refuse(self, request: Generate) -> bool:
         """Return whether the script refuses a request."""

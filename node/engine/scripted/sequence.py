@@ -119,7 +119,7 @@ class ScriptedSequence:
     @property
     def holds_memory(self) -> bool:
         """Return whether any row has written tokens."""
-        return any(row.commitment.written for row in self.active_rows())
+        return any(row.commitment.stored_tokens for row in self.active_rows())
 
     @property
     def delivered(self) -> bool:

@@ -59,7 +59,7 @@ class ChatTemplate:
         is not allowed. Exceptions of the template propagate."""
         if not self._wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")
-        variables = _variables(request.template)
+        variables = _parse_variables(request.template)
         continued = variables.pop("continue_final_message", False) is True
         if continued:
             variables["continue_final_message"] = True
@@ -68,15 +68,15 @@ class ChatTemplate:
             _set_clock(self._wrapper.get_chat_template(None, tools))
         moment = _NOW.set(request.created)
         try:
-            return self._written_out(request, tools, continued, variables)
+            return self._apply_template(request, tools, continued, variables)
         finally:
             _NOW.reset(moment)
 
-    def _written_out(
+    def _apply_template(
         self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
     ) -> str:
         with Deadline(RENDER_TIMEOUT_SECONDS, f"the chat template took more than {RENDER_TIMEOUT_SECONDS:.0f} s"):
-            messages = [_written(message, self._own_renderer) for message in request.messages]
+            messages = [_to_template_message(message, self._own_renderer) for message in request.messages]
             return cast(
                 "str",
                 cast("Any", self._wrapper).apply_chat_template(
@@ -85,7 +85,7 @@ class ChatTemplate:
             )
 
 
-def _now(form: str) -> str:
+def _format_now(form: str) -> str:
     return datetime.fromtimestamp(_NOW.get(), UTC).strftime(form)
 
 
@@ -97,35 +97,35 @@ def _set_clock(source: str) -> None:
     """
     module = importlib.import_module("transformers.utils.chat_template_utils")
     compiled = cast("Callable[[str], Template]", module._compile_jinja_template)
-    compiled(source).globals["strftime_now"] = _now
+    compiled(source).globals["strftime_now"] = _format_now
 
 
-def _written(message: Message, own_renderer: bool) -> dict[str, object]:
+def _to_template_message(message: Message, own_renderer: bool) -> dict[str, object]:
     """Return a message in the form of templates. Arguments are objects, because most templates iterate over them;
     renderers in Python parse the text themselves."""
-    written: dict[str, object] = {"role": message.role, "content": message.content}
+    fields: dict[str, object] = {"role": message.role, "content": message.content}
     if message.name:
-        written["name"] = message.name
+        fields["name"] = message.name
     if message.tool_call_id:
-        written["tool_call_id"] = message.tool_call_id
+        fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        written["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        written["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": call.arguments if own_renderer else _arguments(call.arguments),
+                    "arguments": call.arguments if own_renderer else _parse_arguments(call.arguments),
                 },
             }
             for call in message.tool_calls
         ]
-    return written
+    return fields
 
 
-def _arguments(text: str) -> object:
+def _parse_arguments(text: str) -> object:
     try:
         found = json.loads(text)
     except ValueError:
@@ -141,7 +141,7 @@ def parse_tools(text: str) -> list[object]:
     return cast("list[object]", found)
 
 
-def _variables(text: str) -> dict[str, object]:
+def _parse_variables(text: str) -> dict[str, object]:
     found = cast("object", json.loads(text or "{}"))
     if not isinstance(found, dict):
         raise TemplateFailed("the template's variables are not a JSON object")

@@ -64,11 +64,11 @@ class AnswerFormat(Protocol):
         request."""
         ...
 
-    def beginning(self) -> MarkerPlace:
+    def get_start_place(self) -> MarkerPlace:
         """Return the place where an answer starts."""
         ...
 
-    def cutter(self) -> MarkerCutter:
+    def create_cutter(self) -> MarkerCutter:
         """Return a new cutter for the text of one answer."""
         ...
 
@@ -110,7 +110,7 @@ class TextPipeline:
         self._reasoning = _ReasoningText()
         self._block: list[str] = []
         self._gap: str | None = None
-        self._shown = False
+        self._has_content = False
         self._stopped = False
         self._pieces: list[tuple[Channel, str]] = []
 
@@ -118,9 +118,9 @@ class TextPipeline:
         """Add one token of the answer and return the output that became final. After the end by a stop string or call,
         tokens have no output."""
         if not self._stopped:
-            self._take(self._decoder.feed(token))
+            self._split_text(self._decoder.feed(token))
             self.reasoning_tokens += self._place.state == REASONING
-        return TokenOutput(self._given(), self._stopped)
+        return TokenOutput(self._take_pieces(), self._stopped)
 
     @property
     def stop(self) -> str:
@@ -133,28 +133,28 @@ class TextPipeline:
         `reason` is `stop` or `length`. A completed stop string changes `length` into `stop`.
         """
         if not self._stopped:
-            self._take(self._decoder.flush())
-            self._put(self._cutter.flush())
+            self._split_text(self._decoder.flush())
+            self._add_text(self._cutter.flush())
             self._end_block()
         if not self._stopped:
-            self._show(Channel.CONTENT, self._stops.flush())
+            self._emit(Channel.CONTENT, self._stops.flush())
         elif reason == "length":
             reason = "stop"
-        return self._given(), "tool_calls" if reason == "stop" and self._calls.count else reason
+        return self._take_pieces(), "tool_calls" if reason == "stop" and self._calls.count else reason
 
-    def _given(self) -> Pieces:
+    def _take_pieces(self) -> Pieces:
         pieces, self._pieces = self._pieces, []
         return tuple(pieces)
 
-    def _take(self, text: str) -> None:
+    def _split_text(self, text: str) -> None:
         for place, part in self._cutter.feed(text) if text else ():
             if self._stopped:
                 return
             if place != self._place:
-                self._move(place)
-            self._put(part)
+                self._enter_place(place)
+            self._add_text(part)
 
-    def _move(self, place: MarkerPlace) -> None:
+    def _enter_place(self, place: MarkerPlace) -> None:
         left, self._place = self._place, place
         if left.state in (TOOL, INNER):
             self._close_block(left, place)
@@ -165,14 +165,14 @@ class TextPipeline:
         elif place.state in (TOOL, INNER):
             self._block = []
 
-    def _put(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Add text of the current place. Text of states outside the common ones is not for the client."""
         if not text or self._stopped:
             return
         if self._place.state == NORMAL:
             self._add_content(text)
         elif self._place.state == REASONING:
-            self._show(Channel.REASONING, self._reasoning.feed(text))
+            self._emit(Channel.REASONING, self._reasoning.feed(text))
         elif self._place.state in (TOOL, INNER):
             self._block.append(text)
 
@@ -181,10 +181,10 @@ class TextPipeline:
     def _close_block(self, left: MarkerPlace, place: MarkerPlace) -> None:
         body = "".join(self._block)
         if left.state == INNER and place.marker != self._calls.end:
-            self._show(Channel.REASONING, self._reasoning.feed(left.marker + body))
+            self._emit(Channel.REASONING, self._reasoning.feed(left.marker + body))
             self._gap = ""
         else:
-            self._read_block(body, left.marker, place.marker)
+            self._parse_block(body, left.marker, place.marker)
 
     def _end_block(self) -> None:
         """Handle the block that the end of the answer cut off. It is complete only for parsers without an end
@@ -195,10 +195,10 @@ class TextPipeline:
         if self._calls.end:
             self._add_content(self._place.marker + body)
         else:
-            self._read_block(body, self._place.marker, "")
+            self._parse_block(body, self._place.marker, "")
 
-    def _read_block(self, body: str, start: str, end: str) -> None:
-        calls = self._calls.read(body)
+    def _parse_block(self, body: str, start: str, end: str) -> None:
+        calls = self._calls.parse_block(body)
         shown = calls[:1] if self._one_call else calls
         self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
         if calls:
@@ -215,13 +215,13 @@ class TextPipeline:
             self._gap += text[: len(text) - len(words)]
             if not words:
                 return
-            text = (self._gap if self._shown else "") + words
+            text = (self._gap if self._has_content else "") + words
             self._gap = None
-        self._shown = True
+        self._has_content = True
         shown, self._stopped = self._stops.feed(text)
-        self._show(Channel.CONTENT, shown)
+        self._emit(Channel.CONTENT, shown)
 
-    def _show(self, channel: Channel, text: str) -> None:
+    def _emit(self, channel: Channel, text: str) -> None:
         if not text:
             return
         if self._pieces and self._pieces[-1][0] is channel:
@@ -234,13 +234,13 @@ class _ReasoningText:
 
     def __init__(self) -> None:
         self._fresh = True
-        self._shown = False
+        self._has_text = False
         self._pending: str = ""
 
     def open(self) -> None:
         """Start a block: the held newlines of the last one were its end."""
         self._fresh = True
-        self._pending = "\n" if self._shown else ""
+        self._pending = "\n" if self._has_text else ""
 
     def feed(self, text: str) -> str:
         """Add text of the block; return the part that cannot be its end."""
@@ -252,5 +252,5 @@ class _ReasoningText:
         text = self._pending + text
         shown = text.rstrip("\n")
         self._pending = text[len(shown) :]
-        self._shown = self._shown or bool(shown)
+        self._has_text = self._has_text or bool(shown)
         return shown

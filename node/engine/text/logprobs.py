@@ -14,7 +14,7 @@ MIN_LOGPROB = -9999.0
 """Value for a probability of 0 in OpenAI's API; only finite numbers cross the wire."""
 
 
-def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
+def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
     """Return a token's log probability and the `count` (0 to `MAX_ALTERNATIVES`) highest, from an array (vocabulary,).
 
     `token_bytes(token)` returns the bytes of a token. Tokens that a grammar forbids are not among the highest.

@@ -45,18 +45,18 @@ class MarkerSet:
     initial: str = ""
     """Initial state of the response format; empty without one."""
 
-    def beginning(self, thinking: bool) -> MarkerPlace:
+    def get_start_place(self, thinking: bool) -> MarkerPlace:
         """Return the place where an answer starts. `thinking`: the prompt left a thought open."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
-    def transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
+    def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
         """Return the edges of every reachable place, as pairs of marker and next place.
 
         Without `tools` a call's markers are ordinary words. Response formats are an exception, because their blocks can
         only be separated by those markers.
         """
-        edges = self._edges(tools)
-        waiting = [self.beginning(False), self.beginning(True)]
+        edges = self._build_edges(tools)
+        waiting = [self.get_start_place(False), self.get_start_place(True)]
         reached: dict[MarkerPlace, list[tuple[str, MarkerPlace]]] = {}
         while waiting:
             place = waiting.pop()
@@ -65,7 +65,7 @@ class MarkerSet:
                 waiting += [there for _, there in reached[place]]
         return reached
 
-    def _edges(self, tools: bool) -> dict[str, list[tuple[str, str]]]:
+    def _build_edges(self, tools: bool) -> dict[str, list[tuple[str, str]]]:
         edges: dict[str, list[tuple[str, str]]] = {NORMAL: [], REASONING: []}
         if self.think[0]:
             edges[NORMAL].append((self.think[0], REASONING))

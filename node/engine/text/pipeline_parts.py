@@ -20,13 +20,13 @@ class TokenDecoder:
         """Return the text that is complete with this token."""
         if token in self._silent or not 0 <= token < self._size:
             return ""
-        return self._segment(lambda: self._detokenizer.add_token(token))
+        return self._advance(lambda: self._detokenizer.add_token(token))
 
     def flush(self) -> str:
         """Return the text that was held back."""
-        return self._segment(self._detokenizer.finalize)
+        return self._advance(self._detokenizer.finalize)
 
-    def _segment(self, advance: Callable[[], None]) -> str:
+    def _advance(self, advance: Callable[[], None]) -> str:
         try:
             advance()
             segment = self._detokenizer.last_segment

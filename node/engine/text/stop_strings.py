@@ -27,7 +27,7 @@ class StopStrings:
             self._pending = ""
             _, at, self.found = min(found)
             return text[:at], True
-        keep = max(overlap(text, stop) for stop in self._stops)
+        keep = max(count_overlap(text, stop) for stop in self._stops)
         self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -38,7 +38,7 @@ class StopStrings:
         return pending
 
 
-def overlap(text: str, stop: str) -> int:
+def count_overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper start of `stop`, in characters."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

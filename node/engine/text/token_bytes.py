@@ -5,7 +5,7 @@ from typing import Final
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer, TokenizerWrapper
 
 
-def _byte_signs() -> dict[str, bytes]:
+def _build_byte_signs() -> dict[str, bytes]:
     """Return the byte of each sign of a byte-level vocabulary (the table of GPT-2's encoder). Printable bytes are their
     own signs; all other bytes have the signs from 256 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
@@ -14,7 +14,7 @@ def _byte_signs() -> dict[str, bytes]:
     return signs | {chr(256 + at): bytes([byte]) for at, byte in enumerate(others)}
 
 
-BYTES: Final = _byte_signs()
+BYTES: Final = _build_byte_signs()
 
 
 class TokenBytes:
@@ -26,7 +26,7 @@ class TokenBytes:
         self._detokenizer = wrapper.detokenizer
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
 
-    def of(self, token: int) -> bytes:
+    def get_bytes(self, token: int) -> bytes:
         """Return the bytes of a token: exact for byte-level tokens, else the text of the token alone. Return no bytes
         for an id out of range."""
         if not 0 <= token < self._size:

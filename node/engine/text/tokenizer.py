@@ -2,8 +2,9 @@
 
 `tokenizer_loader` loads a tokenizer, `chat_template` renders the prompts.
 
-`prompt`, `count` and `pipeline` may be called on several threads at the same time. They read only immutable tables, and
-a pipeline holds its own decoding state. Grammars (`guide`, `calling`, `single`) are for one thread at once.
+`tokenize_request`, `count_tokens` and `create_pipeline` may be called on several threads at the same time. They read
+only immutable tables, and a pipeline holds its own decoding state. Grammars (`build_guide`, `tool_call_format`,
+`find_single_token`) are for one thread at once.
 
 A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
 holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
@@ -24,7 +25,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
-from node.engine.grammar.tool_arguments import tool_variants
+from node.engine.grammar.tool_arguments import list_tool_variants
 from node.engine.grammar.tool_spec import ToolCallFormat
 from node.engine.text.chat_template import ChatTemplate, parse_tools
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
@@ -32,7 +33,7 @@ from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
 from node.engine.text.pipeline_parts import MarkCutter, PassThrough, TokenDecoder
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.token_bytes import TokenBytes
-from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerPanic, TooLong, line_of
+from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerPanic, TooLong, format_error
 from node.engine.text.tool_call_parser import ToolCallParser
 from wire.capacity.arithmetic import TOKENIZE_SLACK, TOKENIZE_SLICE_CHARS
 from wire.frames import Generate, Message
@@ -79,16 +80,16 @@ class Tokenizer:
         """Highest id plus one."""
         self.features = ("tools",) if wrapper.has_tool_calling else ()
         """Features of the model: `tools` if its calls can be parsed."""
-        self.token_bytes = TokenBytes(wrapper, self.size).of
+        self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
         """Returns the bytes of a token; none for an id out of range."""
         self._template = ChatTemplate(wrapper)
         self._ids: dict[str, int] = {}
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
-        self.markup = _markup(wrapper)
+        self.markers = _build_markers(wrapper)
         """Markers of reasoning and tool calls."""
-        self._machines = {tools: TextStateMachine(self.markup.transitions(tools)) for tools in (False, True)}
-        self._plainly = cast(
+        self._machines = {tools: TextStateMachine(self.markers.build_transitions(tools)) for tools in (False, True)}
+        self._encode_plainly = cast(
             "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
         )
         fast = cast("Any", wrapper)._tokenizer
@@ -98,25 +99,25 @@ class Tokenizer:
         # call.
         wrapper.encode("")
 
-    def prompt(self, request: Generate, most: int = 0) -> TokenizedPrompt:
+    def tokenize_request(self, request: Generate, max_tokens: int = 0) -> TokenizedPrompt:
         """Tokenize a request: its text or ids unchanged, or its messages rendered by the model's template.
 
-        If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
+        If a text is clearly longer than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted. Raise
         `TemplateFailed` if template or tokenizer fail.
         """
         plain = bool(request.text or request.ids)
         try:
-            ids = request.ids or self.encode(self._text(request), plain=plain, most=most)
-            self._check(ids)
+            ids = request.ids or self.encode(self._render_text(request), plain=plain, max_tokens=max_tokens)
+            self._check_ids(ids)
             if plain:
                 return TokenizedPrompt(ids, False, plain=True)
-            return TokenizedPrompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
+            return TokenizedPrompt(ids, *(self._ends_with(ids, marker) for marker in self.markers.think))
         except (TemplateFailed, TooLong):
             raise
         except Exception as error:
-            raise TemplateFailed(line_of(error)) from error
+            raise TemplateFailed(format_error(error)) from error
 
-    def shared(self, request: Generate, prompt: TokenizedPrompt) -> int:
+    def count_shared_tokens(self, request: Generate, prompt: TokenizedPrompt) -> int:
         """Return the number of a prompt's first tokens that follow from the system prompt alone, if all keys share
         that.
 
@@ -129,70 +130,71 @@ class Tokenizer:
         known = system.role, system.content, request.created // DATE_VALID_SECONDS
         opening = self._openings.get(known)
         if opening is None:
-            opening = self._openings[known] = self._opening(request, system)
+            opening = self._openings[known] = self._find_opening(request, system)
             for oldest in tuple(self._openings)[:-MAX_OPENINGS]:  # a copy: several threads add prompts
                 self._openings.pop(oldest, None)
         return len(opening) if prompt.ids[: len(opening)] == opening else 0
 
-    def _opening(self, request: Generate, system: Message) -> tuple[int, ...]:
+    def _find_opening(self, request: Generate, system: Message) -> tuple[int, ...]:
         """Return the common first tokens of prompts with this system prompt; empty if the template fails."""
         try:
-            one, other = (self._probe(request, system, word) for word in PROBES)
+            one, other = (self._tokenize_probe(request, system, word) for word in PROBES)
         except Exception:
             return ()
-        return tuple(token for token, _ in takewhile(_equal, zip(one, other, strict=False)))
+        return tuple(token for token, _ in takewhile(_is_equal, zip(one, other, strict=False)))
 
-    def _probe(self, request: Generate, system: Message, word: str) -> tuple[int, ...]:
+    def _tokenize_probe(self, request: Generate, system: Message, word: str) -> tuple[int, ...]:
         probe = replace(request, messages=(system, Message("user", word)), tools="", template="")
-        return self.encode(self._text(probe), plain=False)
+        return self.encode(self._render_text(probe), plain=False)
 
-    def count(self, request: Generate) -> int:
+    def count_tokens(self, request: Generate) -> int:
         """Return the number of a request's prompt tokens. Raise `TemplateFailed` if template or tokenizer fail."""
         try:
-            text = self._text(request)
+            text = self._render_text(request)
             if self.rust is not None and len(text) > LONG_TEXT_CHARS:
                 return len(self.rust.encode_batch_fast([text], add_special_tokens=False)[0])
             ids = self.encode(text, plain=False)
-            self._check(ids)
+            self._check_ids(ids)
             return len(ids)
         except TemplateFailed:
             raise
         except Exception as error:
-            raise TemplateFailed(line_of(error)) from error
+            raise TemplateFailed(format_error(error)) from error
 
-    def _text(self, request: Generate) -> str:
+    def _render_text(self, request: Generate) -> str:
         if request.text:
             return request.text
         return self._template.render(request)
 
-    def encode(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
+    def encode(self, text: str, *, plain: bool, max_tokens: int = 0) -> tuple[int, ...]:
         """Tokenize a text. `plain` includes the tokens that the tokenizer adds to every text.
 
-        If a long text clearly has more than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted.
+        If a long text clearly has more than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted.
         Raise `TokenizerPanic` if the native tokenizer panics.
         """
         try:
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:
-                return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
-            if most and len(text) > max(2 * most, TOKENIZE_SLICE_CHARS):
-                self._bound(self.rust, text, most)
+                return tuple(self.wrapper.encode(text) if plain else self._encode_plainly(text))
+            if max_tokens and len(text) > max(2 * max_tokens, TOKENIZE_SLICE_CHARS):
+                self._check_length(self.rust, text, max_tokens)
             return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
         except BaseException as error:
             if type(error).__name__ != "PanicException":  # pyo3's type, a BaseException, cannot be imported
                 raise
-            raise TokenizerPanic(f"the tokenizer failed: {line_of(error)}") from error
+            raise TokenizerPanic(f"the tokenizer failed: {format_error(error)}") from error
 
-    def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
-        """Raise `TooLong` as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
+    def _check_length(self, rust: "RustTokenizer", text: str, max_tokens: int) -> None:
+        """Raise `TooLong` as soon as the slices of a text have more than `max_tokens` tokens. A cut adds a few at
+        most."""
         counted = 0
         for start in range(0, len(text), TOKENIZE_SLICE_CHARS):
             part = text[start : start + TOKENIZE_SLICE_CHARS]
             counted += len(rust.encode_batch_fast([part], add_special_tokens=False)[0])
-            if counted > most * TOKENIZE_SLACK:
+            if counted > max_tokens * TOKENIZE_SLACK:
                 share = (start + len(part)) / len(text)
                 raise TooLong(f"the first {share:.0%} of the prompt already has {counted} tokens")
 
-    def pipeline(
+    def create_pipeline(
         self,
         request_id: str,
         choice: int,
@@ -208,22 +210,31 @@ class Tokenizer:
         `tools` is the JSON array of the request, `thinking` that of `TokenizedPrompt`. With `one_call` the answer ends
         with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
         """
-        given = parse_tools((grammar.tools if grammar is not None else "") or tools)
+        parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = ToolCallParser(
-            prefix, self.wrapper.tool_parser if given else None, tool_variants(given), self.markup.call[1]
+            prefix,
+            self.wrapper.tool_parser if parsed_tools else None,
+            list_tool_variants(parsed_tools),
+            self.markers.call[1],
         )
         if grammar is not None:
-            place = grammar.beginning()
-            return TextPipeline(self._decoder(), grammar.cutter(), place, StopStrings(stops), calls, one_call=one_call)
-        place = self.markup.beginning(thinking)
-        cutter = MarkCutter(self._machines[bool(given)], place)
-        return TextPipeline(self._decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
+            place = grammar.get_start_place()
+            return TextPipeline(
+                self._create_decoder(), grammar.create_cutter(), place, StopStrings(stops), calls, one_call=one_call
+            )
+        place = self.markers.get_start_place(thinking)
+        cutter = MarkCutter(self._machines[bool(parsed_tools)], place)
+        return TextPipeline(self._create_decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
-    def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
+    def create_plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Return the text pipeline of one choice for a prompt without a template: all text is content."""
         return TextPipeline(
-            self._decoder(), PassThrough(), MarkerPlace(NORMAL), StopStrings(stops), ToolCallParser("", None, (), "")
+            self._create_decoder(),
+            PassThrough(),
+            MarkerPlace(NORMAL),
+            StopStrings(stops),
+            ToolCallParser("", None, (), ""),
         )
 
     # grammars
@@ -231,55 +242,57 @@ class Tokenizer:
     @property
     def think(self) -> tuple[str, str]:
         """Markers at the start and the end of a thought; empty texts if the model does not reason."""
-        return self.markup.think
+        return self.markers.think
 
     @property
-    def calling(self) -> ToolCallFormat | None:
+    def tool_call_format(self) -> ToolCallFormat | None:
         """Format of the model's tool calls; None if the model makes no calls."""
-        if not self.markup.call[0]:
+        if not self.markers.call[0]:
             return None
         parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
         template = self.wrapper.chat_template
-        return ToolCallFormat(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
+        return ToolCallFormat(
+            parser, self.markers.call, template if isinstance(template, str) else "", self._render_literal
+        )
 
-    def single(self, text: str) -> int | None:
+    def find_single_token(self, text: str) -> int | None:
         """Return the token id of a marker; None if the marker takes several tokens."""
-        ids = self._plainly(text)
+        ids = self._encode_plainly(text)
         return ids[0] if len(ids) == 1 else None
 
     @property
     def constrainable(self) -> bool:
         """Whether answers can follow a grammar. They cannot if the model has its own format of answers, or if
         llguidance cannot use the tokenizer."""
-        return not self.markup.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
+        return not self.markers.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
-    def guide(self) -> LLTokenizer | None:
+    def build_guide(self) -> LLTokenizer | None:
         """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar. This takes a second for a
         large vocabulary."""
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
             return None
         guide = from_tokenizer(fast, n_vocab=self.size, eos_token=sorted(self.eos))
-        self._learn_special(guide)
+        self._record_special_tokens(guide)
         return guide
 
-    def _mark(self, marker: str) -> tuple[str, bool]:
+    def _render_literal(self, marker: str) -> tuple[str, bool]:
         """Return text in Lark's notation, with special tokens as tokens; and whether it starts with one."""
         parts = [part for part in self._special.split(marker) if part] if self._special.pattern else [marker]
         written = [f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts]
         return " ".join(written), bool(parts) and parts[0] in self._ids
 
-    def _learn_special(self, guide: LLTokenizer) -> None:
+    def _record_special_tokens(self, guide: LLTokenizer) -> None:
         """Record the tokens that llguidance does not treat as text."""
         added = self.wrapper.get_added_vocab()
         self._ids = {text: token for text, token in added.items() if text and guide.is_special_token(token)}
         longest = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile(f"({'|'.join(map(re.escape, longest))})" if longest else "")
 
-    def _decoder(self) -> TokenDecoder:
+    def _create_decoder(self) -> TokenDecoder:
         return TokenDecoder(self.wrapper.detokenizer, self.size, self.eos)
 
-    def _check(self, ids: tuple[int, ...]) -> None:
+    def _check_ids(self, ids: tuple[int, ...]) -> None:
         if not ids:
             raise TemplateFailed("the chat template rendered an empty prompt")
         wrong = next((token for token in ids if not 0 <= token < self.size), None)
@@ -292,7 +305,7 @@ class Tokenizer:
         return bool(marker) and self.wrapper.decode(list(ids[-TAIL_TOKENS:])).rstrip().endswith(marker)
 
 
-def _markup(wrapper: TokenizerWrapper) -> MarkerSet:
+def _build_markers(wrapper: TokenizerWrapper) -> MarkerSet:
     return MarkerSet(
         think=(wrapper.think_start or "", wrapper.think_end or ""),
         call=(wrapper.tool_call_start or "", wrapper.tool_call_end or ""),
@@ -302,5 +315,5 @@ def _markup(wrapper: TokenizerWrapper) -> MarkerSet:
     )
 
 
-def _equal(pair: tuple[int, int]) -> bool:
+def _is_equal(pair: tuple[int, int]) -> bool:
     return pair[0] == pair[1]

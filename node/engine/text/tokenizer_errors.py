@@ -23,7 +23,7 @@ class TooLong(ValueError):
     """Error of a prompt with more tokens than allowed; the text is one line for the client."""
 
 
-def line_of(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Render an exception as one line: its name and the beginning of its text."""
     words = " ".join(str(error).split())
     message = f"{type(error).__name__}: {words}" if words else type(error).__name__

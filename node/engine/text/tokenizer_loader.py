@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
 
 from node.engine.text.tokenizer import Tokenizer
-from node.engine.text.tokenizer_errors import TokenizerError, line_of
+from node.engine.text.tokenizer_errors import TokenizerError, format_error
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
 """Names of tokenizer files in model folders."""
@@ -22,22 +22,22 @@ def load(folder: Path) -> Tokenizer:
     if not folder.is_dir():
         raise TokenizerError(f"{folder.name}: the folder does not exist")
     try:
-        return Tokenizer(_wrapper(folder))
+        return Tokenizer(_load_wrapper(folder))
     except Exception as error:
         if _needs_code(folder):
             reason = "its tokenizer needs code from the model folder, and Macpool never runs such code"
         else:
-            reason = line_of(error).replace(str(folder), folder.name)
+            reason = format_error(error).replace(str(folder), folder.name)
         raise TokenizerError(f"{folder.name}: {reason}") from error
 
 
-def _wrapper(folder: Path) -> TokenizerWrapper:
+def _load_wrapper(folder: Path) -> TokenizerWrapper:
     config = load_config(folder) if (folder / "config.json").exists() else {}
     strictly = {"trust_remote_code": False, "local_files_only": True}
-    return load_tokenizer(folder, strictly, config.get("eos_token_id"), defaults(config.get("model_type")))
+    return load_tokenizer(folder, strictly, config.get("eos_token_id"), read_defaults(config.get("model_type")))
 
 
-def defaults(kind: object) -> dict[str, object] | None:
+def read_defaults(kind: object) -> dict[str, object] | None:
     """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
     None if mlx-lm has none.
 

@@ -18,7 +18,7 @@ import structlog
 
 from host.exit_status import describe_exit
 from node.engine.text.tokenizer_errors import TokenizerError
-from node.memory.sensor import footprint_of
+from node.memory.sensor import measure_footprint
 from wire.units import MIB, show_size
 
 CPU_LIMIT_SECONDS = 30
@@ -43,17 +43,17 @@ log = structlog.get_logger("engine.trial")
 
 
 class TokenizerTrials:
-    """Trials of models' tokenizers, and their results. `folder` stores the fingerprints that passed; None: in memory
-    only.
+    """Trial runs of models' chat templates and tokenizers in a limited process, with their results by fingerprint.
 
-    `cpu` is the limit of CPU seconds, `memory` that of bytes in addition to the tokenizer's files.
+    `folder` stores the fingerprints that passed; None: in memory only. `cpu` is the limit of CPU seconds. `memory` is
+    the limit in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size of the tokenizer's files.
     """
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
         self._file = None if folder is None else folder / FILE
         self._cpu = cpu
         self._memory = memory
-        self._passed: dict[str, None] = dict.fromkeys(_read(self._file))
+        self._passed: dict[str, None] = dict.fromkeys(_read_passed(self._file))
         self._failed: dict[str, str] = {}
 
     def run(self, folder: Path, fingerprint: str, files: int) -> None:
@@ -66,26 +66,26 @@ class TokenizerTrials:
             return
         if fingerprint not in self._failed:
             began = time.monotonic()
-            wrong = self._try(folder, files)
+            wrong = self._run_trial(folder, files)
             log.info("trial", model=folder.name, fault=wrong, seconds=round(time.monotonic() - began, 2))
             if not wrong:
-                self._keep(fingerprint)
+                self._record_pass(fingerprint)
                 return
             self._failed[fingerprint] = wrong
         raise TokenizerError(f"{folder.name}: {self._failed[fingerprint]}")
 
-    def cause(self, fingerprint: str) -> str:
+    def find_cause(self, fingerprint: str) -> str:
         """Return why the model with this fingerprint may not be used. Return an empty text if it passed or was not
         tried yet."""
         return self._failed.get(fingerprint, "")
 
-    def need(self, fingerprint: str, files: int) -> int:
+    def compute_need_bytes(self, fingerprint: str, files: int) -> int:
         """Return the bytes that a trial of this model may take; 0 if it was tried. `files` is the size of its
         tokenizer's files in bytes."""
         tried = fingerprint in self._passed or fingerprint in self._failed
         return 0 if tried else self._memory + MEMORY_PER_FILE_BYTE * files
 
-    def _try(self, folder: Path, files: int) -> str:
+    def _run_trial(self, folder: Path, files: int) -> str:
         """Run the process; return the fault of the model, empty if there is none."""
         most, deadline = self._memory + MEMORY_PER_FILE_BYTE * files, time.monotonic() + TIMEOUT_SECONDS
         with subprocess.Popen(
@@ -96,7 +96,7 @@ class TokenizerTrials:
         ) as process:
             try:
                 while process.poll() is None:
-                    taken = footprint_of((process.pid,)) or 0
+                    taken = measure_footprint((process.pid,)) or 0
                     if taken > most:
                         return (
                             f"its template or tokenizer took {show_size(taken)} for prompts of 20 kB "
@@ -123,7 +123,7 @@ class TokenizerTrials:
             return f"its template or tokenizer took more than {self._cpu} s for prompts of 20 kB: it is not used"
         return f"the trial of its template and tokenizer {describe_exit(process.returncode)}: it is not used"
 
-    def _keep(self, fingerprint: str) -> None:
+    def _record_pass(self, fingerprint: str) -> None:
         self._passed[fingerprint] = None
         while len(self._passed) > MAX_RESULTS:
             del self._passed[next(iter(self._passed))]
@@ -138,7 +138,7 @@ class TokenizerTrials:
             log.warning("tokenizer trials not stored", error=str(error)[:200])
 
 
-def _read(file: Path | None) -> list[str]:
+def _read_passed(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:

@@ -44,7 +44,7 @@ PIECES = (
 TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]'
 
 
-def prompts() -> Iterator[Generate]:
+def generate_prompts() -> Iterator[Generate]:
     """Yield the prompts of a trial: conversations of usual shapes, with and without tools, and long texts."""
     user, model = Message("user", "Hello, how are you?"), Message("assistant", "Fine!")
     for messages in ((user,), (Message("system", "Be brief."), user), (user, model, user), (user, model) * 20):
@@ -68,9 +68,9 @@ def main() -> int:
         tokenizer = load(folder)
     except TokenizerError:
         return EXIT_NOT_LOADED
-    for prompt in prompts():
+    for prompt in generate_prompts():
         try:
-            tokenizer.prompt(prompt)
+            tokenizer.tokenize_request(prompt)
         except TokenizerPanic:
             return EXIT_PANICKED
         except TemplateFailed:

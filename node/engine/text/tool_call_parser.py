@@ -31,48 +31,53 @@ class ToolCallParser:
         self._parse = parse
         self._tools = tools
 
-    def read(self, block: str) -> list[str]:
+    def parse_block(self, block: str) -> list[str]:
         """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`); empty if the
         block is no call. Never raise."""
         if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []
         for tools in self._tools:
-            calls = self._read(self._parse, block, tools)
+            calls = self._parse_calls(self._parse, block, tools)
             if calls:
                 self.count += len(calls)
                 return calls
         return []
 
-    def _read(self, parse: Parse, block: str, tools: list[object]) -> list[str]:
+    def _parse_calls(self, parse: Parse, block: str, tools: list[object]) -> list[str]:
         try:
             parsed = parse(block, tools)
             found = cast("list[object]", parsed) if isinstance(parsed, list) else [parsed]
-            return [self._written(self.count + at, call) for at, call in enumerate(found)]
+            return [self._render_call(self.count + at, call) for at, call in enumerate(found)]
         except Exception:  # a parser's failure on model text must not lose the answer
             return []
 
-    def _written(self, index: int, call: object) -> str:
+    def _render_call(self, index: int, call: object) -> str:
         if not isinstance(call, dict):
             raise TypeError("a call is an object")
         parts = cast("dict[object, object]", call)
         name = parts["name"]
         if not isinstance(name, str) or not name:
             raise ValueError("a call has a name")
-        made = {"index": index, "id": f"{self._prefix}{index}", "name": name, "arguments": _text(parts["arguments"])}
-        return _json(made)
+        made = {
+            "index": index,
+            "id": f"{self._prefix}{index}",
+            "name": name,
+            "arguments": _render_arguments(parts["arguments"]),
+        }
+        return _render_json(made)
 
 
-def _text(arguments: object) -> str:
+def _render_arguments(arguments: object) -> str:
     """Return arguments as the JSON text of an object. Text must be an object already; empty arguments become an empty
     object."""
     if isinstance(arguments, str):
         arguments = cast("object", json.loads(arguments or "{}"))
     if not isinstance(arguments, dict | None):
         raise TypeError("arguments are an object")
-    return _json(cast("dict[object, object]", arguments or {}))
+    return _render_json(cast("dict[object, object]", arguments or {}))
 
 
-def _json(found: object) -> str:
+def _render_json(found: object) -> str:
     """Return JSON that can be sent: an unpaired surrogate, which JSON can express and UTF-8 cannot, stays escaped."""
     text = json.dumps(found, ensure_ascii=False, allow_nan=False)
     try:

@@ -29,7 +29,7 @@ from typing import Literal
 
 import structlog
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 from node.settings import WorkerSettings
 from node.video.ray import ray_process
 from node.video.ray.driver_link import (
@@ -155,32 +155,32 @@ class LocalRay:
         """Whether the task that runs and restarts Ray is active."""
         return self._task is not None and not self._task.done()
 
-    def allow(self, *, on: bool) -> None:
+    def set_allowed(self, *, on: bool) -> None:
         """Set whether the coordinator allows this Mac to make videos."""
         if on != self._allowed:
             self._allowed = on
             self._signal_change()
             self._changed()
 
-    def offer(self, *, wanted: bool) -> None:
+    def set_offered(self, *, wanted: bool) -> None:
         """Set whether this Mac offers video."""
         if wanted != self._offered:
             self._offered = wanted
             self._signal_change()
 
-    def set_running(self, *, on: bool) -> None:
+    def set_has_lease(self, *, on: bool) -> None:
         """Set whether this Mac has a granted lease. A running Ray is not stopped while it has one."""
         if on != self._lent:
             self._lent = on
             self._signal_change()
 
-    def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
+    def start_actor(self, lease: str, generation: int, folder: str, size: int) -> None:
         """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
         self._driver.create_actor(
             CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout_seconds)
         )
 
-    def end(self, lease: str) -> None:
+    def end_actor(self, lease: str) -> None:
         """End the actor of a lease, if there is one."""
         self._driver.kill_actor(lease)
 
@@ -264,7 +264,7 @@ class LocalRay:
             if not session.is_symlink():
                 shutil.rmtree(session, ignore_errors=True)
         (folder / CURRENT).unlink(missing_ok=True)
-        private_folder(self._files)
+        create_private_folder(self._files)
         write_private(self._files / "token", secrets.token_hex(32).encode())
         words = build_command(self._settings.ray_ports, folder, self._gib)
         return await ray_process.start_ray(words, variables, self._files)
@@ -272,11 +272,13 @@ class LocalRay:
     def _create_ray_folder(self) -> Path:
         """Return Ray's own folder: the one in the settings, else one below /tmp that belongs to this node's state."""
         wanted = self._settings.ray_folder
-        return private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
+        return (
+            create_private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
+        )
 
     def _store_output(self, output: bytes) -> None:
         """Keep the output until Ray was up; later output is in the logs of its session."""
-        private_folder(self._log_file.parent)
+        create_private_folder(self._log_file.parent)
         write_private(self._log_file, output)
 
     def _set_state(self, node: str, cause: str) -> None:
@@ -353,7 +355,7 @@ class DriverProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 pass_fds=(child_end.fileno(),),
-                cwd=private_folder(self._files / "empty"),
+                cwd=create_private_folder(self._files / "empty"),
                 start_new_session=True,
                 env=variables,
             )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from host.private_files import private_folder
+from host.private_files import create_private_folder
 
 RESTART_DELAYS_SECONDS = (1.0, 60.0)
 """First and longest wait before Ray is started again, in seconds."""
@@ -148,4 +148,4 @@ def create_short_folder(files: Path) -> Path:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
-    return private_folder(folder)
+    return create_private_folder(folder)

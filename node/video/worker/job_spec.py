@@ -36,7 +36,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stall: Seconds | None = None
     """Maximum seconds without progress; None for the node's setting."""
 
-    def job(self, package: VideoPackage) -> dict[str, object]:
+    def to_worker_input(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, without `timeout` and `stall`.
 
         Fields that are not set get the defaults of `package`.
@@ -48,7 +48,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
 
 
-def read_spec(raw: bytes) -> JobSpec | str:
+def parse_spec(raw: bytes) -> JobSpec | str:
     """Parse the `spec` of a lease. Return a sentence for a person if the job is invalid."""
     try:
         spec = msgspec.json.decode(raw, type=JobSpec)

@@ -18,8 +18,8 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import replace
 
-from host.private_files import private_folder, write_private
-from node.memory.sensor import footprint_of, members, read_process_identity
+from host.private_files import create_private_folder, write_private
+from node.memory.sensor import list_group_members, measure_footprint, read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import watchdog_policy
 from node.video.worker.lease_files import (
@@ -68,7 +68,7 @@ KEPT = ("PATH", "USER", "LANG", "LC_ALL")
 """Variables that a worker inherits. Every other variable is set explicitly."""
 
 
-def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
+def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return the environment variables of a worker: those in `KEPT`, offline mode, and folders below `scratch`."""
     kept = {name: inherited[name] for name in KEPT if name in inherited}
     ours = {"HOME": str(scratch), "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
@@ -172,9 +172,9 @@ class WorkerMonitor:
         Raise `OSError` if that fails.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
-        private_folder(self.folder)
-        private_folder(self.folder / OUT)
-        private_folder(self.folder / SCRATCH)
+        create_private_folder(self.folder)
+        create_private_folder(self.folder / OUT)
+        create_private_folder(self.folder / SCRATCH)
         self._guard = lock_file(self.folder / GUARD)
         write_private(self.folder / GRANT, msgspec.json.encode(grant))
 
@@ -218,7 +218,7 @@ class WorkerMonitor:
         assert self.state is not None  # noqa: S101  it begins with the worker
         attended = is_locked(self.folder / ATTENDED)  # read first: worker and attendant may both end, done, in between
         alive = find_living_processes(worker)
-        read = footprint_of(alive)
+        read = measure_footprint(alive)
         self.footprint = read or 0
         if not alive or not attended:
             for line in self._tail.read_lines():  # the last events may have arrived by now
@@ -241,7 +241,7 @@ class WorkerMonitor:
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
-            await kill(self.worker, 0.0 if end.at_once else self._grace)
+            await kill_worker_group(self.worker, 0.0 if end.at_once else self._grace)
 
     def close(self) -> None:
         """Release the lock of the folder and remove the scratch files."""
@@ -255,10 +255,10 @@ def find_living_processes(worker: WorkerGroup) -> tuple[int, ...]:
     """Return the ids of a worker's living processes; empty if its process id belongs to a later process by now."""
     if worker.born and (now := read_process_identity(worker.pid)) and now != worker.born:
         return ()
-    return members(worker.pid)
+    return list_group_members(worker.pid)
 
 
-async def kill(worker: WorkerGroup, grace: float) -> None:
+async def kill_worker_group(worker: WorkerGroup, grace: float) -> None:
     """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when all processes have ended."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while find_living_processes(worker):

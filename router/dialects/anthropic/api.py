@@ -13,7 +13,7 @@ from router.dialects.shared.interface import AnswerReader, DialectStyle
 from router.dialects.shared.template import variables
 from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, collect_tools, function
 from router.dispatch.request import CompleteAnswer, RequestSpec
-from router.dispatch.resource_demand import demand_of
+from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, invalid
 from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Message
 
@@ -25,13 +25,13 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
     thoughts: bool = True
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return message(job, answer, finished, self.thoughts)
+        return message(spec, answer, finished, self.thoughts)
 
     def chunks(self, reader: AnswerReader) -> MessageChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return MessageChunks(reader.job, reader.demand.prompt_tokens or 0, self.thoughts)
+        return MessageChunks(reader.spec, reader.demand.prompt_tokens or 0, self.thoughts)
 
 
 class MessagesRoute:
@@ -90,7 +90,7 @@ def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> M
     )
     thoughts = body.thinking is None or body.thinking.display != "omitted"
     return MessagesRequest(
-        demand_of(body.model, messages, params, tools.text),
+        compute_demand(body.model, messages, params, tools.text),
         messages,
         params,
         bool(body.stream),

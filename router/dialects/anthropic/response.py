@@ -56,8 +56,8 @@ class MessageChunks:
     left out.
     """
 
-    def __init__(self, job: RequestSpec, prompt_tokens: int, thoughts: bool) -> None:
-        self._job = job
+    def __init__(self, spec: RequestSpec, prompt_tokens: int, thoughts: bool) -> None:
+        self._spec = spec
         self._prompt_tokens = prompt_tokens
         self._thoughts = thoughts
         self._pieces = StreamSplitter()
@@ -71,7 +71,7 @@ class MessageChunks:
     def opening(self) -> bytes:
         """Encode the first event: the message without its content."""
         usage = _usage(self._prompt_tokens, 0, 0)
-        return event("message_start", message=_message(self._job, [], None, None, usage))
+        return event("message_start", message=_message(self._spec, [], None, None, usage))
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as events of content blocks; may be empty."""
@@ -98,7 +98,7 @@ class MessageChunks:
 
     def failing(self, problem: Problem) -> bytes:
         """Encode the error event that ends a failed stream."""
-        return b"event: error\ndata: %s\n\n" % error_of(problem, self._job.request_id)
+        return b"event: error\ndata: %s\n\n" % error_of(problem, self._spec.request_id)
 
     def _called(self, call: AnswerToolCall) -> bytes:
         """Render a block with a single delta: a call is sent when it is complete."""
@@ -126,7 +126,7 @@ class MessageChunks:
         return before + event("content_block_stop", index=self._index)
 
 
-def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
+def message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
     """Encode the whole answer to a request without a stream. Without `thoughts`, reasoning is left out."""
     assembled = assemble_answer(answer)
     content: list[Block] = []
@@ -139,7 +139,7 @@ def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, though
     usage = _usage(
         finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
     )
-    return msgspec.json.encode(_message(job, content, reason, stop, usage))
+    return msgspec.json.encode(_message(spec, content, reason, stop, usage))
 
 
 def _use(call: AnswerToolCall, given: Block) -> Block:
@@ -160,12 +160,12 @@ def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
     return "tool_use" if calls else "end_turn", None
 
 
-def _message(job: RequestSpec, content: list[Block], reason: str | None, stop: str | None, usage: Block) -> Block:
+def _message(spec: RequestSpec, content: list[Block], reason: str | None, stop: str | None, usage: Block) -> Block:
     return {
-        "id": f"msg_{job.request_id}",
+        "id": f"msg_{spec.request_id}",
         "type": "message",
         "role": "assistant",
-        "model": job.demand.model,
+        "model": spec.demand.model,
         "content": content,
         "stop_reason": reason,
         "stop_sequence": stop,

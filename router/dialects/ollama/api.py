@@ -27,7 +27,7 @@ from router.dialects.shared.strict_json import Body, write
 from router.dialects.shared.template import variables
 from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_written, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
-from router.dispatch.resource_demand import demand_of, demand_of_plain
+from router.dispatch.resource_demand import compute_demand, compute_plain_demand
 from router.errors import Problem, invalid
 from wire.frames import CallConstraint, Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
@@ -43,7 +43,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
     text: str = ""
     """Raw prompt without a template; empty for a conversation."""
 
-    def job(self, key: str, request_id: str, created: int) -> RequestSpec:
+    def to_spec(self, key: str, request_id: str, created: int) -> RequestSpec:
         """Return the request for the dispatcher; see `ConversationRequest`."""
         return RequestSpec(
             self.demand,
@@ -60,13 +60,13 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return complete_body(AnswerShape(job, self.chat), answer, finished)
+        return complete_body(AnswerShape(spec, self.chat), answer, finished)
 
     def chunks(self, reader: AnswerReader) -> OllamaChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return OllamaChunks(AnswerShape(reader.job, self.chat))
+        return OllamaChunks(AnswerShape(reader.spec, self.chat))
 
 
 class OllamaChatRoute:
@@ -148,7 +148,9 @@ def _request(
     if isinstance(template, Problem):
         return template
     model = plain_name(body.model)
-    demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools.text)
+    demand = (
+        compute_plain_demand(model, text, (), params) if text else compute_demand(model, messages, params, tools.text)
+    )
     stream = body.stream is not False
     return OllamaRequest(
         demand,

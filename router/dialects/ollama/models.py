@@ -31,13 +31,13 @@ def version() -> bytes:
 
 def tags(view: ClusterView, created: int) -> bytes:
     """Return every model that a member can serve, as JSON in Ollama's shape. `created` is in Unix seconds."""
-    served = view.served()
+    served = view.get_served_models()
     return msgspec.json.encode({"models": [_row(served[name], modified_at=moment(created)) for name in sorted(served)]})
 
 
 def running(view: ClusterView) -> bytes:
     """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of one copy."""
-    loaded = view.loaded()
+    loaded = view.get_loaded_models()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode(
         {
@@ -59,7 +59,7 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     name = plain_name(found.body.model or found.body.name or "")
     if not name:
         return invalid("model: Field required", "model")
-    model = view.served().get(view.canonical_name(name))
+    model = view.get_served_models().get(view.resolve_name(name))
     if model is None:
         return Problem(404, RefusalCode.NO_MODEL, f"no node serves the model {name!r}", "model")
     return msgspec.json.encode(

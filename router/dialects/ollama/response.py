@@ -36,10 +36,10 @@ class AnswerShape:
     """Format of answers of `/api/chat` and `/api/generate`. With `chat`, text is in `message`, otherwise in
     `response`."""
 
-    def __init__(self, job: RequestSpec, chat: bool) -> None:
-        self.job = job
+    def __init__(self, spec: RequestSpec, chat: bool) -> None:
+        self.spec = spec
         self._chat = chat
-        self._about: Line = {"model": job.demand.model, "created_at": moment(job.created)}
+        self._about: Line = {"model": spec.demand.model, "created_at": moment(spec.created)}
 
     def line(
         self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
@@ -105,7 +105,7 @@ class OllamaChunks:
 
     def failing(self, problem: Problem) -> bytes:
         """Encode the line with the error that ends a failed stream."""
-        return error_of(problem, self._shape.job.request_id) + b"\n"
+        return error_of(problem, self._shape.spec.request_id) + b"\n"
 
 
 def complete_body(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:

@@ -20,7 +20,7 @@ from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import combine_reasoning, variables
 from router.dialects.shared.tools import NO_TOOLS, ClientTool, OfferedTool, ToolSet, as_written, collect_tools, custom
 from router.dispatch.request import CompleteAnswer, RequestSpec
-from router.dispatch.resource_demand import demand_of
+from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, invalid
 from wire.frames import Finished, GrammarSpec
 
@@ -35,13 +35,13 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
     custom: frozenset[str] = frozenset()
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return completion(job, answer, finished, self.custom)
+        return completion(spec, answer, finished, self.custom)
 
     def chunks(self, reader: AnswerReader) -> ChatChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return ChatChunks(reader.job, self.custom, reader.fingerprint)
+        return ChatChunks(reader.spec, self.custom, reader.fingerprint)
 
 
 class ChatRoute:
@@ -115,7 +115,7 @@ def _request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: 
         grammar=grammar,
     )
     return ChatRequest(
-        demand_of(body.model, messages, params, tools.text),
+        compute_demand(body.model, messages, params, tools.text),
         messages,
         params,
         bool(body.stream),

@@ -28,7 +28,7 @@ from router.admission.request_limits import (
     PLAIN_ROLES,
 )
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
-from router.dispatch.resource_demand import demand_of
+from router.dispatch.resource_demand import compute_demand
 from router.placement.candidate import ResourceDemand
 from wire.frames import GenerationParams, Message, ToolCall
 
@@ -179,7 +179,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         found.frequency_penalty or 0.0,
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )
-    demand = demand_of(found.model, messages, params, tools)
+    demand = compute_demand(found.model, messages, params, tools)
     return PlainChatBody(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 
 

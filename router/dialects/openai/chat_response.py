@@ -33,19 +33,19 @@ class ChatChunks:
     `custom` names the custom tools, `fingerprint` is that of the model's files.
     """
 
-    def __init__(self, job: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
+    def __init__(self, spec: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
         self._custom = custom
-        self._request_id = job.request_id
-        self._choices = choices = job.params.n
-        self._include_usage = job.include_usage
-        self._logprobs = job.params.logprobs
-        self._top = job.params.top_logprobs
+        self._request_id = spec.request_id
+        self._choices = choices = spec.params.n
+        self._include_usage = spec.include_usage
+        self._logprobs = spec.params.logprobs
+        self._top = spec.params.top_logprobs
         self._calls = [0] * choices
         self._head = (
-            f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
-            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(system_fingerprint(fingerprint))},'
+            f'data: {{"id":"chatcmpl-{spec.request_id}","object":"chat.completion.chunk","created":{spec.created},'
+            f'"model":{json.dumps(spec.demand.model)},"system_fingerprint":{json.dumps(system_fingerprint(fingerprint))},'
         )
-        self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
+        self._tail = ',"usage":null}\n\n' if spec.include_usage else "}\n\n"
         self._prefixes = {
             choice << _SHIFT | channel: f'{self._head}"choices":[{{"index":{choice},"delta":{{"{field}":'
             for choice in range(choices)
@@ -184,16 +184,16 @@ class _Completion(msgspec.Struct, gc=False):
     system_fingerprint: str | None
 
 
-def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()) -> bytes:
+def completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()) -> bytes:
     """Encode the whole answer to a request without a stream. `custom` names its custom tools."""
-    choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
-    name = f"chatcmpl-{job.request_id}"
+    choices = [_choice(choice, spec, answer, finished, custom) for choice in range(spec.params.n)]
+    name = f"chatcmpl-{spec.request_id}"
     return _encode(
         _Completion(
             name,
             "chat.completion",
-            job.created,
-            job.demand.model,
+            spec.created,
+            spec.demand.model,
             choices,
             usage_of(finished),
             system_fingerprint(answer.fingerprint),
@@ -208,21 +208,21 @@ def system_fingerprint(fingerprint: str) -> str | None:
 
 
 def _choice(
-    choice: int, job: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str]
+    choice: int, spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str]
 ) -> _Choice:
     calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
     reasoning = answer.texts.get((choice, Channel.REASONING)) or UNSET
     message = _AnswerMessage("assistant", (content or None) if calls else content, None, reasoning, calls or UNSET)
-    return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
+    return _Choice(choice, message, _logprobs(choice, answer, spec), _reason(finished, choice, len(calls)))
 
 
 def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
     return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
 
 
-def _logprobs(choice: int, answer: CompleteAnswer, job: RequestSpec) -> Logprobs | None:
-    return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs) if job.params.logprobs else None
+def _logprobs(choice: int, answer: CompleteAnswer, spec: RequestSpec) -> Logprobs | None:
+    return logprobs_of(answer.logprobs.get(choice, ()), spec.params.top_logprobs) if spec.params.logprobs else None
 
 
 def _reason(finished: Finished, choice: int, calls: int) -> str:

@@ -17,7 +17,7 @@ from router.dialects.shared.field_table import nameable
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.validation import unsupported
 from router.dispatch.request import CompleteAnswer, RequestSpec
-from router.dispatch.resource_demand import demand_of_plain
+from router.dispatch.resource_demand import compute_plain_demand
 from router.errors import Problem, invalid
 from wire.frames import Finished, GenerationParams
 
@@ -39,14 +39,14 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     session: str = ""
     ignored: tuple[str, ...] = ()
 
-    def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
+    def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
-        return [self._job(prompt, key, request_id, created) for prompt in self.prompts]
+        return [self._build_spec(prompt, key, request_id, created) for prompt in self.prompts]
 
-    def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> RequestSpec:
+    def _build_spec(self, prompt: Prompt, key: str, request_id: str, created: int) -> RequestSpec:
         text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
         return RequestSpec(
-            demand_of_plain(self.model, text, ids, self.params),
+            compute_plain_demand(self.model, text, ids, self.params),
             key,
             request_id,
             (),
@@ -65,13 +65,13 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return completion(job, answer, finished, self._echoes())
+        return completion(spec, answer, finished, self._echoes())
 
     def chunks(self, reader: AnswerReader) -> CompletionChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return CompletionChunks(reader.job, self._echoes())
+        return CompletionChunks(reader.spec, self._echoes())
 
 
 class CompletionRoute:

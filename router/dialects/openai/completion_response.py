@@ -21,11 +21,11 @@ class CompletionChunks:
     `echoes` has for each choice the text that precedes the choice, or an empty text.
     """
 
-    def __init__(self, job: RequestSpec, echoes: Sequence[str]) -> None:
-        self._job = job
+    def __init__(self, spec: RequestSpec, echoes: Sequence[str]) -> None:
+        self._spec = spec
         self._echoes = echoes
-        self._head = f'data: {{{_about(job)},"choices":['
-        self._tail = '],"usage":null}\n\n' if job.include_usage else "]}\n\n"
+        self._head = f'data: {{{_about(spec)},"choices":['
+        self._tail = '],"usage":null}\n\n' if spec.include_usage else "]}\n\n"
         self._offsets = [len(echo) for echo in echoes]
 
     def keepalive(self, why: str) -> bytes:
@@ -47,8 +47,8 @@ class CompletionChunks:
             return ""
         text = "".join(text for channel, text in delta.pieces if channel == Channel.CONTENT)
         logprobs = "null"
-        if self._job.params.logprobs and delta.logprobs:
-            found = logprobs_of(delta.logprobs, self._job.params.top_logprobs, self._offsets[choice])
+        if self._spec.params.logprobs and delta.logprobs:
+            found = logprobs_of(delta.logprobs, self._spec.params.top_logprobs, self._offsets[choice])
             self._offsets[choice] += sum(map(len, found.tokens))
             logprobs = msgspec.json.encode(found).decode()
         return self._event(choice, text, logprobs) if text or logprobs != "null" else ""
@@ -59,13 +59,13 @@ class CompletionChunks:
             self._event(choice, "", "null", f'"{reason}"')
             for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
         )
-        if self._job.include_usage:
+        if self._spec.include_usage:
             ends += f'{self._head}],"usage":{msgspec.json.encode(usage_of(finished)).decode()}}}\n\n'
         return ends.encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
         """Encode the error event that ends a failed stream; no `[DONE]` follows."""
-        return problem.event(self._job.request_id)
+        return problem.event(self._spec.request_id)
 
     def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
         encoded = encode_basestring_ascii(text)
@@ -73,7 +73,7 @@ class CompletionChunks:
         return self._head + about + self._tail
 
 
-def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
+def completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
     """Encode the whole answer to a request without a stream. `echoes` has for each choice the text that precedes it, or
     an empty text."""
     reasons = _reasons(finished, len(echoes))
@@ -81,19 +81,19 @@ def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, ech
         {
             "index": choice,
             "text": echo + answer.texts.get((choice, Channel.CONTENT), ""),
-            "logprobs": _logprobs(job, answer, choice, len(echo)),
+            "logprobs": _logprobs(spec, answer, choice, len(echo)),
             "finish_reason": reasons[choice],
         }
         for choice, echo in enumerate(echoes)
     ]
-    about = json.loads(f"{{{_about(job)}}}")
+    about = json.loads(f"{{{_about(spec)}}}")
     return msgspec.json.encode(about | {"choices": choices, "usage": usage_of(finished)})
 
 
-def _about(job: RequestSpec) -> str:
+def _about(spec: RequestSpec) -> str:
     return (
-        f'"id":"cmpl-{job.request_id}","object":"text_completion","created":{job.created},'
-        f'"model":{json.dumps(job.demand.model)}'
+        f'"id":"cmpl-{spec.request_id}","object":"text_completion","created":{spec.created},'
+        f'"model":{json.dumps(spec.demand.model)}'
     )
 
 
@@ -111,10 +111,10 @@ class LegacyLogprobs(msgspec.Struct, gc=False):
     text_offset: list[int]
 
 
-def _logprobs(job: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
-    if not job.params.logprobs:
+def _logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
+    if not spec.params.logprobs:
         return None
-    return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs, offset)
+    return logprobs_of(answer.logprobs.get(choice, ()), spec.params.top_logprobs, offset)
 
 
 def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:

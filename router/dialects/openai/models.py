@@ -29,18 +29,18 @@ def listing(view: ClusterView, created: int) -> bytes:
 
     `created` is in Unix seconds.
     """
-    served, loaded = view.served(), view.loaded()
+    served, loaded = view.get_served_models(), view.get_loaded_models()
     models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
     return msgspec.json.encode({"object": "list", "data": models})
 
 
 def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
     """Return a model as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
-    name = view.canonical_name(name)
-    found = view.served().get(name)
+    name = view.resolve_name(name)
+    found = view.get_served_models().get(name)
     if found is not None:
-        return msgspec.json.encode(_model(found, created, loaded=name in view.loaded()))
-    known = view.models().get(name)
+        return msgspec.json.encode(_model(found, created, loaded=name in view.get_loaded_models()))
+    known = view.get_models().get(name)
     why = f"no node can load the model {name!r}: {known.cause}" if known else f"no node serves the model {name[:256]!r}"
     return Problem(404, RefusalCode.NO_MODEL, why, "model")
 
@@ -78,7 +78,7 @@ def anthropic_listing(view: ClusterView, created: int) -> bytes:
 
     `created` is in Unix seconds.
     """
-    served = view.served()
+    served = view.get_served_models()
     models = [_anthropic(served[name], created) for name in sorted(served)]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
     return msgspec.json.encode({"data": models, "has_more": False, **ends})
@@ -86,7 +86,7 @@ def anthropic_listing(view: ClusterView, created: int) -> bytes:
 
 def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
     """Return a model as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
-    found = view.served().get(view.canonical_name(name))
+    found = view.get_served_models().get(view.resolve_name(name))
     return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
 
 

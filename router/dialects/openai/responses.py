@@ -27,7 +27,7 @@ from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import thinking, variables
 from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, collect_tools, custom, function
 from router.dispatch.request import CompleteAnswer, RequestSpec
-from router.dispatch.resource_demand import demand_of
+from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, invalid
 from wire.frames import Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
@@ -43,15 +43,15 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     owner: str = ""
     """Id of the API key."""
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer, and store it if requested; see `router.dialects.shared.interface.ParsedRequest`."""
-        body, assembled = response(cast("ResponseMeta", self.outline), job, answer, finished)
+        body, assembled = response(cast("ResponseMeta", self.outline), spec, answer, finished)
         self._keep(body, assembled)
         return body
 
     def chunks(self, reader: AnswerReader) -> ResponseChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return ResponseChunks(cast("ResponseMeta", self.outline), reader.job, self._keep)
+        return ResponseChunks(cast("ResponseMeta", self.outline), reader.spec, self._keep)
 
     def _keep(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
         if self.kept is None or self.outline is None:
@@ -111,7 +111,7 @@ class ResponsesRoute:
         )
         messages = (Message("system", body.instructions), *conversation) if body.instructions else conversation
         return ResponsesRequest(
-            demand_of(body.model, messages, params, tools.text),
+            compute_demand(body.model, messages, params, tools.text),
             messages,
             params,
             bool(body.stream),

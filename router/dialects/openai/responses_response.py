@@ -53,28 +53,28 @@ class ResponseMeta:
             "background": False,
         }
 
-    def shape(self, job: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
+    def shape(self, spec: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
         """Return an answer as a JSON object, with this status and these items. `more` overrides further fields."""
         return {
             "id": f"resp_{self.name}",
             "object": "response",
-            "created_at": job.created,
+            "created_at": spec.created,
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "model": job.demand.model,
+            "model": spec.demand.model,
             "output": output,
             "usage": None,
             **self._echo,
             **more,
         }
 
-    def finished(self, job: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
+    def finished(self, spec: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
         """Return a finished answer as a JSON object, with its usage. An answer cut by its token limit is
         `incomplete`."""
         cut = cut_short(finished)
         return self.shape(
-            job,
+            spec,
             "incomplete" if cut else "completed",
             output,
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
@@ -126,11 +126,11 @@ def usage_of(finished: Finished) -> Shape:
 
 
 def response(
-    outline: ResponseMeta, job: RequestSpec, answer: CompleteAnswer, finished: Finished
+    outline: ResponseMeta, spec: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream as JSON, and its content."""
     assembled = assemble_answer(answer)
-    return msgspec.json.encode(outline.finished(job, complete_output(outline, assembled), finished)), assembled
+    return msgspec.json.encode(outline.finished(spec, complete_output(outline, assembled), finished)), assembled
 
 
 class ResponseChunks:
@@ -140,10 +140,10 @@ class ResponseChunks:
     """
 
     def __init__(
-        self, outline: ResponseMeta, job: RequestSpec, kept: Callable[[bytes, SingleChoiceAnswer], None]
+        self, outline: ResponseMeta, spec: RequestSpec, kept: Callable[[bytes, SingleChoiceAnswer], None]
     ) -> None:
         self._outline = outline
-        self._job = job
+        self._spec = spec
         self._kept = kept
         self._number = 0
         self._pieces = StreamSplitter()
@@ -159,7 +159,7 @@ class ResponseChunks:
 
     def opening(self) -> bytes:
         """Encode the events that announce the answer, which has no items yet."""
-        begun = self._outline.shape(self._job, "in_progress", [])
+        begun = self._outline.shape(self._spec, "in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
@@ -178,7 +178,7 @@ class ResponseChunks:
     def closing(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream. The last event repeats the whole answer."""
         events = self._close("incomplete" if cut_short(finished) else "completed")
-        body = self._outline.finished(self._job, self._output, finished)
+        body = self._outline.finished(self._spec, self._output, finished)
         reasoning, content = ("".join(self._texts[one]) for one in (Channel.REASONING, Channel.CONTENT))
         assembled = SingleChoiceAnswer(reasoning, content, self._calls)
         self._kept(msgspec.json.encode(body), assembled)
@@ -188,7 +188,7 @@ class ResponseChunks:
         """Encode the event that ends a failed stream, with the reason."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
-        body = self._outline.shape(self._job, "failed", self._output, error=error)
+        body = self._outline.shape(self._spec, "failed", self._output, error=error)
         return self._close("incomplete") + self._event("response.failed", response=body)
 
     def _begin(self, channel: Channel) -> bytes:

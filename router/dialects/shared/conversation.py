@@ -25,7 +25,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Fields and tools of the body that have no effect."""
 
-    def job(self, key: str, request_id: str, created: int) -> RequestSpec:
+    def to_spec(self, key: str, request_id: str, created: int) -> RequestSpec:
         """Return the request for the dispatcher. `key` is the id of the API key, `created` is in Unix seconds."""
         return RequestSpec(
             self.demand,
@@ -42,6 +42,6 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def jobs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:
+    def to_specs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:
         """Return the single request of `job`; see `router.dialects.shared.interface.ParsedRequest`."""
-        return (self.job(key, request_id, created),)
+        return (self.to_spec(key, request_id, created),)

@@ -41,7 +41,7 @@ class AnswerReader(Protocol):
     """Data of a request that an encoder reads when its stream begins."""
 
     @property
-    def job(self) -> RequestSpec:
+    def spec(self) -> RequestSpec:
         """Request of the client, with the choices of all its prompts together."""
         ...
 
@@ -89,14 +89,14 @@ class ParsedRequest(Protocol):
     A parsed request creates the requests for the dispatcher, and encodes the answer.
     """
 
-    def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
+    def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the requests for the dispatcher: one, or several whose choices are numbered consecutively.
 
         `key` is the id of the API key, `created` is the time of arrival in Unix seconds.
         """
         ...
 
-    def render_complete(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the answer to a request without a stream. `job` is the request with all choices together."""
         ...
 

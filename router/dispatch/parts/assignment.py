@@ -27,8 +27,7 @@ MAX_NODES_IN_A_ROW = 4
 class Assignment:
     """Assignment of requests to nodes.
 
-    `apply` applies an event to a request. `numbers` returns the next
-    attempt number and sequence number.
+    `apply` applies an event to a request. `numbers` returns the next attempt number and sequence number.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Assignment:
         self._crowds = crowds
         self._endings = endings
 
-    def start(self, request: ActiveRequest, chosen: Candidate, need: int) -> bool:
+    def start_attempt(self, request: ActiveRequest, chosen: Candidate, need: int) -> bool:
         """Reserve `need` bytes and send the request to a node. Return whether there was a link."""
         attempt, seq = self._numbers()
         self._apply(request, Placed(attempt, seq, chosen, need))
@@ -65,7 +64,7 @@ class Assignment:
             if self._crowds.must_wait(request, result.chosen):
                 self._apply(request, NoRoom(result))
                 return
-            if self.start(request, result.chosen, result.chosen.need):
+            if self.start_attempt(request, result.chosen, result.chosen.need):
                 self._queue.count_overtake()
                 return
             result = self._placer.decide(request)
@@ -80,7 +79,11 @@ class Assignment:
     def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
         """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
         candidate = result.candidate
-        return candidate is not None and candidate.node not in self._ledger.turns and self.start(request, candidate, 0)
+        return (
+            candidate is not None
+            and candidate.node not in self._ledger.turns
+            and self.start_attempt(request, candidate, 0)
+        )
 
     def _start_for_share(self, request: ActiveRequest, result: NoPlacement) -> bool:
         """Send a request to a node that is full of another key's requests; return whether it was sent.
@@ -91,21 +94,21 @@ class Assignment:
             return False
         full = [one for one in result.candidates if self._is_full(request, one)]
         rows: Counter[tuple[NodeId | None, WeightedKey]] = Counter(
-            (one.node, one.owner) for one in (self._attempts.live.values() if full else ())
+            (one.node, one.weighted_key) for one in (self._attempts.live.values() if full else ())
         )
         for one in sorted(full, key=lambda one: one.expected_ttft):
-            mine = request.owner.load(rows[one.node, request.owner] + 1)
+            mine = request.weighted_key.load(rows[one.node, request.weighted_key] + 1)
             others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
-            if any(load >= mine for load in others) and self.start(request, one, 0):
+            if any(load >= mine for load in others) and self.start_attempt(request, one, 0):
                 return True
         return False
 
-    def _is_full(self, request: ActiveRequest, one: Candidate) -> bool:
+    def _is_full(self, request: ActiveRequest, candidate: Candidate) -> bool:
         """Return whether a node lacks only memory, and has not just refused the request."""
         return (
-            one.code is RefusalCode.NO_ROOM
-            and one.model is not None
-            and one.model.loaded
-            and one.node not in self._ledger.turns
-            and request.tried.refused.get(one.node) != self._placer.reported_at(one.node)
+            candidate.code is RefusalCode.NO_ROOM
+            and candidate.model is not None
+            and candidate.model.loaded
+            and candidate.node not in self._ledger.turns
+            and request.tried.refused.get(candidate.node) != self._placer.get_report_time(candidate.node)
         )

@@ -7,7 +7,7 @@ only about requests that are on it.
 from collections.abc import Callable
 
 from router.admission.cache_scope import CacheScopes
-from router.dispatch.accounting import most_prompt
+from router.dispatch.accounting import compute_max_prompt_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
@@ -51,63 +51,63 @@ class Attempts:
         self.live: dict[int, ActiveRequest] = {}
         """Requests on nodes, by attempt number."""
 
-    def on(self, node: NodeId) -> list[ActiveRequest]:
+    def list_on_node(self, node: NodeId) -> list[ActiveRequest]:
         """Return the requests on a node, the oldest first."""
         return sorted((one for one in self.live.values() if one.node == node), key=lambda one: one.number)
 
     def reserve(self, request: ActiveRequest, action: Reserve) -> None:
         """Reserve memory, prefill and rows on the node of an attempt."""
         placed, chosen = action.placed, action.placed.chosen
-        known = request.tokens.longest > 0 and not action.first
-        self._counters.count_attempt(chosen.node, first=action.first, resumed=known)
-        if not known and chosen.model is not None:
-            request.begin_with(chosen.model.fingerprint)
+        resumed = request.tokens.longest > 0 and not action.first
+        self._counters.count_attempt(chosen.node, first=action.first, resumed=resumed)
+        if not resumed and chosen.model is not None:
+            request.set_fingerprint(chosen.model.fingerprint)
         self._ledger.reserve(
             chosen.node,
             placed.attempt,
             placed.seq,
             placed.need,
-            chosen.reading,
+            chosen.prefill_tokens,
             min(placed.need, chosen.weights),
-            chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0,
-            request.job.demand.choices,
+            chosen.prefill_tokens / chosen.model.prefill_speed if chosen.model else 0.0,
+            request.spec.demand.choices,
         )
-        if known:
-            self._ledger.read(placed.attempt)
+        if resumed:
+            self._ledger.mark_prefilled(placed.attempt)
         self.live[placed.attempt] = request
         now = self._clock()
         self._breakers.record_attempt(chosen.node, placed.attempt, now)
-        request.add_step(now, "resumed" if known else "sent", chosen.name)
+        request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: Send) -> bool:
         """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
-        job, placed = request.job, action.placed
-        known = () if action.first else request.tokens.known()
+        spec, placed = request.spec, action.placed
+        known = () if action.first else request.tokens.get_ids()
         frame = Generate(
             request=placed.attempt,
             seq=placed.seq,
-            request_id=job.request_id,
-            model=job.demand.model,
-            messages=job.messages,
+            request_id=spec.request_id,
+            model=spec.demand.model,
+            messages=spec.messages,
             params=request.params,
-            created=job.created,
+            created=spec.created,
             expected=placed.chosen.output_tokens,
-            stream=job.stream,
-            tools=job.tools,
-            template=job.template,
+            stream=spec.stream,
+            tools=spec.tools,
+            template=spec.template,
             resume=known,
-            text=job.text,
-            ids=job.ids,
-            owner=request.owner,
+            text=spec.text,
+            ids=spec.ids,
+            owner=request.weighted_key,
             fingerprint=request.fingerprint if known else "",
             cache_scope=self._scopes.scope,
-            shared=self._scopes.shares(job.messages),
+            shared=self._scopes.shares(spec.messages),
         )
         return self._send(placed.chosen.node, frame)
 
-    def note_undelivered(self, request: ActiveRequest, node: NodeId, name: str) -> None:
+    def record_undelivered(self, request: ActiveRequest, node: NodeId, name: str) -> None:
         """Exclude a node without a link until its next report."""
-        request.tried.refuse(node, self._placer.reported_at(node))
+        request.tried.mark_refused(node, self._placer.get_report_time(node))
         request.add_step(self._clock(), "no link", name)
 
     def release(self, _: ActiveRequest, action: Release) -> None:
@@ -125,27 +125,29 @@ class Attempts:
     def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:
         """Record the prompt tokens that the node counted, at most those that the request can have."""
         frame = action.frame
-        self._ledger.admitted(frame.request)
-        prompt = min(frame.prompt_tokens, most_prompt(request))
+        self._ledger.mark_admitted(frame.request)
+        prompt = min(frame.prompt_tokens, compute_max_prompt_tokens(request))
         cached = min(frame.cached_tokens, prompt)
         request.record_prefill(prompt, cached)
         if request.chain is not None:
-            self._affinity.read(request.chain, action.node, frame.prompt_hash, prompt, cached)
+            self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, prompt, cached)
 
-    def prefill_done(self, request: ActiveRequest, action: PrefillDone) -> None:
+    def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
         """Record that the prompt of an attempt is prefilled, and the time to the first token of the request."""
         if not action.first:
             return
         now = self._clock()
         request.add_step(now, "first token", request.node_name)
-        self._ledger.admitted(action.attempt)
-        self._ledger.read(action.attempt)
-        self._counters.first(action.node, request.demand.model, request.read[0], now - request.arrived)
+        self._ledger.mark_admitted(action.attempt)
+        self._ledger.mark_prefilled(action.attempt)
+        self._counters.count_first_token(
+            action.node, request.demand.model, request.prompt_counts[0], now - request.arrived
+        )
 
-    def weights_reported(self, node: NodeView) -> None:
+    def release_reported_weights(self, node: NodeView) -> None:
         """Release the reserved weights of a load, now that the node's report counts them."""
         loading = {model.name for model in node.models.values() if node.is_loading(model)}
         if loading:
             for request in self.live.values():
                 if request.node == node.id and request.demand.model in loading:
-                    self._ledger.read_in(request.attempt)
+                    self._ledger.release_weights(request.attempt)

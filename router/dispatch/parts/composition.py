@@ -85,9 +85,9 @@ class Parts:
     """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests."""
 
     def __init__(
-        self, around: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]
+        self, surroundings: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]
     ) -> None:
-        clock, counters, settings = around.clock, around.counters, around.settings
+        clock, counters, settings = surroundings.clock, surroundings.counters, surroundings.settings
         self.ledger = ledger = ReservationLedger()
         self.breakers: CircuitBreakers[NodeId] = CircuitBreakers()
         self.affinity = PrefixAffinity()
@@ -97,26 +97,32 @@ class Parts:
         self.changes = changes = NodeChanges(self.queue, ledger, wake)
         self.drains = DrainWaits(ledger)
         self.placer = placer = Placer(
-            ledger, self.breakers, counters, self.history, policy=around.policy, clock=clock, draw=around.draw
+            ledger,
+            self.breakers,
+            counters,
+            self.history,
+            policy=surroundings.policy,
+            clock=clock,
+            draw=surroundings.draw,
         )
         self.crowds = CrowdRules(placer)
         self.intake = Intake(
             clock,
-            around.draw,
+            surroundings.draw,
             placer=placer,
-            quotas=around.quotas,
+            quotas=surroundings.quotas,
             affinity=self.affinity,
-            scopes=around.scopes,
+            scopes=surroundings.scopes,
         )
         self.attempts = attempts = Attempts(
-            around.send,
+            surroundings.send,
             clock,
             placer=placer,
             ledger=ledger,
             breakers=self.breakers,
             affinity=self.affinity,
             counters=counters,
-            scopes=around.scopes,
+            scopes=surroundings.scopes,
             changes=changes,
             drains=self.drains,
         )
@@ -125,11 +131,11 @@ class Parts:
             clock,
             placer=placer,
             accounting=Accounting(counters, self.usage, self.history),
-            quotas=around.quotas,
+            quotas=surroundings.quotas,
         )
         self.assignment = Assignment(
             apply,
-            around.numbers,
+            surroundings.numbers,
             placer=placer,
             attempts=attempts,
             ledger=ledger,
@@ -147,7 +153,7 @@ class Parts:
             endings=self.endings,
             crowds=self.crowds,
             ledger=ledger,
-            quotas=around.quotas,
+            quotas=surroundings.quotas,
             counters=counters,
             changes=changes,
         )
@@ -164,7 +170,7 @@ class Parts:
         )
         self.migration = Migration(
             apply,
-            around.numbers,
+            surroundings.numbers,
             clock,
             placer=placer,
             attempts=attempts,
@@ -175,7 +181,7 @@ class Parts:
         self.losses = Losses(
             apply,
             clock,
-            around.on_failure,
+            surroundings.on_failure,
             placer=placer,
             attempts=attempts,
             assignment=self.assignment,
@@ -195,12 +201,12 @@ class Parts:
         self.watchdog = StreamWatchdog(
             apply,
             counters,
-            interval=around.interval,
+            interval=surroundings.interval,
             slow_seconds=settings.slow_client_seconds,
             keepalive_seconds=settings.keepalive_seconds,
         )
 
-    def performers(
+    def build_performers(
         self, deliver: Callable[[ActiveRequest, Send], None]
     ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
         """Return the function that performs each action of a request; `deliver` performs `Send`."""
@@ -209,17 +215,17 @@ class Parts:
             Reserve: self.attempts.reserve,
             Release: self.attempts.release,
             CancelAttempt: self.attempts.cancel,
-            CorrectHeadroom: self.placer.correct,
+            CorrectHeadroom: self.placer.correct_headroom,
             Enqueue: self.waiting.enqueue,
             Dequeue: self.waiting.dequeue,
             Withdraw: self.waiting.withdraw,
             RecordPrompt: self.attempts.record_prompt,
-            PrefillDone: self.attempts.prefill_done,
+            PrefillDone: self.attempts.record_prefill_end,
             SettleQuota: self.endings.settle,
             Respond: self.endings.respond,
         }
 
 
-def default_policy(settings: RouterSettings) -> Policy:
+def get_policy(settings: RouterSettings) -> Policy:
     """Return the policy that the settings name."""
     return POLICIES[settings.policy]

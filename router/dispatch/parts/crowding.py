@@ -16,11 +16,11 @@ class CrowdRules:
 
     def add(self, request: ActiveRequest) -> None:
         """Add an open request."""
-        self._load.add(request.owner, request.estimated_tokens)
+        self._load.add(request.weighted_key, request.estimated_tokens)
 
     def remove(self, request: ActiveRequest) -> None:
         """Remove a closed request."""
-        self._load.drop(request.owner, request.estimated_tokens)
+        self._load.drop(request.weighted_key, request.estimated_tokens)
 
     def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
@@ -31,7 +31,9 @@ class CrowdRules:
         model = chosen.model
         if request.life.lost_by is not None or model is None or not model.loaded:
             return False
-        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._load.exceeds_share(request.job.key)
+        return chosen.tokens_ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._load.exceeds_share(
+            request.spec.key
+        )
 
     def must_end(self, request: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be refused at its deadline: it would use memory that is kept for other keys."""
@@ -39,6 +41,6 @@ class CrowdRules:
 
     def _is_scarce(self, chosen: Candidate) -> bool:
         """Return whether a request would use the last half of its node's memory for prompts and answers."""
-        node = self._placer.view.node(chosen.node)
+        node = self._placer.view.find_node(chosen.node)
         loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
-        return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most - loaded)
+        return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most_bytes - loaded)

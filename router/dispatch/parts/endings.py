@@ -34,7 +34,7 @@ class Endings:
     def deny(self, request: ActiveRequest, refused: Refused) -> None:
         """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
         lost_by = request.life.lost_by
-        if refused.code is RefusalCode.NO_MODEL and self._quotas.limits(request.job.key).models:
+        if refused.code is RefusalCode.NO_MODEL and self._quotas.limits(request.spec.key).models:
             # the message names similar models, which the key may not use
             refused = replace(refused, message=f"no node serves the model {request.demand.model[:256]!r}")
         if lost_by is None or not request.answer.begun:
@@ -45,17 +45,19 @@ class Endings:
 
     def settle(self, request: ActiveRequest, action: SettleQuota) -> None:
         """Charge the tokens used, and count the request."""
-        self._accounting.ended(request, action.outcome, self._model_of(request), self._quotas, self._clock())
+        self._accounting.record_end(
+            request, action.outcome, self._find_counted_model(request), self._quotas, self._clock()
+        )
 
     def respond(self, request: ActiveRequest, action: Respond) -> None:
         """Pass the outcome to the reader."""
         request.answer.end(action.outcome)
 
-    def _model_of(self, request: ActiveRequest) -> str:
+    def _find_counted_model(self, request: ActiveRequest) -> str:
         """Return the model name for a request's counters; empty for a name that no member has.
 
         An invented name must not add a row to the database.
         """
-        model = request.job.demand.model
+        model = request.spec.demand.model
         known = request.attempts or any(model in node.models for node in self._placer.view.nodes)
         return model if known else ""

@@ -10,7 +10,7 @@ from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request import RequestSpec
-from router.placement.prefix_affinity import NOWHERE, PrefixAffinity, PrefixHashChain, chain_of
+from router.placement.prefix_affinity import NOWHERE, PrefixAffinity, PrefixHashChain, compute_hash_chain
 from wire.capacity.fairness import WeightedKey
 from wire.frames import GenerationParams, Message
 from wire.refusals import Refused
@@ -41,55 +41,56 @@ class Intake:
         self._affinity = affinity
         self._scopes = scopes
 
-    def accept(self, job: RequestSpec, number: int, *, charges: bool) -> tuple[ActiveRequest, Refused | None]:
-        """Return a new request with this number, and the refusal of its key's quota if it is over that.
+    def accept(self, spec: RequestSpec, number: int, *, charges_quota: bool) -> tuple[ActiveRequest, Refused | None]:
+        """Return a new request with this number, and the refusal if its key is over its quota.
 
-        Unless it `charges` the quota, the request is not admitted.
+        Without `charges_quota`, the quota is neither checked nor charged.
         """
-        limits, now = self._quotas.limits(job.key), self._clock()
-        name = self.canonical_name(job.demand.model, limits)
-        if name != job.demand.model:
-            job = replace(job, demand=replace(job.demand, model=name))
-        charged = self._quotas.admit(job.key, job.demand, now) if charges else None
+        limits, now = self._quotas.limits(spec.key), self._clock()
+        name = self.resolve_model_name(spec.demand.model, limits)
+        if name != spec.demand.model:
+            spec = replace(spec, demand=replace(spec.demand, model=name))
+        charged = self._quotas.admit(spec.key, spec.demand, now) if charges_quota else None
         refused = charged if isinstance(charged, Refused) else None
-        demand = job.demand
+        demand = spec.demand
         if limits.labels and refused is None:
             demand = replace(demand, labels=frozenset(limits.labels))
-        chain = self._chain(job)
+        chain = self._compute_hash_chain(spec)
         request = ActiveRequest(
-            job,
-            WeightedKey(job.key, limits.weight),
+            spec,
+            WeightedKey(spec.key, limits.weight),
             number,
             now,
             demand=demand,
-            params=self._seeded(job),
+            params=self._add_seed(spec),
             charged=None if isinstance(charged, Refused) else charged,
-            rates=self._quotas.rates(job.key, now) if charges else (),
+            rates=self._quotas.rates(spec.key, now) if charges_quota else (),
             chain=chain,
-            warm=NOWHERE if chain is None else self._affinity.shares(chain),
+            cached_shares=NOWHERE if chain is None else self._affinity.estimate_shares(chain),
         )
         return request, refused
 
-    def canonical_name(self, model: str, limits: KeyLimits) -> str:
-        """Return the model that a client means (`ClusterView.canonical_name`), among those that its key may use."""
+    def resolve_model_name(self, model: str, limits: KeyLimits) -> str:
+        """Return the name of the model that a client means (`ClusterView.resolve_name`), among those that its key may
+        use."""
         view = self._placer.view
         if any(model in node.models for node in view.nodes):
             return model
-        return visible(view, limits).canonical_name(model)
+        return visible(view, limits).resolve_name(model)
 
-    def _seeded(self, job: RequestSpec) -> GenerationParams:
+    def _add_seed(self, spec: RequestSpec) -> GenerationParams:
         """Return the parameters with a seed: without one, no other node could resume the answer with the same draws."""
-        if job.params.seed is not None:
-            return job.params
-        return replace(job.params, seed=int(self._draw() * (1 << SEED_BITS)))
+        if spec.params.seed is not None:
+            return spec.params
+        return replace(spec.params, seed=int(self._draw() * (1 << SEED_BITS)))
 
-    def _chain(self, job: RequestSpec) -> PrefixHashChain | None:
+    def _compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
         """Return the prefix hashes of a request; None where no choice of a node depends on them."""
         view = self._placer.view
-        if len(view.nodes) <= 1 or (job.demand.prompt_bytes < MIN_AFFINITY_BYTES and not job.session):
+        if len(view.nodes) <= 1 or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session):
             return None
-        fingerprint = view.identity(job.demand.model).fingerprint
-        root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
-        messages = (Message("", job.text),) if job.text else job.messages
+        fingerprint = view.identify(spec.demand.model).fingerprint
+        root = (spec.demand.model, fingerprint, spec.tools, spec.template, spec.ids)
+        messages = (Message("", spec.text),) if spec.text else spec.messages
         shared = self._scopes.shares(messages)
-        return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
+        return compute_hash_chain(root, messages, spec.session, self._scopes.of(spec.key), shared=shared)

@@ -18,7 +18,7 @@ from router.dispatch.parts.placer import Placer
 from router.dispatch.request import RequestFailure
 from router.dispatch.request_events import AttemptEnded, AttemptLost, Event
 from router.dispatch.request_state import RequestState
-from router.placement.recovery import LossKind, is_fault, loss_kind
+from router.placement.recovery import LossKind, classify_loss, is_fault
 from wire.frames import Failed
 from wire.identity import NodeId
 from wire.node_state import NodeState
@@ -50,42 +50,42 @@ class Losses:
         self._breakers = breakers
         self._counters = counters
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Resume the requests of a lost node on other nodes, and end those that cannot resume."""
-        for request in self._attempts.on(node):
+        for request in self._attempts.list_on_node(node):
             self._counters.count_node_loss()
             self._on_failure(request, FailureCode.NODE_LOST)
-            request.tried.lose(node)
+            request.tried.mark_lost(node)
             text = f"node {request.node_name} was lost during the answer ({reason}): retry"
-            self._lose(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
+            self._recover_or_end(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
 
-    def failed(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
+    def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Handle a request that broke on its node, alone or because the engine died."""
         if is_fault(frame.code):
             self._breakers.record_fault(node, frame.request, self._clock(), frame.message)
         self._on_failure(request, frame.code)
-        kind = loss_kind(frame.code)
+        kind = classify_loss(frame.code)
         if kind is None:
             self._apply(request, AttemptEnded(frame.request, RequestFailure(frame.code, frame.message)))
             return
         if kind is LossKind.NODE:
             if frame.code == FailureCode.NODE_STOPPING:
-                request.tried.lose(node)
+                request.tried.mark_lost(node)
             text = f"{request.node_name} gave the request up: {frame.message}"
-            self._lose(request, kind, RequestFailure(FailureCode.NODE_LOST, text))
+            self._recover_or_end(request, kind, RequestFailure(FailureCode.NODE_LOST, text))
             return
         # the last report of the node still shows a ready engine, or the room
-        request.tried.refuse(node, self._placer.reported_at(node))
+        request.tried.mark_refused(node, self._placer.get_report_time(node))
         code = frame.code if kind is LossKind.MEMORY else FailureCode.ENGINE_CRASHED
-        self._lose(request, kind, RequestFailure(code, frame.message))
+        self._recover_or_end(request, kind, RequestFailure(code, frame.message))
 
-    def _lose(self, request: ActiveRequest, kind: LossKind, cause: RequestFailure) -> None:
+    def _recover_or_end(self, request: ActiveRequest, kind: LossKind, cause: RequestFailure) -> None:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
         request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
-        others = self._others(request)
+        others = self._list_other_models(request)
         resumes = request.resumable and any(one.fingerprint == request.fingerprint for one in others)
         restarts = bool(others) and not request.answer.begun
-        stranded = None if resumes or restarts else _stranded(request, cause, others)
+        stranded = None if resumes or restarts else _build_stranded_failure(request, cause, others)
         self._apply(request, AttemptLost(request.attempt, kind, cause, stranded))
         if request.state is not RequestState.NEW:
             return
@@ -95,14 +95,14 @@ class Losses:
             request.restart()
         self._assignment.assign(request)
 
-    def _others(self, request: ActiveRequest) -> list[Model]:
+    def _list_other_models(self, request: ActiveRequest) -> list[Model]:
         """List the models of a request's name on the members with which it was not lost."""
         name, lost = request.demand.model, request.tried.lost
         nodes = (node for node in self._placer.view.nodes if node.state != NodeState.LEFT and node.id not in lost)
         return [node.models[name] for node in nodes if name in node.models]
 
 
-def _stranded(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
+def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
     """Return the failure of a request that no other node can continue.
 
     It says where other nodes hold a different model under the same name.

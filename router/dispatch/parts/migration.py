@@ -2,7 +2,7 @@
 
 A node drains, or its silence lasts longer than a resume elsewhere would take: its requests are migrated if another node
 has room. The remaining requests continue on their node. Waiting requests of a busy node are rebalanced to idle nodes by
-the rules of `work_stealing`.
+the rules of `rebalancing`.
 """
 
 import asyncio
@@ -13,14 +13,14 @@ from msgspec.structs import replace
 
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
-from router.dispatch.parts import work_stealing
+from router.dispatch.parts import rebalancing
 from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.wakeups import DrainWaits
 from router.dispatch.request_events import Event, Moved
 from router.placement.candidate import Candidate, Placement
 from router.placement.cluster_view import ClusterView
-from router.placement.recovery import LossKind, may_recover, resume_after_seconds
+from router.placement.recovery import LossKind, can_recover, compute_silence_limit_seconds
 from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
 from wire.node_state import NodeState
@@ -51,17 +51,17 @@ class Migration:
         self._drains = drains
         self._silent_since: dict[NodeId, float] = {}
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the state of a node that is lost or no longer a member."""
         self._silent_since.pop(node, None)
 
-    def move(self, node: NodeId) -> int:
+    def migrate_node(self, node: NodeId) -> int:
         """Migrate the requests of a live node to other nodes, where their answers continue without a gap.
 
         Return the number of requests that stay, because no other node has room for them now. They continue on the node
         and may be moved later.
         """
-        return sum(not self._move(request) for request in self._attempts.on(node))
+        return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Move the requests off a node and wait until it has none, for at most `seconds`.
@@ -69,18 +69,18 @@ class Migration:
         A request without room elsewhere is moved once there is room, or ends on the node. Return the number of requests
         left.
         """
-        empty = self._drains.add(node)
-        self.move(node)
+        empty = self._drains.add_wait(node)
+        self.migrate_node(node)
         try:
-            if self._ledger.in_flight(node):
+            if self._ledger.count_in_flight(node):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await empty.wait()
         finally:
-            self._drains.remove(node, empty)
-        return self._ledger.in_flight(node)
+            self._drains.remove_wait(node, empty)
+        return self._ledger.count_in_flight(node)
 
-    def leave_silent(self, now: float) -> None:
+    def migrate_from_silent_nodes(self, now: float) -> None:
         """Migrate requests off nodes that are silent for too long.
 
         A migration starts at the second check only. After a stall of this event loop, the waiting socket data is
@@ -89,54 +89,57 @@ class Migration:
         silent = {node.id: node.reported_at for node in self._placer.view.nodes if node.state == NodeState.SUSPECT}
         for node, reported_at in silent.items():
             if self._silent_since.setdefault(node, now) < now:
-                for request in self._attempts.on(node):
-                    self._move(request, now - reported_at)
+                for request in self._attempts.list_on_node(node):
+                    self._migrate_request(request, now - reported_at)
         for node in self._silent_since.keys() - silent:
             del self._silent_since[node]
 
     def rebalance(self, now: float) -> None:
         """Move requests that wait on other nodes to idle nodes. Call it only while no request is queued."""
-        waiting = work_stealing.waiting(self._attempts.live.values(), now)
+        waiting = rebalancing.list_movable_requests(self._attempts.live.values(), now)
         if not waiting:
             return
-        view, judged = self._placer.seen(self._placer.view, now), 0
-        nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.idle_nodes(view, self._ledger)
+        view, judged = self._placer.mark_failing_nodes(self._placer.view, now), 0
+        nodes, helpers = {node.id: node for node in view.nodes}, rebalancing.find_idle_nodes(view, self._ledger)
         for request in waiting:
             node = None if request.node is None else nodes.get(request.node)
             others = helpers.get(request.demand.model)
-            if node is None or others is None or others.node(node.id) is not None:
+            if node is None or others is None or others.find_node(node.id) is not None:
                 continue
-            here = self._placer.judge_anew_at(request, node)
-            if work_stealing.queue_wait(here) > work_stealing.MIN_GAIN_SECONDS and judged < work_stealing.MAX_JUDGED:
-                self._move_to(
+            here = self._placer.judge_as_new(request, node)
+            if (
+                rebalancing.estimate_wait_seconds(here) > rebalancing.MIN_GAIN_SECONDS
+                and judged < rebalancing.MAX_JUDGED
+            ):
+                self._send_to_best(
                     others,
                     request,
-                    lambda there, here=here: work_stealing.is_worth_moving(here, there),
+                    lambda there, here=here: rebalancing.is_worth_moving(here, there),
                     is_loss=False,
                 )
                 judged += 1
 
-    def _move(self, request: ActiveRequest, silent: float | None = None) -> bool:
+    def _migrate_request(self, request: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it; return whether it moved.
 
         Where the node has been `silent` for some seconds, the move must also pay.
         """
         restarts = request.tokens.unbegun and not request.answer.begun
-        if not (restarts or request.resumable) or not may_recover(LossKind.NODE, request.life.losses + 1, 0):
+        if not (restarts or request.resumable) or not can_recover(LossKind.NODE, request.life.losses + 1, 0):
             return False
         others = ClusterView(tuple(one for one in self._placer.view.nodes if one.id != request.node))
-        return self._move_to(
+        return self._send_to_best(
             others,
             request,
-            lambda there: silent is None or silent >= resume_after_seconds(there.expected_ttft),
+            lambda there: silent is None or silent >= compute_silence_limit_seconds(there.expected_ttft),
             is_loss=True,
         )
 
-    def _move_to(
+    def _send_to_best(
         self, others: ClusterView, request: ActiveRequest, is_worth: Callable[[Candidate], bool], *, is_loss: bool
     ) -> bool:
         """Send a request to the best of `others` if `is_worth` allows it; return whether it moved."""
-        name, demand = request.node_name, replace(request.demand, written=request.tokens.longest)
+        name, demand = request.node_name, replace(request.demand, known_tokens=request.tokens.longest)
         result = self._placer.judge(request, others, demand)
         if not isinstance(result, Placement) or not is_worth(result.chosen):
             return False

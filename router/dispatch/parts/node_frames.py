@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from router.dispatch.accounting import bounded_usage, most_prompt
+from router.dispatch.accounting import bound_usage, compute_max_prompt_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
@@ -18,7 +18,7 @@ from wire.refusals import FINAL, RefusalCode
 
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 """Refusals that are final on one node, not in the cluster: another node may be larger."""
-AboutOne = Finished | Admitted | Refusal | Failed
+RequestFrame = Finished | Admitted | Refusal | Failed
 """Frames of a node about one request."""
 REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed)
 """The same as a tuple: `isinstance` is five times faster with a tuple than with a union."""
@@ -48,24 +48,24 @@ class NodeFrames:
         self._breakers = breakers
         self._counters = counters
 
-    def receive(self, request: ActiveRequest, node: NodeId, frame: AboutOne) -> None:
+    def receive(self, request: ActiveRequest, node: NodeId, frame: RequestFrame) -> None:
         """Apply a frame about a request that is on this node."""
         if isinstance(frame, Admitted):
             self._apply(request, NodeAdmitted(frame.request, frame))
         elif isinstance(frame, Finished):
             self._breakers.record_success(node, frame.request)
-            frame = bounded_usage(request, frame)
+            frame = bound_usage(request, frame)
             self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
             self._apply(request, AttemptEnded(frame.request, frame))
         elif isinstance(frame, Refusal):
-            self._refused(request, node, frame)
+            self._handle_refusal(request, node, frame)
         else:
-            self._losses.failed(request, node, frame)
+            self._losses.handle_failure(request, node, frame)
 
-    def _refused(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
+    def _handle_refusal(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
         """Ask the next node after a refusal, or end a request that no node of the cluster would take."""
         refused = frame.refused
-        self._counters.refused(refused.code.value)
+        self._counters.count_refusal(refused.code.value)
         request.add_step(self._clock(), f"refused: {refused.code}", request.node_name)
         numbers = refused.numbers if refused.code is RefusalCode.NO_ROOM else None
         self._apply(request, NodeRefused(frame.request, None if numbers is None else numbers.headroom))
@@ -75,6 +75,6 @@ class NodeFrames:
             self._endings.deny(request, refused)
             return
         if frame.prompt_tokens is not None:
-            request.count_prompt(min(frame.prompt_tokens, most_prompt(request)))
-        request.tried.refuse(node, self._placer.reported_at(node), refused)
+            request.set_prompt_tokens(min(frame.prompt_tokens, compute_max_prompt_tokens(request)))
+        request.tried.mark_refused(node, self._placer.get_report_time(node), refused)
         self._assignment.assign(request)

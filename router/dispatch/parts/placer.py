@@ -18,10 +18,10 @@ from router.placement.candidate import (
     Placement,
     ResourceDemand,
 )
-from router.placement.cluster_view import ClusterView, NodeView, with_state
-from router.placement.feasibility import unavailable_reason
-from router.placement.model_load import LoadPlacement, choose
-from router.placement.place import consider, place
+from router.placement.cluster_view import ClusterView, NodeView, replace_state
+from router.placement.feasibility import find_unavailable_reason
+from router.placement.model_load import LoadPlacement, choose_load_node
+from router.placement.place import evaluate_node, place
 from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
@@ -66,23 +66,23 @@ class Placer:
             if correction is not None and correction.reported_at != node.reported_at:
                 del self._corrections[node.id]
 
-    def seen(self, view: ClusterView, now: float) -> ClusterView:
+    def mark_failing_nodes(self, view: ClusterView, now: float) -> ClusterView:
         """Return the view for placement, in which nodes with an open breaker are not ready."""
-        barred = self._breakers.barred_nodes(now)
+        barred = self._breakers.list_barred_nodes(now)
         if not barred:
             return view
-        return ClusterView(tuple(with_state(node, FAILING) if node.id in barred else node for node in view.nodes))
+        return ClusterView(tuple(replace_state(node, FAILING) if node.id in barred else node for node in view.nodes))
 
-    def reported_at(self, node: NodeId) -> float:
+    def get_report_time(self, node: NodeId) -> float:
         """Return the arrival of a node's newest report in monotonic seconds; -1 if the node is not a member."""
-        seen = self.view.node(node)
+        seen = self.view.find_node(node)
         return -1.0 if seen is None else seen.reported_at
 
-    def correct(self, _: ActiveRequest, action: CorrectHeadroom) -> None:
+    def correct_headroom(self, _: ActiveRequest, action: CorrectHeadroom) -> None:
         """Limit the headroom of a node that refused, until its next report."""
-        self._corrections[action.node] = HeadroomCorrection(self.reported_at(action.node), action.headroom)
+        self._corrections[action.node] = HeadroomCorrection(self.get_report_time(action.node), action.headroom)
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the correction of a node."""
         self._corrections.pop(node, None)
 
@@ -91,8 +91,10 @@ class Placer:
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute the placement of a request with this demand on the nodes of `view`."""
         now = self._clock()
-        seen = self.seen(view, now)
-        trials = self._one_model(request.trials(), demand.model, seen if view is self.view else None)
+        seen = self.mark_failing_nodes(view, now)
+        trials = self._restrict_to_one_model(
+            request.get_attempt_history(), demand.model, seen if view is self.view else None
+        )
         result = place(
             seen,
             demand,
@@ -102,7 +104,7 @@ class Placer:
             policy=self._policy,
             corrections=self._corrections,
             trials=trials,
-            warm=request.warm,
+            cached_shares=request.cached_shares,
         )
         self._counters.placement.observe(self._clock() - now)
         return result
@@ -113,31 +115,37 @@ class Placer:
 
     def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Record a decision for later explanation."""
-        job, nodes = request.job, len(self.view.nodes)
-        self._history.record_decision(self._clock(), job.request_id, job.key, request.demand, result, nodes)
+        spec, nodes = request.spec, len(self.view.nodes)
+        self._history.record_decision(self._clock(), spec.request_id, spec.key, request.demand, result, nodes)
         return result
 
-    def judge_at(self, request: ActiveRequest, node: NodeView) -> Candidate:
+    def judge_on_node(self, request: ActiveRequest, node: NodeView) -> Candidate:
         """Compute the arithmetic of a request on one node, with its earlier attempts."""
-        trials = self._one_model(request.trials(), request.demand.model)
-        return consider(node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.warm)
+        trials = self._restrict_to_one_model(request.get_attempt_history(), request.demand.model)
+        return evaluate_node(
+            node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.cached_shares
+        )
 
-    def judge_anew_at(self, request: ActiveRequest, node: NodeView) -> Candidate:
+    def judge_as_new(self, request: ActiveRequest, node: NodeView) -> Candidate:
         """Compute the arithmetic of a request on one node like that of a new request."""
-        return consider(node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.warm)
+        return evaluate_node(
+            node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.cached_shares
+        )
 
-    def _one_model(self, trials: AttemptHistory, name: str, seen: ClusterView | None = None) -> AttemptHistory:
+    def _restrict_to_one_model(
+        self, trials: AttemptHistory, name: str, seen: ClusterView | None = None
+    ) -> AttemptHistory:
         """Restrict a request to one fingerprint of a name with several. `seen` is the view of all nodes, if known.
 
         It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
         """
         if trials.fingerprint:
             return trials
-        view = seen or self.seen(self.view, self._clock())
+        view = seen or self.mark_failing_nodes(self.view, self._clock())
         if trials.lost:
             view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
-        identity = view.identity(name)
-        return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
+        identity = view.identify(name)
+        return replace(trials, fingerprint=identity.fingerprint) if identity.has_conflict else trials
 
     # questions without a request
 
@@ -145,24 +153,24 @@ class Placer:
         """Compute the placement of a demand now, without a reservation and without sending."""
         now = self._clock()
         return place(
-            self.seen(self.view, now),
+            self.mark_failing_nodes(self.view, now),
             demand,
             self._ledger,
             now=now,
             draw=self._draw,
             policy=self._policy,
             corrections=self._corrections,
-            trials=self._one_model(FIRST, demand.model),
+            trials=self._restrict_to_one_model(FIRST, demand.model),
         )
 
-    def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
+    def choose_load_node(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
         """Return the node that should load a model, or the refusal if there is none.
 
         `tried` are the nodes that have refused the load, with their refusals.
         """
         now = self._clock()
-        return choose(
-            self.seen(self.view, now),
+        return choose_load_node(
+            self.mark_failing_nodes(self.view, now),
             model,
             self._ledger,
             now=now,
@@ -170,18 +178,18 @@ class Placer:
             policy=self._policy,
             corrections=self._corrections,
             tried=tried,
-            fingerprint=self._one_model(FIRST, model).fingerprint,
+            fingerprint=self._restrict_to_one_model(FIRST, model).fingerprint,
         )
 
-    def unavailable_reason(self, node: NodeView) -> Refused | None:
+    def find_unavailable_refusal(self, node: NodeView) -> Refused | None:
         """Return the refusal of a node that takes no request now; None if the node takes requests."""
-        why, code = unavailable_reason(node, self._clock())
+        why, code = find_unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
-    def outage_reason(self) -> str:
+    def find_outage_reason(self) -> str:
         """Return why no model of the cluster could be placed now; empty if one could."""
         refused = "no node has reported a model"
-        for name in self.view.models():
+        for name in self.view.get_models():
             result = self.preview(ResourceDemand(name, prompt_bytes=64))
             if isinstance(result, Placement):
                 return ""

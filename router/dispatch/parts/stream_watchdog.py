@@ -23,7 +23,7 @@ class _Progress:
         self.takes = takes
         self.still_seconds = 0.0
 
-    def wait(self, seconds: float) -> float:
+    def add_seconds(self, seconds: float) -> float:
         self.still_seconds += seconds
         return self.still_seconds
 
@@ -51,7 +51,7 @@ class StreamWatchdog:
         self._keepalive_seconds = keepalive_seconds
         self._progress: dict[int, _Progress] = {}
 
-    def keep(self, open_requests: Container[int]) -> None:
+    def retain_requests(self, open_requests: Container[int]) -> None:
         """Remove the progress of all requests that are not open."""
         for number in [number for number in self._progress if number not in open_requests]:
             del self._progress[number]
@@ -69,12 +69,12 @@ class StreamWatchdog:
         if request.node is None and request.outcome is None and not answer.opened and not request.swap:
             progress.restart(answer.takes)  # queued, and a clean 503 is still possible
             return
-        still = progress.wait(self._interval)
+        still_seconds = progress.add_seconds(self._interval)
         if answer.blocked and answer.opened:
-            if still >= self._slow_seconds:
+            if still_seconds >= self._slow_seconds:
                 self._end_slow(request)
-        elif still >= self._keepalive_seconds:
-            answer.nudge()
+        elif still_seconds >= self._keepalive_seconds:
+            answer.request_keepalive()
 
     def end_oversized(self, request: ActiveRequest) -> None:
         """End an answer whose stored part is too large: a stream that is not read, or a collected answer."""

@@ -20,7 +20,7 @@ MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 """Oldest requests examined for each model, and nodes examined for each request."""
 
 
-def swap_input(
+def build_swap_input(
     view: ClusterView,
     queued: Sequence[ActiveRequest],
     live: Iterable[ActiveRequest],
@@ -35,13 +35,13 @@ def swap_input(
     nodes = {node.id: node for node in view.nodes}
     served: dict[str, list[NodeView]] = {}
     keys: dict[str, dict[str, int]] = {}
-    looks: dict[str, int] = {}
+    examined: dict[str, int] = {}
     waiting: list[SwapCandidate] = []
     for request in queued:
-        model, owner = request.demand.model, request.owner
+        model, owner = request.demand.model, request.weighted_key
         keys.setdefault(model, {})[owner.name] = owner.weight
-        looks[model] = looks.get(model, 0) + 1
-        if looks[model] <= MAX_REQUESTS_EXAMINED:
+        examined[model] = examined.get(model, 0) + 1
+        if examined[model] <= MAX_REQUESTS_EXAMINED:
             if model not in served:
                 serving = [node for node in view.nodes if model in node.models]
                 served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
@@ -54,7 +54,7 @@ def swap_input(
     for request in live:
         node = None if request.node is None else nodes.get(request.node)
         if node is not None:
-            use = ModelUse(request.number, request.owner, _seconds_left(request, node, ledger))
+            use = ModelUse(request.number, request.weighted_key, _estimate_seconds_left(request, node, ledger))
             running.setdefault(node.id, {}).setdefault(request.demand.model, []).append(use)
     return SwapInput(nodes, waiting, keys, running, ledger.turns)
 
@@ -62,17 +62,17 @@ def swap_input(
 def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, bool, int]:
     """Rank a node for examination: nodes with a turn first, then nodes with the model, then the least busy."""
     here = node.models[model]
-    return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
+    return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.count_in_flight(node.id)
 
 
-def _seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
+def _estimate_seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
     """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
-    model, account = node.models.get(request.demand.model), ledger.account(node.id)
+    model, account = node.models.get(request.demand.model), ledger.get_account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0
-    expected = request.demand.output_on(model, request.demand.tokens_on(model))
+    expected = request.demand.estimate_output_tokens(model, request.demand.estimate_prompt_tokens(model))
     answer = (
         max(expected - request.tokens.longest, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
     )
-    unread = account.unread.get(request.attempt)
-    return answer + (0.0 if unread is None else unread.seconds)
+    pending = account.pending_prefills.get(request.attempt)
+    return answer + (0.0 if pending is None else pending.seconds)

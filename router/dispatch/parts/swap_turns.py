@@ -9,7 +9,7 @@ from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPla
 from router.dispatch.parts.assignment import Assignment
 from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.placer import Placer
-from router.dispatch.parts.swap_input import swap_input
+from router.dispatch.parts.swap_input import build_swap_input
 from router.dispatch.parts.wakeups import NodeChanges
 from router.dispatch.request import SWAP
 from router.placement.cluster_view import NodeView
@@ -49,9 +49,9 @@ class SwapTurns:
         """Record the loaded models of nodes with a new report."""
         self._planner.update_loaded(nodes, self._clock())
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove the state of a node that is no longer a member."""
-        self._planner.forget(node)
+        self._planner.remove_node(node)
 
     def advance(self, now: float) -> None:
         """Advance the model swaps under way, and begin those that are due at `now` (monotonic seconds)."""
@@ -59,45 +59,47 @@ class SwapTurns:
             return
         entries = sorted(self._queue.entries(), key=lambda entry: entry.item.arrived)
         queued = [entry.item for entry in entries]
-        view, live = self._placer.seen(self._placer.view, now), self._attempts.live.values()
-        plan = self._planner.step(swap_input(view, queued, live, self._ledger, self._placer.judge_at), now)
+        view, live = self._placer.mark_failing_nodes(self._placer.view, now), self._attempts.live.values()
+        plan = self._planner.step(build_swap_input(view, queued, live, self._ledger, self._placer.judge_on_node), now)
         for action in plan.actions:
             if isinstance(action, EndTurn):
-                self._end(action)
+                self._end_turn(action)
             elif isinstance(action, BeginTurn):
                 self._ledger.begin_turn(action.turn, action.hold)
             else:
-                self._send(action, entries)
+                self._send_request(action, entries)
         for entry in entries:
-            self._wait(entry, plan.waits, now)
+            self._update_wait(entry, plan.waits, now)
 
-    def _end(self, ended: EndTurn) -> None:
+    def _end_turn(self, ended: EndTurn) -> None:
         self._ledger.end_turn(ended.turn)
-        self._counters.swapped(done=not ended.why)
+        self._counters.count_swap(done=not ended.why)
         self._changes.mark(ended.turn.node)
 
-    def _send(self, action: SendRequest, entries: Iterable[QueuedRequest[ActiveRequest]]) -> None:
+    def _send_request(self, action: SendRequest, entries: Iterable[QueuedRequest[ActiveRequest]]) -> None:
         """Send the request for which a node has unloaded models."""
         entry = next((one for one in entries if one.item.number == action.turn.request), None)
         if entry is None or entry.item.entry is not entry:
             return
-        if self._assignment.start(entry.item, action.candidate, action.candidate.need):
+        if self._assignment.start_attempt(entry.item, action.candidate, action.candidate.need):
             self._ledger.mark_turn_sent(action.turn)
             self._queue.remove(entry)
 
-    def _wait(self, entry: QueuedRequest[ActiveRequest], waits: Mapping[str, SwapTurn | None], now: float) -> None:
+    def _update_wait(
+        self, entry: QueuedRequest[ActiveRequest], waits: Mapping[str, SwapTurn | None], now: float
+    ) -> None:
         """Extend the deadline of a request while it waits for a swap, and record the swap."""
         request, model = entry.item, entry.item.demand.model
         if request.entry is not entry:
             return
         if model not in waits:
-            request.wait_for_swap("")
+            request.set_swap("")
             return
         turn = waits[model]
         if turn is None:
-            if request.wait_for_swap(f"{SWAP}: no node can unload a model for it yet"):
+            if request.set_swap(f"{SWAP}: no node can unload a model for it yet"):
                 request.add_step(now, request.swap)
-        elif request.wait_for_swap(f"{SWAP} on {turn.name} ({turn.models})"):
+        elif request.set_swap(f"{SWAP} on {turn.name} ({turn.models})"):
             request.add_step(now, f"{SWAP}: {turn.models}", turn.name)
         latest = request.arrived + self._settings.swap_timeout_seconds
         request.extend_deadline(min(latest, now + self._settings.queue_timeout_seconds))

@@ -8,7 +8,7 @@ from router.admission.queue import AdmissionQueue
 from router.admission.rate_limits import RateLimits, probable_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
-from router.dispatch.model_swaps import fits_beside
+from router.dispatch.model_swaps import fits_next_to_loaded
 from router.dispatch.parts.assignment import Assignment
 from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.endings import Endings
@@ -62,13 +62,13 @@ class QueuedRequests:
         now, result = self._clock(), action.result
         entry = self._queue.offer(
             request,
-            request.job.key,
+            request.spec.key,
             probable_tokens(request.demand),
             now,
             now + self._timeout_seconds if request.deadline is None else request.deadline,
             len(self._placer.view.nodes),
-            weight=request.owner.weight,
-            share=self._quotas.limits(request.job.key).waiting,
+            weight=request.weighted_key.weight,
+            share=self._quotas.limits(request.spec.key).waiting,
             begun=request.life.lost_by is not None,
         )
         if isinstance(entry, Refused):
@@ -79,7 +79,7 @@ class QueuedRequests:
         request.add_step(now, "queued")
         self._counters.count_queue_entry()
         if request.life.lost_by is not None and isinstance(result, NoPlacement):
-            self._hold(request, result)
+            self._hold_memory(request, result)
 
     def dequeue(self, request: ActiveRequest, _: Dequeue) -> None:
         """Record the queue time of a request that left the queue, and release its hold."""
@@ -98,35 +98,35 @@ class QueuedRequests:
 
     # retries
 
-    def retry(self, nodes: Iterable[NodeId]) -> None:
+    def retry_requests(self, nodes: Iterable[NodeId]) -> None:
         """Try the queued requests on these nodes, which have changed."""
         chosen = frozenset(nodes)
         changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))
-        self._queue.place_waiting(self._clock(), lambda request, keep: self._try(request, keep, changed))
+        self._queue.place_waiting(self._clock(), lambda request, keep: self._try_request(request, keep, changed))
 
-    def _try(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
+    def _try_request(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
         """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
         result = self._placer.judge(request, changed, request.demand)
         if isinstance(result, Placement):
-            return self._start(request)
-        if self._settle_by_all(request, result):
+            return self._start_request(request)
+        if self._settle_over_all_nodes(request, result):
             return True
         if keep or request.life.lost_by is not None:
-            self._hold(request, result)
+            self._hold_memory(request, result)
         return False
 
-    def _start(self, request: ActiveRequest) -> bool:
+    def _start_request(self, request: ActiveRequest) -> bool:
         """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
         sent."""
         result = self._placer.judge(request, self._placer.view, request.demand)
         if not isinstance(result, Placement) or self._crowds.must_wait(request, result.chosen):
             return False
-        if not self._assignment.start(request, result.chosen, result.chosen.need):
+        if not self._assignment.start_attempt(request, result.chosen, result.chosen.need):
             return False
         self._placer.record(request, result)
         return True
 
-    def _settle_by_all(self, request: ActiveRequest, part: NoPlacement) -> bool:
+    def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
         It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
@@ -141,26 +141,26 @@ class QueuedRequests:
             return True
         return self._assignment.start_at_decider(request, result)
 
-    def _hold(self, request: ActiveRequest, result: NoPlacement) -> None:
+    def _hold_memory(self, request: ActiveRequest, result: NoPlacement) -> None:
         """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
 
         Where a model is in the way, nothing can be held before the slice of that model has ended.
         """
         nodes = {node.id: node for node in self._placer.view.nodes}
-        held = nodes.get(self._ledger.node_of_hold(request.number) or NodeId(""))
+        held = nodes.get(self._ledger.find_hold_node(request.number) or NodeId(""))
         if held is not None and held.state == NodeState.READY:
             return
         short = [
             one
             for one in result.candidates
             if one.code is RefusalCode.NO_ROOM
-            and fits_beside(nodes[one.node], one)
-            and self._ledger.holder(one.node) is None
+            and fits_next_to_loaded(nodes[one.node], one)
+            and self._ledger.find_holder(one.node) is None
             and one.node not in self._ledger.turns
         ]
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
-            self._ledger.hold(request.number, best.node, best.need)
+            self._ledger.hold_memory(request.number, best.node, best.need)
 
     # deadlines
 
@@ -176,6 +176,6 @@ class QueuedRequests:
                 continue
             chosen = result.chosen
             ends = self._crowds.must_end(request, chosen)
-            if ends or not self._assignment.start(request, chosen, chosen.need):
+            if ends or not self._assignment.start_attempt(request, chosen, chosen.need):
                 text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
                 self._endings.deny(request, Refused(RefusalCode.DEADLINE, text, None, 1.0))

@@ -31,16 +31,16 @@ class NodeChanges:
             self._due = True
             asyncio.get_running_loop().call_soon(self._wake)
 
-    def begin(self) -> None:
+    def begin_retry(self) -> None:
         """Begin a retry: a further change schedules another call."""
         self._due = False
 
-    def take(self) -> set[NodeId]:
+    def take_nodes(self) -> set[NodeId]:
         """Return the changed nodes, and start from none."""
         changed, self._changed = self._changed, set()
         return changed
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         """Remove a node that is no longer a member."""
         self._changed.discard(node)
 
@@ -52,17 +52,17 @@ class DrainWaits:
         self._ledger = ledger
         self._waits: dict[NodeId, list[asyncio.Event]] = {}
 
-    def nodes(self) -> list[NodeId]:
+    def list_nodes(self) -> list[NodeId]:
         """Return the nodes for which a caller waits."""
         return list(self._waits)
 
-    def add(self, node: NodeId) -> asyncio.Event:
+    def add_wait(self, node: NodeId) -> asyncio.Event:
         """Return an event that is set once the node has no request. `remove` it after the wait."""
         empty = asyncio.Event()
         self._waits.setdefault(node, []).append(empty)
         return empty
 
-    def remove(self, node: NodeId, empty: asyncio.Event) -> None:
+    def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
         """End a wait."""
         waits = self._waits[node]
         waits.remove(empty)
@@ -71,6 +71,6 @@ class DrainWaits:
 
     def notify(self, node: NodeId) -> None:
         """Set the events of a node if it has no request."""
-        if node in self._waits and not self._ledger.in_flight(node):
+        if node in self._waits and not self._ledger.count_in_flight(node):
             for empty in self._waits[node]:
                 empty.set()

@@ -70,5 +70,5 @@ def test_a_grammar_that_fails_is_a_400_and_never_touches_the_nodes_breaker(serve
     told = ask(served, path, {"max_tokens": 50, "stream": True})
     assert status(told) == 200
     assert b'"type":"invalid_request_error"' in told.replace(b'": "', b'":"'), told
-    assert served.call(lambda: dispatcher.breakers.barred_nodes(time.monotonic())) == []
+    assert served.call(lambda: dispatcher.breakers.list_barred_nodes(time.monotonic())) == []
     assert dispatcher.breakers.opened == 0

@@ -71,7 +71,7 @@ def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Dri
     turns_to_first(driver, OTHER)
     (sequence,) = driver.engine.parts.scheduler.preempted
     resident = driver.resident()
-    returning = Prefill(resident, sequence, list(sequence.active_rows()), list(sequence.prompt))
+    returning = Prefill(resident, sequence, list(sequence.iterate_active_rows()), list(sequence.prompt))
     assert (bool(sequence.joined), returning.answered) == (True, False)
 
 

@@ -12,8 +12,8 @@ from random import Random
 
 import mlx.core as mx
 
-from node.engine.kv.kv_cache import extent_of, new_cache
-from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.kv.kv_cache import create_cache, measure_extent
+from node.engine.models.loaded_model import LoadedModel, run_forward
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.frames import LoadModel
@@ -39,18 +39,18 @@ FILL = 500
 def ratios(resident: LoadedModel, tokens: int, past: int, random: Random) -> tuple[float, float]:
     """Run one chunk; return predicted peak over measured peak, and estimate over transient."""
     ids = [random.randrange(resident.vocabulary) for _ in range(past + tokens)]
-    cache = new_cache(resident.model)
+    cache = create_cache(resident.model)
     for begin in range(0, past, FILL):
-        forward(resident.model, ids[begin : min(begin + FILL, past)], cache, last=False)
-    before = extent_of(cache)
+        run_forward(resident.model, ids[begin : min(begin + FILL, past)], cache, last=False)
+    before = measure_extent(cache)
     mx.clear_cache()
     mx.reset_peak_memory()
     ground = mx.get_active_memory()
-    forward(resident.model, ids[past:], cache, last=False)
-    after = extent_of(cache)
+    run_forward(resident.model, ids[past:], cache, last=False)
+    after = measure_extent(cache)
     wrote = after.size - before.size
     peak = max(mx.get_peak_memory(), mx.get_active_memory())
-    estimate = resident.estimator.chunk(tokens, past, grows=after.capacity > before.capacity)
+    estimate = resident.estimator.estimate_chunk(tokens, past, grows=after.capacity > before.capacity)
     return (ground + wrote + estimate) / peak, estimate / max(1, peak - ground - wrote)
 
 

@@ -102,11 +102,11 @@ def refusals() -> dict[str, float]:
     for name, asked in [*HOSTILE.items()] * 3:
         grammars = GrammarCompiler()
         grammars.compile(
-            model, GrammarSpec("regex", f"[{len(found)}]"), "", TokenizedPrompt((1,), thinking=False), one=False
+            model, GrammarSpec("regex", f"[{len(found)}]"), "", TokenizedPrompt((1,), thinking=False), one_call=False
         )
         begun = time.perf_counter()
         try:
-            grammars.compile(model, asked, "", TokenizedPrompt((1,), thinking=False), one=False)
+            grammars.compile(model, asked, "", TokenizedPrompt((1,), thinking=False), one_call=False)
         except UnsupportedSchema:
             found[name] = min(found.get(name, 1e9), (time.perf_counter() - begun) * 1e3)
     return found

@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-from node.engine.process.main import settings_message
+from node.engine.process.main import encode_settings
 from node.engine_process.environment import engine_environment
-from node.settings import resolve
+from node.settings import resolve_settings
 from tests import models
 from tests.bench.row import Row, commit, p99
 from tests.support.processes import ROOT
@@ -43,7 +43,7 @@ class Engine:
             "models.use_huggingface_cache": False,
             "models.profile": "off",
         }
-        settings = resolve([("bench", flat)]).value
+        settings = resolve_settings([("bench", flat)]).value
         self.line, theirs = socket.socketpair()
         environment = engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
         self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class Engine:
         self.pongs: dict[int, float] = {}
         self.ends: dict[int, float] = {}
         self._changed = threading.Condition()
-        self.line.sendall(settings_message(settings))
+        self.line.sendall(encode_settings(settings))
         self.send(MemoryLimits(20 * GIB, 20 * GIB, 512 * MIB, "static"))
         threading.Thread(target=self._read, daemon=True).start()
 

@@ -31,7 +31,7 @@ from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
-from node.settings import resolve
+from node.settings import resolve_settings
 from tests import models
 from wire.codec import decode, encode
 from wire.frames import (
@@ -159,7 +159,7 @@ class Node:
         }
         flat |= {f"memory.{key}": value for key, value in memory.items()}
         flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}
-        resolved = resolve([("bench", flat)])
+        resolved = resolve_settings([("bench", flat)])
         machine = open_machine(resolved.value)
         self.limiter = Limiter(resolved.value, machine, resolved.origins)
         self.supervisor = Supervisor(

@@ -247,7 +247,7 @@ async def test_an_exact_count_without_an_answer(cluster: LoopbackCluster):
     (asked,) = [frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, CountTokens)]
     assert [message.role for message in asked.messages] == ["system", "user"]
     assert "weather" in asked.tools
-    assert len(cluster.dispatcher.orders) == 0
+    assert len(cluster.dispatcher.commands) == 0
 
 
 async def test_a_count_goes_to_another_node_where_one_is_away(cluster: LoopbackCluster):

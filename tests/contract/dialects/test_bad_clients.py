@@ -37,7 +37,7 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
         await until(lambda: one.dispatcher.idle)
     one.dispatcher.ledger.check()
     assert one.dispatcher.ledger.empty
-    assert len(one.dispatcher.orders) == 0
+    assert len(one.dispatcher.commands) == 0
 
 
 def message_of(route: str, body: bytes) -> str:

@@ -228,7 +228,7 @@ async def test_a_client_that_leaves_is_cancelled_at_the_node():
                     if "word" in line:
                         break
             await until(lambda: any(isinstance(frame, Cancel) for frame in node.heard))
-        await until(lambda: cluster.dispatcher.in_flight(node.id) == 0)
+        await until(lambda: cluster.dispatcher.count_in_flight(node.id) == 0)
         assert cluster.dispatcher.counters.requests == {"cancelled": 1}
 
 
@@ -238,9 +238,9 @@ async def test_a_client_that_leaves_before_the_answer_frees_everything(headroom:
     async with served(LoopbackCluster(node)) as cluster:
         async with plain(cluster) as client:
             asking = asyncio.create_task(client.post(CHAT, json=ASK))
-            await until(lambda: cluster.dispatcher.in_flight(node.id) + len(cluster.dispatcher.queue) == 1)
+            await until(lambda: cluster.dispatcher.count_in_flight(node.id) + len(cluster.dispatcher.queue) == 1)
             asking.cancel()
-            await until(lambda: cluster.dispatcher.in_flight(node.id) + len(cluster.dispatcher.queue) == 0)
+            await until(lambda: cluster.dispatcher.count_in_flight(node.id) + len(cluster.dispatcher.queue) == 0)
         assert cluster.dispatcher.counters.requests == {"cancelled": 1}
         await until(lambda: cluster.dispatcher.counters.answers == {499: 1})
 

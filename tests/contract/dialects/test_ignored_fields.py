@@ -49,7 +49,7 @@ async def test_a_refusal_names_it_too_and_explain_finds_it(cluster: LoopbackClus
             "/v1/chat/completions", json={"model": "none", "messages": HELLO, "tools": [{"type": "web_search"}]}
         )
     assert (answer.status_code, answer.headers[HEADER]) == (404, "tools[0].type=web_search")
-    (story,) = cluster.dispatcher.history.requests_by_id(answer.headers["x-request-id"])
+    (story,) = cluster.dispatcher.history.find_requests(answer.headers["x-request-id"])
     assert story.ignored == ("tools[0].type=web_search",)
 
 

@@ -23,9 +23,9 @@ async def test_a_named_conversation_reaches_the_router(cluster: LoopbackCluster,
     seen: list[str] = []
     submit = cluster.dispatcher.submit
 
-    def noted(job: Any) -> Any:
-        seen.append(job.session)
-        return submit(job)
+    def noted(spec: Any) -> Any:
+        seen.append(spec.session)
+        return submit(spec)
 
     cluster.dispatcher.submit = noted
     body = {**ASK, field: "in the body"} if field else ASK
@@ -55,9 +55,9 @@ async def test_every_dialect_can_name_its_conversation(cluster: LoopbackCluster,
     seen: list[str] = []
     submit = cluster.dispatcher.submit
 
-    def noted(job: Any) -> Any:
-        seen.append(job.session)
-        return submit(job)
+    def noted(spec: Any) -> Any:
+        seen.append(spec.session)
+        return submit(spec)
 
     cluster.dispatcher.submit = noted
     body, name = NAMED[route]

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 import pytest
 
-from node.memory.sensor import members, read_process_identity
+from node.memory.sensor import list_group_members, read_process_identity
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
 from node.video.worker import worker_monitor as watch
 from node.video.worker.lease_files import WorkerClaim
@@ -80,7 +80,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     node.ask()
     assert isinstance(await node.answer(), LeaseGranted)
     assert before - node.ceiling == LEASE
-    memory = node.poll.memory()
+    memory = node.poll.read_memory()
     assert level(memory) is MemoryLevel.OK
     assert (headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved) or -1) >= 0
     ended = await node.ended()
@@ -101,7 +101,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert order[:3] == ["start", "loading", "loaded"], "the wired limit is set before anything is loaded"
     assert said[0]["wired"] == LEASE // 2
     assert said[0]["isolated"] == 1
-    known = set(watch.worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
+    known = set(watch.build_worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
     assert set(said[0]["names"]) <= known, "a worker gets no environment variable of Macpool"  # type: ignore[arg-type]
     node.lender.resend_ends()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
@@ -180,7 +180,7 @@ async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Ma
     monitor._bounds = WorkerBounds(LEASE, 2.0, 1000.0)
     ended = await node.ended()
     assert ended.code == "worker_stalled"
-    assert members(worker) == ()
+    assert list_group_members(worker) == ()
     given_back(node, before)
 
 
@@ -194,9 +194,9 @@ async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monk
     node = await make()
     node.ask(job=LONG)
     worker = await node.working()
-    monkeypatch.setattr(watch, "footprint_of", lambda pids: None)
+    monkeypatch.setattr(watch, "measure_footprint", lambda pids: None)
     assert (await node.ended()).code == "monitor_failed"
-    assert members(worker) == ()
+    assert list_group_members(worker) == ()
 
 
 # ends of every kind, at every phase
@@ -237,7 +237,7 @@ async def test_the_lease_is_released_for_any_killed_process_at_any_time(
         node.release("cancelled")
     await node.until(lambda: node.limiter.leases == 0)
     seconds = time.monotonic() - began
-    assert members(worker) == ()
+    assert list_group_members(worker) == ()
     assert (await node.ended()).code == code
     given_back(node, before)
     with capsys.disabled():
@@ -269,15 +269,15 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
             if said["phase"] == phase:
                 worker = said["worker"]
                 break
-        assert members(worker)
+        assert list_group_members(worker)
         below = psutil.Process(agent.pid).children(recursive=True)
         agent.kill()
         began = time.monotonic()
-        until(lambda: not members(worker), what="the end of the worker")
+        until(lambda: not list_group_members(worker), what="the end of the worker")
         seconds = time.monotonic() - began
     with capsys.disabled():
         print(f"\nagent      killed while {phase:10} worker dead after {seconds:.2f} s", end="")
-    assert members(worker) == ()
+    assert list_group_members(worker) == ()
     psutil.wait_procs(below, 10)
     node = Node(folder, settings)
     try:
@@ -327,7 +327,7 @@ async def test_the_end_of_the_node_ends_the_job_first(make: Make):
     node.ask(job=LONG)
     worker = await node.working()
     await node.stop()
-    assert members(worker) == ()
+    assert list_group_members(worker) == ()
     assert (await node.ended()).code == "node_stopping"
 
 
@@ -523,11 +523,11 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
         return report is not None and any(model.loaded for model in report.models if model.name == "large")
 
     def settled() -> bool:
-        memory = node.poll.memory()
+        memory = node.poll.read_memory()
         return memory.phys is not None and memory.recent <= memory.phys + 4 * MIB
 
     await node.until(lambda: loaded() and settled())
-    memory = node.poll.memory()
+    memory = node.poll.read_memory()
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     node.ask(room + 64 * MIB)
@@ -540,4 +540,4 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
     else:
         assert isinstance(answer, LeaseGranted)
         assert not loaded()
-        assert level(node.poll.memory()) is MemoryLevel.OK
+        assert level(node.poll.read_memory()) is MemoryLevel.OK

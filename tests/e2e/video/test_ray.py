@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.memory.sensor import members
+from node.memory.sensor import list_group_members
 from node.video.leases import LeasePhase
 from tests.support.processes import gone, until
 from tests.support.video.standin import standin
@@ -41,7 +41,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
     try:
         await node.start()
         assert (ray.node, ray.pid) == ("", None), "no Ray before it is allowed"
-        ray.allow(on=True)
+        ray.set_allowed(on=True)
         await node.until(lambda: ray.node or ray.cause)
         assert ray.cause == ""
         assert ray.pid is not None
@@ -73,7 +73,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
             ended = await node.ended(lease)
             times[how] = time.monotonic() - began
             assert ended.code == ("cancelled" if how == "cancelled" else "worker_lost")
-            assert members(worker) == ()
+            assert list_group_members(worker) == ()
             assert (node.limiter.leases, node.ceiling) == (0, before)
             until(lambda actor=actor: not actor.is_running(), 20, "the end of the actor")
         await node.until(lambda: ray.node and ray.pid != family[0].pid)
@@ -93,7 +93,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
             for how, seconds in times.items():
                 print(f"\n{how}: lease back after {seconds:.2f} s", end="")
         last = psutil.Process(ray.pid).children(recursive=True)
-        ray.allow(on=False)
+        ray.set_allowed(on=False)
         await node.until(lambda: ray.node == "" and ray.pid is None)
         gone(last)
         assert drivers(node) == []
@@ -149,11 +149,11 @@ async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_w
     ray = node.studio.ray
     try:
         await node.start()
-        ray.allow(on=True)
+        ray.set_allowed(on=True)
         assert not ray.active, "nothing is even tried"
         assert node.lender.video().ready is False
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        ray.offer(wanted=True)
+        ray.set_offered(wanted=True)
         await node.until(lambda: ray.cause)
         assert "extra `video`" in ray.cause
         assert ray.pid is None
@@ -167,7 +167,7 @@ async def test_ray_ends_with_its_life_line(tmp_path: Path):
     ray = node.studio.ray
     try:
         await node.start()
-        ray.allow(on=True)
+        ray.set_allowed(on=True)
         await node.until(lambda: ray.node)
         process = ray._process  # pyright: ignore[reportPrivateUsage]  its life line ends as if the node had died
         assert process is not None

@@ -24,7 +24,7 @@ from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import App, RouterApp, not_found_app
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, headroom, judge, request_need
 from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
@@ -168,7 +168,7 @@ class LoopbackCluster:
         self.dispatcher.set_view(ClusterView(tuple(self._view(node) for node in self.nodes.values())))
 
     def _view(self, node: LoopbackNode) -> NodeView:
-        return view_of(
+        return build_node_view(
             node.report(),
             node=node.id,
             name=node.name,
@@ -249,7 +249,7 @@ class LoopbackCluster:
         node.up = False
         node.state = "lost"
         node.reserved.clear()
-        self.dispatcher.node_gone(node.id, "connection ended")
+        self.dispatcher.handle_lost_node(node.id, "connection ended")
         self.report()
 
     @contextlib.asynccontextmanager

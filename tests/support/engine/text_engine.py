@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from node.engine.build import compose
-from node.engine.kv.kv_cache import Layers, TextModel, new_cache
+from node.engine.kv.kv_cache import Layers, TextModel, create_cache
 from node.engine.memory.footprint import MetalMemory, open_metal
 from node.engine.memory.gate import GateSite, MemoryGate
-from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.models.loaded_model import LoadedModel, run_forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Work
 from node.engine.requests.sequence import Row
@@ -50,9 +50,9 @@ End = Finished | Refusal | Failed
 
 def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
     """Prefill a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
-    cache, logits = new_cache(model), None
+    cache, logits = create_cache(model), None
     for start in range(0, len(ids), chunk):
-        logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
+        logits = run_forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
     assert logits is not None
     return cache, logits
 
@@ -125,7 +125,7 @@ class Driver:
             Hardware("test", 16 * GIB),
             profiles,
             metal=metal,
-            gate_of=ScriptedGate,
+            create_gate=ScriptedGate,
             trials=trials,
         )
         self.said: dict[int, list[Frame]] = defaultdict(list)
@@ -135,7 +135,7 @@ class Driver:
         self.logprobs: dict[tuple[int, int], list[Logprob]] = defaultdict(list)
         self.number = 0
         self.turns = 0
-        self.default = next(iter(library.known()))
+        self.default = next(iter(library.get_models()))
         if limits is not None:
             self.take(limits)
 
@@ -149,7 +149,7 @@ class Driver:
         """Pass prepared work to the engine, and tokenize at once each prompt that it returns for that."""
         for said in self.engine.handle(work, time.monotonic()):
             if isinstance(said, UntokenizedPrompt):
-                self.put(said.read())
+                self.put(said.tokenize())
             else:
                 self._keep([said])
         self._check()
@@ -176,7 +176,7 @@ class Driver:
 
     def batches(self, model: str = "") -> Mapping[int, DecodeBatch[Row]]:
         """Return the decode batches of a loaded model by number."""
-        return self.engine.parts.scheduler.batches(model or self.default)
+        return self.engine.parts.scheduler.get_batches(model or self.default)
 
     def replace_model(self, model: TextModel) -> None:
         """Replace the mlx-lm model of the default model, for all requests from now on."""
@@ -184,7 +184,7 @@ class Driver:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the default model."""
-        return self.engine.parts.preparer.tokenizer(self.engine.parts.catalogue.known()[self.default])
+        return self.engine.parts.preparer.load_tokenizer(self.engine.parts.catalogue.get_models()[self.default])
 
     def turn(self) -> None:
         """Run one step of the engine."""

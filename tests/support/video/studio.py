@@ -25,7 +25,7 @@ from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
-from node.settings import NodeSettings, resolve
+from node.settings import NodeSettings, resolve_settings
 from node.video import environment
 from node.video.leases import LeasePhase
 from node.video.wiring import VideoSubsystem
@@ -131,7 +131,7 @@ class Node:
         self, folder: Path, settings: Mapping[str, object], *, attends: bool = True, model: str = "tiny-wan"
     ) -> None:
         folder.mkdir(exist_ok=True)
-        resolved = resolve([("test", settings)])
+        resolved = resolve_settings([("test", settings)])
         self.settings: NodeSettings = resolved.value
         self.folder = folder
         self.machine = open_machine(self.settings)
@@ -286,7 +286,7 @@ class Node:
     @property
     def ceiling(self) -> int:
         """Return the current ceiling."""
-        return self.limiter.now(self.supervisor.probe.phys().phys).ceiling
+        return self.limiter.compute_current_ceiling(self.supervisor.probe.phys().phys).ceiling
 
     def chat(self, number: int, tokens: int = 20_000) -> None:
         """Start a chat of the scripted engine."""

@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from host.left_marker import forget_left, has_left, mark_left
+from host.left_marker import delete_left_mark, has_left, mark_left
 
 
 def test_a_node_that_left_is_marked_until_it_is_wanted_again(tmp_path: Path):
@@ -15,5 +15,5 @@ def test_a_node_that_left_is_marked_until_it_is_wanted_again(tmp_path: Path):
     assert has_left(tmp_path)
     assert (tmp_path / "left").stat().st_mode & 0o777 == 0o600
     for _ in range(2):
-        forget_left(tmp_path)
+        delete_left_mark(tmp_path)
         assert not has_left(tmp_path)

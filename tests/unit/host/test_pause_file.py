@@ -10,17 +10,17 @@ from host.pause_file import MAX_NAME_CHARS, PauseFile, PauseRecord
 
 def test_a_pause_is_kept_privately_until_it_is_removed(tmp_path: Path):
     file = PauseFile(tmp_path / "node")
-    assert (file.stamp(), file.remove()) == (None, False)
+    assert (file.read_stamp(), file.remove()) == (None, False)
     file.write(PauseRecord(1_700_000_000.5, "x" * 200))
     assert file.path == tmp_path / "node" / "pause.json"
     assert [stat.S_IMODE(one.stat().st_mode) for one in (file.path, file.path.parent)] == [0o600, 0o700]
     assert file.read() == PauseRecord(1_700_000_000.5, "x" * MAX_NAME_CHARS)
-    first = file.stamp()
+    first = file.read_stamp()
     file.write(PauseRecord(None))
     assert file.read() == PauseRecord(None, "")
     assert first is not None
-    assert file.stamp() not in (None, first)
-    assert (file.remove(), file.remove(), file.stamp()) == (True, False, None)
+    assert file.read_stamp() not in (None, first)
+    assert (file.remove(), file.remove(), file.read_stamp()) == (True, False, None)
     with pytest.raises(FileNotFoundError):
         file.read()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from host.private_files import private_folder, write_private
+from host.private_files import create_private_folder, write_private
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +23,11 @@ def mode(path: Path) -> int:
 
 def test_folders_are_private_with_all_that_is_made_above_them(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    made = private_folder(tmp_path / "a" / "b" / "c")
+    made = create_private_folder(tmp_path / "a" / "b" / "c")
     assert [mode(one) for one in (made, made.parent, made.parent.parent)] == [0o700] * 3
     assert mode(tmp_path) == 0o755, "the mode of an existing folder is kept"
     made.chmod(0o755)
-    assert mode(private_folder(made)) == 0o700
+    assert mode(create_private_folder(made)) == 0o700
 
 
 def test_a_file_is_private_and_follows_no_link(tmp_path: Path) -> None:
@@ -58,4 +58,4 @@ def test_a_file_that_an_interrupted_write_left_is_narrowed_and_replaced_whole(tm
 def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(OSError, match=r"exists|Not a directory"):
-        private_folder(tmp_path / "state" / "node")
+        create_private_folder(tmp_path / "state" / "node")

@@ -1,12 +1,12 @@
 import pytest
 
 from host.settings_loader import SettingsError, list_settings
-from node.settings import SECTIONS, NodeSettings, node_name, resolve
+from node.settings import SECTIONS, NodeSettings, choose_node_name, resolve_settings
 from wire.identity import valid_name
 
 
 def resolved(**flat: object) -> NodeSettings:
-    return resolve([("--set", {key.replace("__", "."): value for key, value in flat.items()})]).value
+    return resolve_settings([("--set", {key.replace("__", "."): value for key, value in flat.items()})]).value
 
 
 def test_every_setting_is_described_and_the_sections_are_known():
@@ -17,7 +17,7 @@ def test_every_setting_is_described_and_the_sections_are_known():
 
 
 def test_defaults_pass_their_own_checks():
-    assert resolve([]).value == NodeSettings()
+    assert resolve_settings([]).value == NodeSettings()
 
 
 def test_texts_become_numbers_and_switches():
@@ -54,20 +54,20 @@ def test_texts_become_numbers_and_switches():
 )
 def test_an_impossible_value_is_refused_by_its_key(key: str, value: str):
     with pytest.raises(SettingsError, match=key.replace(".", r"\.")):
-        resolve([("--set", {key: value})])
+        resolve_settings([("--set", {key: value})])
 
 
 def test_a_refused_choice_lists_what_there_is():
     with pytest.raises(SettingsError, match="scripted"):
-        resolve([("--set", {"engine.kind": "metal"})])
+        resolve_settings([("--set", {"engine.kind": "metal"})])
     with pytest.raises(SettingsError, match="safe, balanced, aggressive"):
-        resolve([("--set", {"memory.tier": "none"})])
+        resolve_settings([("--set", {"memory.tier": "none"})])
 
 
 def test_an_unknown_setting_is_refused_and_another_process_section_is_skipped():
     with pytest.raises(SettingsError, match=r"did you mean memory\.margin"):
-        resolve([("file", {"memory.margim": "1"})])
-    assert resolve([("file", {"router.policy": "x"})], frozenset({"router"})).value == NodeSettings()
+        resolve_settings([("file", {"memory.margim": "1"})])
+    assert resolve_settings([("file", {"router.policy": "x"})], frozenset({"router"})).value == NodeSettings()
 
 
 @pytest.mark.parametrize(
@@ -82,19 +82,19 @@ def test_an_unknown_setting_is_refused_and_another_process_section_is_skipped():
     ],
 )
 def test_a_node_is_named_after_its_host(host: str, name: str):
-    assert node_name(NodeSettings(), host) == name
+    assert choose_node_name(NodeSettings(), host) == name
     assert valid_name(name)
 
 
 def test_a_name_that_was_set_counts():
-    assert node_name(resolved(node__name="Loft"), "studio") == "Loft"
+    assert choose_node_name(resolved(node__name="Loft"), "studio") == "Loft"
 
 
 def test_an_explicit_cap_is_of_the_tier_custom():
-    assert resolve([("--set", {"memory.cap": "12GiB"})]).value.memory.tier == "custom"
-    assert resolve([("--set", {"memory.cap": "12GiB", "memory.tier": "custom"})]).value.memory.tier == "custom"
-    assert resolve([("--set", {"memory.tier": "safe"})]).value.memory.tier == "safe"
-    assert resolve([]).value.memory.tier == "balanced"
+    assert resolve_settings([("--set", {"memory.cap": "12GiB"})]).value.memory.tier == "custom"
+    assert resolve_settings([("--set", {"memory.cap": "12GiB", "memory.tier": "custom"})]).value.memory.tier == "custom"
+    assert resolve_settings([("--set", {"memory.tier": "safe"})]).value.memory.tier == "safe"
+    assert resolve_settings([]).value.memory.tier == "balanced"
 
 
 @pytest.mark.parametrize("tier", ["safe", "balanced", "aggressive"])
@@ -105,19 +105,19 @@ def test_a_cap_that_contradicts_the_tier_is_refused_and_both_are_named_with_thei
         match=rf"memory\.tier \(config\.toml\): {tier} contradicts memory\.cap = 12GiB "
         r"\(environment\).*remove memory\.tier.*or remove memory\.cap",
     ):
-        resolve(layers)
+        resolve_settings(layers)
 
 
 def test_a_cap_set_back_to_auto_contradicts_nothing():
     layers = [("config.toml", {"memory.cap": "12GiB"}), ("--set", {"memory.cap": "auto", "memory.tier": "safe"})]
-    assert resolve(layers).value.memory.tier == "safe"
+    assert resolve_settings(layers).value.memory.tier == "safe"
 
 
 def test_a_tier_that_there_is_not_is_refused_by_its_name_also_beside_a_cap():
     with pytest.raises(SettingsError, match=r"memory\.tier: 'reckless' is not one of"):
-        resolve([("--set", {"memory.tier": "reckless", "memory.cap": "12GiB"})])
+        resolve_settings([("--set", {"memory.tier": "reckless", "memory.cap": "12GiB"})])
 
 
 def test_the_tier_custom_needs_a_cap():
     with pytest.raises(SettingsError, match=r"memory\.tier \(environment\): custom needs memory\.cap"):
-        resolve([("environment", {"memory.tier": "custom"})])
+        resolve_settings([("environment", {"memory.tier": "custom"})])

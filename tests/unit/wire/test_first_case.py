@@ -31,12 +31,12 @@ MODEL = Model("air", "f", True, of(85.0), KV.per_token, context=131072, kv_step=
 
 def gate() -> MemoryGate:
     made = MemoryGate()
-    made.hold(MemoryLimits(CAP, CAP, MARGIN, "static"))
+    made.set_limits(MemoryLimits(CAP, CAP, MARGIN, "static"))
     return made
 
 
 def reading(judge: MemoryGate, phys: int, reserved: int = 0) -> Memory:
-    return judge.memory(
+    return judge.build_memory(
         MlxCounters(of(85.0), phys, reserved), MemoryReading(phys, "phys_footprint", NOW), of(128.0), NOW
     )
 
@@ -44,9 +44,11 @@ def reading(judge: MemoryGate, phys: int, reserved: int = 0) -> Memory:
 def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
     """Check a request as the engine does at admission, and commit its memory."""
     request = Generate(1, 1, "r", "air", (Message("user", "x"),), GenerationParams(max_tokens=128), 0, 128)
-    shape = preflight.shape_of(request, prompt, 128, MODEL.context)
-    cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)
-    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved_bytes()), MODEL, cost, judge)
+    shape = preflight.compute_shape(request, prompt, 128, MODEL.context)
+    cost = ledger.compute_cost(shape.length, 1) + request_transient(MODEL, prompt, shape.answer_tokens)
+    refused = preflight.refuse_without_room(
+        shape, reading(judge, phys, ledger.compute_reserved_bytes()), MODEL, cost, judge
+    )
     if refused is None:
         ledger.commit(shape.length, 1)
     return refused
@@ -88,7 +90,7 @@ def test_two_at_once_pass():
     judge, ledger = gate(), CommitmentLedger(KV)
     assert admit(judge, ledger, 148) is None
     assert admit(judge, ledger, 3338) is None
-    assert ledger.reserved_bytes() >= (148 + 3338) * KV.per_token
+    assert ledger.compute_reserved_bytes() >= (148 + 3338) * KV.per_token
 
 
 def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_not_there():
@@ -96,5 +98,5 @@ def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_n
     answers = [admit(judge, ledger, 22_000) for _ in range(4)]
     assert [answer is None for answer in answers] == [True, False, False, False]
     assert all(isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM for answer in answers[1:])
-    assert RESTING + ledger.reserved_bytes() + MARGIN <= CAP
+    assert RESTING + ledger.compute_reserved_bytes() + MARGIN <= CAP
     assert admit(judge, ledger, 148) is None, "small requests are admitted meanwhile"

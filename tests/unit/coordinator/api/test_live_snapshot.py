@@ -98,7 +98,7 @@ async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
     line = await linked(port, "one", memory=a_memory(1024))
     async with port.client("infer") as client:
         running = ask(client, "r1")
-        await port.until(lambda: port.application.dispatcher.waiting() == 1)
+        await port.until(lambda: port.application.dispatcher.count_queued() == 1)
         told = await sections(port)
         assert [(row["id"], row["phase"], row["node"], row["attempts"]) for row in told["requests"]] == [
             ("r1", "queued", "", 0),
@@ -106,7 +106,7 @@ async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
         assert (told["status"]["in_flight"], told["status"]["queued"]) == (0, 1)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await port.until(lambda: port.application.dispatcher.waiting() == 0)
+        await port.until(lambda: port.application.dispatcher.count_queued() == 0)
         answer = await client.post("/v1/chat/completions", json=CHAT | {"model": "nothing"})
     assert answer.status_code == 404
     told = await sections(port)
@@ -167,7 +167,7 @@ async def test_models_say_where_they_are_and_how_each_mac_stands_to_them(port: P
 async def test_an_open_breaker_is_told_with_why_and_until_when(port: Port):
     await linked(port, "one")
     made = port.application
-    (node,), now = made.registry.pool.members, made.dispatcher.now()
+    (node,), now = made.registry.pool.members, made.dispatcher.get_time()
     closed = {"state": "closed", "why": "", "until": None, "opened": 0}
     assert (await sections(port))["nodes"][0]["breaker"] == closed
     for at in range(3):

@@ -16,7 +16,7 @@ from coordinator.cli.node_table import NARROW
 from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.database import MemberRow
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
@@ -35,7 +35,7 @@ def a_node(name: str, models: int, state: NodeState = NodeState.READY, **changes
         ceiling=96 * GIB, cap=96 * GIB, current=int(21.4 * GIB), headroom=int(62.6 * GIB), margin=12 * GIB
     )
     report = replace(a_report(), models=held, memory=memory, engine=EngineState("mlx", "ready"))
-    view = view_of(
+    view = build_node_view(
         report,
         node=NodeId(name),
         name=name,

@@ -59,20 +59,20 @@ async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tm
         who, registry = port.member("one"), port.application.registry
         for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
             registry.set_labels(who.node, labels)
-            seen = registry.build_view().node(who.node)
+            seen = registry.build_view().find_node(who.node)
             assert seen is not None
             assert seen.labels == frozenset(labels)
             registry.set_video_allowed(who.node, on=allowed)
-            seen = registry.build_view().node(who.node)
+            seen = registry.build_view().find_node(who.node)
             assert seen is not None
             assert seen.video_allowed is allowed
     async with opened(tmp_path) as port:
         registry = port.application.registry
-        seen = registry.build_view().node(who.node)
+        seen = registry.build_view().find_node(who.node)
         assert seen is not None
         assert (seen.labels, seen.video_allowed) == (frozenset({"slow"}), True)
         registry.set_video_allowed(who.node, on=False)
-        seen = registry.build_view().node(who.node)
+        seen = registry.build_view().find_node(who.node)
         assert seen is not None
         assert not seen.video_allowed
     async with opened(tmp_path) as port:

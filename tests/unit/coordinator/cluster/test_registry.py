@@ -48,10 +48,10 @@ class Placed:
     def receive(self, node: NodeId, frame: Frame) -> None:
         self.frames.append((node, frame))
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         self.gone.append((node, reason))
 
-    def forget(self, node: NodeId) -> None:
+    def remove_node(self, node: NodeId) -> None:
         self.forgotten.append(node)
 
 
@@ -120,7 +120,7 @@ class Coordinator:
 
     def seen(self, node: NodeId) -> NodeView:
         """Return the last view of the node that placement got."""
-        found = self.placed.views[-1].node(node)
+        found = self.placed.views[-1].find_node(node)
         assert found is not None
         return found
 
@@ -318,12 +318,12 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     one.registry.handle_frame(studio, number, a_report(2))
     assert len(one.placed.views) == count + 1
     after = one.placed.views[-1]
-    assert after.node(mini) is before.node(mini)
+    assert after.find_node(mini) is before.find_node(mini)
     seen = one.seen(studio)
-    assert seen is not before.node(studio)
+    assert seen is not before.find_node(studio)
     assert (seen.epoch, seen.name) == (number, "studio")
     assert began <= seen.reported_at <= asyncio.get_running_loop().time()
-    assert one.registry.build_view().node(studio) is seen
+    assert one.registry.build_view().find_node(studio) is seen
 
 
 async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(

@@ -270,9 +270,9 @@ def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
 def test_models_and_codes_that_are_made_up_make_no_more_series():
     counters = Counters()
     for number in range(1000):
-        counters.ended(f"code {number}", f"model {number}", 1.0)
-        counters.first(NodeId("a"), f"model {number}", 1, 1.0)
-        counters.ended("ok", "", 1.0)
+        counters.count_end(f"code {number}", f"model {number}", 1.0)
+        counters.count_first_token(NodeId("a"), f"model {number}", 1, 1.0)
+        counters.count_end("ok", "", 1.0)
     found = samples(scrape(pool_picture(counters=counters)))
     models = {dict(labels)["model"] for _, labels in found if "model" in dict(labels)}
     assert len(models) <= MOST_MODELS_OF_A_POOL + 1
@@ -289,18 +289,18 @@ def key_series(counters: Counters, keys: dict[str, str]) -> dict[tuple[tuple[str
 
 def test_tokens_of_keys_stand_under_their_names_and_two_keys_of_one_name_are_one_series():
     counters = Counters()
-    counters.model("tiny")
+    counters.get_model("tiny")
     for key, tokens in (("id1", 5), ("id2", 7), ("revoked", 100)):
-        counters.used_by(key, "tiny", tokens)
+        counters.add_key_tokens(key, "tiny", tokens)
     assert key_series(counters, {"id1": "app", "id2": "app"}) == {(("key", "app"), ("model", "tiny")): 12}
-    counters.forget_keys({"id1"})
+    counters.retain_keys({"id1"})
     assert counters.keys == {("id1", "tiny"): 5}
 
 
 def test_keys_and_models_that_are_made_up_make_no_more_than_a_bounded_number_of_series():
     counters = Counters()
     for number in range(MAX_KEY_MODELS + 100):
-        counters.used_by(f"id{number}", f"model {number}", 1)
+        counters.add_key_tokens(f"id{number}", f"model {number}", 1)
     found = key_series(counters, {f"id{number}": f"key {number}" for number in range(MAX_KEY_MODELS + 100)})
     assert len(found) == MAX_KEY_MODELS
     assert {dict(labels)["model"] for labels in found} == {"other"}

@@ -73,8 +73,8 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
 async def chosen(port: Port) -> str:
     """Return the name of the node with the request."""
     dispatcher = port.application.dispatcher
-    await port.until(lambda: [ticket for ticket in dispatcher.open_requests() if ticket.node])
-    return dispatcher.open_requests()[0].node_name
+    await port.until(lambda: [ticket for ticket in dispatcher.list_open_requests() if ticket.node])
+    return dispatcher.list_open_requests()[0].node_name
 
 
 async def admitted(line: Line) -> Generate:
@@ -130,8 +130,8 @@ async def test_a_waiting_request_is_in_the_depth_and_its_wait_in_the_histogram(p
     line = await linked(port, "a", memory=a_memory(1024))
     async with port.client("infer") as client:
         running = ask(client)
-        await port.until(lambda: port.application.dispatcher.waiting() == 1)
-        began = port.application.dispatcher.now()
+        await port.until(lambda: port.application.dispatcher.count_queued() == 1)
+        began = port.application.dispatcher.get_time()
         during = await scrape(port)
         assert during["router_queue_depth"] == 1
         assert 0 < during["router_queue_oldest_seconds"] < 10
@@ -139,7 +139,7 @@ async def test_a_waiting_request_is_in_the_depth_and_its_wait_in_the_histogram(p
         assert during["request_queue_time_seconds_count"] == 0
         line.send(a_report(2))
         asked = await admitted(line)
-        waited = port.application.dispatcher.now() - began
+        waited = port.application.dispatcher.get_time() - began
         line.send(Finished(asked.request, ("stop",), 7, 2))
         await running
     after = await scrape(port)
@@ -314,13 +314,13 @@ async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
     await linked(port, "a")
     dispatcher = port.application.dispatcher
     (node,) = port.application.registry.pool.members
-    now = dispatcher.now()
+    now = dispatcher.get_time()
     assert (await scrape(port))['router_breaker_open{node="a"}'] == 0
     for at in range(3):
         dispatcher.breakers.record_fault(node, at, now - 4.0 + 2.0 * at)
     found = await scrape(port)
     assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 1)
-    dispatcher.breakers.forget(node)
+    dispatcher.breakers.remove_node(node)
     found = await scrape(port)
     assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 0)
 
@@ -396,7 +396,7 @@ async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
 
 async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
     counters = port.application.dispatcher.counters
-    counters.model("tiny")
-    counters.used_by("gone", "tiny", 5)
+    counters.get_model("tiny")
+    counters.add_key_tokens("gone", "tiny", 5)
     assert counters.keys
     assert metrics_of(port).take_snapshot().counters.keys == {}

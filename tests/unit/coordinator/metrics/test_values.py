@@ -210,14 +210,14 @@ def counters() -> Counters:
     made.answers = {200: 109, 503: 110}
     made.refusals = {"no_headroom": 111}
     made.placements = {A: 112, B: 113, NodeId("gone"): 999}
-    made.model("tiny").used(114, 115, 116)
-    made.model("tiny").ttft.observe(0.5)
-    made.model("tiny").itl.observe(0.25, 2)
-    made.model("tiny").e2e.observe(3.0)
-    made.model("tiny").e2e.observe(4.0)
-    made.model("tiny").outcomes = {"ok": 117, "no_headroom": 118}
-    made.model("big").used(119, 120, 121)
-    made.node(A).prompt_tokens, made.node(A).generated_tokens = 122, 123
+    made.get_model("tiny").add_tokens(114, 115, 116)
+    made.get_model("tiny").ttft.observe(0.5)
+    made.get_model("tiny").itl.observe(0.25, 2)
+    made.get_model("tiny").e2e.observe(3.0)
+    made.get_model("tiny").e2e.observe(4.0)
+    made.get_model("tiny").outcomes = {"ok": 117, "no_headroom": 118}
+    made.get_model("big").add_tokens(119, 120, 121)
+    made.get_node(A).prompt_tokens, made.get_node(A).generated_tokens = 122, 123
     made.keys = {("k1", "tiny"): 124, ("k2", "tiny"): 125, ("k2", "big"): 126, ("gone", "big"): 999}
     made.illegal_events = {"request": 127}
     made.queue_wait.observe(0.75)

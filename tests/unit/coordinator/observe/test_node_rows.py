@@ -17,7 +17,7 @@ from coordinator.observe.node_rows import (
 )
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
@@ -37,7 +37,7 @@ def a_view(
         memory=replace(a_memory(), armed=armed),
         models=report.models if models else (),
     )
-    return view_of(
+    return build_node_view(
         report,
         node=NodeId("a"),
         name="a",
@@ -116,7 +116,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
-    seen = view_of(report, node=NodeId("n1"), name="a", state="ready", reported_at=0.0)
+    seen = build_node_view(report, node=NodeId("n1"), name="a", state="ready", reported_at=0.0)
     member = Member(NodeId("n1"), NodeState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))

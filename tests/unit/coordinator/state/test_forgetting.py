@@ -65,11 +65,11 @@ async def test_after_any_history_nothing_is_kept_of_a_node_that_was_removed(step
     pool = Cluster(A, B, C)
     for step in steps:
         happen(pool, step)
-        for request in pool.dispatcher.open_requests():
+        for request in pool.dispatcher.list_open_requests():
             request.check()
     gone = A
-    pool.dispatcher.node_gone(gone, "it was removed")
-    pool.dispatcher.forget(gone)
+    pool.dispatcher.handle_lost_node(gone, "it was removed")
+    pool.dispatcher.remove_node(gone)
     pool.nodes = (B, C)
     pool.report()
     assert everywhere(pool.dispatcher, gone) == []
@@ -107,10 +107,10 @@ def happen(pool: Cluster, step: str) -> None:
     elif step == "finish":
         pool.finish()
     elif step == "gone":
-        pool.dispatcher.node_gone(sent[-1][0], "cut")
+        pool.dispatcher.handle_lost_node(sent[-1][0], "cut")
         pool.report()
-    elif step == "drop" and pool.dispatcher.open_requests():
-        pool.dispatcher.close(pool.dispatcher.open_requests()[0])
+    elif step == "drop" and pool.dispatcher.list_open_requests():
+        pool.dispatcher.close(pool.dispatcher.list_open_requests()[0])
 
 
 def test_the_search_finds_what_is_kept():
@@ -137,4 +137,4 @@ async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path:
 
 @pytest.mark.parametrize("what", ["affinity", "breakers", "ledger"])
 def test_what_is_kept_by_node_can_forget(what: str):
-    assert callable(getattr(getattr(Cluster(A).dispatcher, what), "forget", None))
+    assert callable(getattr(getattr(Cluster(A).dispatcher, what), "remove_node", None))

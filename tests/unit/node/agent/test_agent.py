@@ -20,8 +20,8 @@ from node.agent.reporter import within_bounds
 from node.assembly import assemble
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import Limiter
-from node.memory.sensor import footprint_of, open_machine
-from node.settings import resolve
+from node.memory.sensor import measure_footprint, open_machine
+from node.settings import resolve_settings
 from tests.support.cluster.cluster_port import Line, Port, opened
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.node import unstarted_node
@@ -204,7 +204,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         told = b"".join([piece async for piece in links.fetch_source(NodeId(node), "metrics", 16384)])
         measures = msgspec.msgpack.decode(told, type=NodeMeasures)
         assert before <= measures.agent_cpu <= time.process_time()
-        own = footprint_of((os.getpid(),))
+        own = measure_footprint((os.getpid(),))
         assert own is not None
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
@@ -227,7 +227,7 @@ class Mac:
             "node.report_idle_seconds": 5.0,
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
-        resolved = resolve([("test", named)])
+        resolved = resolve_settings([("test", named)])
         self.folder = folder
         self.authority = ClusterCa(folder / "authority", time.time)
         self.settings = resolved.value

@@ -4,11 +4,11 @@ import pytest
 
 from node.engine.admission import (
     RequestLimits,
-    cost_of,
+    compute_admission_cost,
+    compute_waiting_bytes,
     refuse_before_load,
     refuse_improper,
     refuse_other_model,
-    reserved_while_loading,
 )
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests.preflight import RequestShape
@@ -35,29 +35,29 @@ def prepared(*ids: int, **fields: object) -> PreparedRequest:
 
 
 class Ledger:
-    def cost(self, length: int, rows: int) -> int:
+    def compute_cost(self, length: int, rows: int) -> int:
         return 1000 * length * rows
 
 
 def test_a_context_is_that_of_the_model_or_fewer_by_setting():
-    assert RequestLimits(50, 0, 4).context_of(FOUND) == 1000
-    assert RequestLimits(50, 300, 4).context_of(FOUND) == 300
-    assert RequestLimits(50, 9000, 4).context_of(FOUND) == 1000
+    assert RequestLimits(50, 0, 4).get_max_row_tokens(FOUND) == 1000
+    assert RequestLimits(50, 300, 4).get_max_row_tokens(FOUND) == 300
+    assert RequestLimits(50, 9000, 4).get_max_row_tokens(FOUND) == 1000
 
 
 def test_a_size_follows_from_tokens_and_limits():
-    shape = RequestLimits(50, 0, 4).shape(prepared(1, 2, 3), FOUND)
+    shape = RequestLimits(50, 0, 4).compute_shape(prepared(1, 2, 3), FOUND)
     assert (shape.prompt, shape.limit) == (3, 50)
 
 
 def test_costs_are_the_rows_and_their_forwards():
-    cost = cost_of(SHAPE, Ledger(), MODEL)
+    cost = compute_admission_cost(SHAPE, Ledger(), MODEL)
     assert cost.rows == 1000 * SHAPE.length * 2
     assert cost.total == cost.rows + request_transient(MODEL, 10, 15, 2)
 
 
 def test_a_request_that_waits_for_its_model_reserves_its_rows():
-    assert reserved_while_loading(SHAPE, FOUND) == 2 * 100 * SHAPE.length
+    assert compute_waiting_bytes(SHAPE, FOUND) == 2 * 100 * SHAPE.length
 
 
 def test_an_answer_that_another_model_began_is_not_resumed():

@@ -116,13 +116,13 @@ def test_over_hard_the_newest_that_holds_memory_ends_and_the_others_go_on(driver
     driver.until(lambda: driver.ids[new, 0])
     waits = driver.ask(ANSWERS[1]["prompt"])
     resident = driver.resident()
-    before = resident.ledger.written_bytes()
+    before = resident.ledger.compute_stored_bytes()
     driver.take(ReduceMemory(1, HARD, GIB))
     end = driver.ended(new)
     assert isinstance(end, Failed)
     assert end.code == "memory_pressure"
     assert "1.0 GiB over its cap" in end.message
-    assert resident.ledger.written_bytes() < before
+    assert resident.ledger.compute_stored_bytes() < before
     for number, one in ((old, ANSWERS[0]), (waits, ANSWERS[1])):
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]

@@ -143,7 +143,7 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     driver.turn()
     assert driver.ended(number) is None
     resident = driver.resident()
-    assert resident.ledger.written_bytes() > 0
+    assert resident.ledger.compute_stored_bytes() > 0
     driver.take(MemoryLimits(GIB, 1, 0, "leases", leases=GIB))
     count = forwards(driver)
     end = driver.end(number)
@@ -151,7 +151,7 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     assert end.refused.code is RefusalCode.NO_ROOM
     assert count() == 0
     driver.take(ROOMY)
-    assert resident.ledger.written_bytes() == resident.ledger.reserved_bytes() == 0
+    assert resident.ledger.compute_stored_bytes() == resident.ledger.compute_reserved_bytes() == 0
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
 
 
@@ -222,7 +222,7 @@ def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: p
     leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
     driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(DecodeBatch, "drop_rows", lambda self, rows: 1 / 0)
         patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
         driver.cancel(leaving)
     end = driver.end(other)
@@ -253,7 +253,7 @@ def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     driver.until(lambda: driver.ids[number, 0])
     sequence = driver.engine.parts.scheduler.live[number]
     for _ in range(2):
-        driver.engine.parts.scheduler.recovery.fail(sequence, "engine_error", "a fault")
+        driver.engine.parts.scheduler.recovery.fail_request(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
@@ -384,7 +384,7 @@ def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: py
     good = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[good, 0])
     with monkeypatch.context() as patch:
-        patch.setattr(prefill, "sampler_of", lambda *_: broken)
+        patch.setattr(prefill, "create_sampler", lambda *_: broken)
         bad = driver.ask(SHORT[1]["prompt"])
         end = driver.end(bad)
     assert isinstance(end, Failed)
@@ -437,7 +437,7 @@ def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypat
     driver.answer(SHORT[0]["prompt"])
     tokenizer = driver.tokenizer()
     with monkeypatch.context() as patch:
-        patch.setattr(type(tokenizer), "prompt", lambda self, request, most: 1 / 0)
+        patch.setattr(type(tokenizer), "tokenize_request", lambda self, request, max_tokens: 1 / 0)
         end = driver.end(driver.ask("Hello!"))
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.TEMPLATE
@@ -592,7 +592,7 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     end = driver.end(driver.ask())
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.TOO_LARGE
-    assert driver.recorder.running_call() is None
+    assert driver.recorder.read_running_call() is None
 
 
 def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):

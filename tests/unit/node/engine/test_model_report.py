@@ -1,6 +1,6 @@
 from pathlib import PurePath
 
-from node.engine.model_report import LoadFacts, ModelFacts, describe_unloaded, transients
+from node.engine.model_report import LoadFacts, ModelFacts, compute_transients, describe_unloaded
 from node.engine.models.model_descriptor import ModelDescriptor
 from wire.capacity.arithmetic import prefill_transient
 from wire.report import KvParameters, TransientModel
@@ -10,7 +10,7 @@ FOUND = ModelDescriptor("m", PurePath("m"), "f1", 90, 1000, KvParameters(7, 256,
 
 
 def test_transients_are_those_of_the_smallest_chunk():
-    found = transients(FORWARD, 64)
+    found = compute_transients(FORWARD, 64)
     assert found["forward"].floor == 64
     assert found["transient"] == prefill_transient(FORWARD, 64, 0)
 

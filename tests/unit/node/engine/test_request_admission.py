@@ -15,7 +15,7 @@ def test_a_request_does_not_evict_its_own_model():
     driver = Driver(models.path("llama"), prefix_cache_size="off")
     driver.answer("hello", GenerationParams(temperature=0.0, max_tokens=2))
     release_free_memory()
-    driver.engine.parts.footprint.forget()
+    driver.engine.parts.footprint.reset_peak()
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
     prompt, params = "word " * 380, GenerationParams(temperature=0.0, max_tokens=2)

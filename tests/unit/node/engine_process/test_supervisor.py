@@ -17,7 +17,7 @@ import pytest
 from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.illegal_events import IllegalEvents
-from node.settings import NodeSettings, resolve
+from node.settings import NodeSettings, resolve_settings
 from tests import models
 from tests.support.processes import until
 from wire.codec import decode, encode, head_of
@@ -52,7 +52,7 @@ class Agent:
     ) -> None:
         named = {key if "." in key else f"engine.scripted.{key}": value for key, value in settings.items()}
         flat = {"engine.kind": "scripted"} | named
-        self.settings: NodeSettings = resolve([("test", flat)]).value
+        self.settings: NodeSettings = resolve_settings([("test", flat)]).value
         self.frames: list[tuple[Frame, int]] = []
         self.states: list[str] = []
         self._changed = asyncio.Event()

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from host.private_files import private_folder
-from node.inspect.running_settings import FILE, published, read_running_settings
-from node.settings import COORDINATOR_SECTIONS, resolve
+from host.private_files import create_private_folder
+from node.inspect.running_settings import FILE, publish_settings, read_running_settings
+from node.settings import COORDINATOR_SECTIONS, resolve_settings
 
-SETTINGS = resolve(
+SETTINGS = resolve_settings(
     [("config.toml", {"memory.cap": "9GiB", "models.preload": ["a"]}), ("--set", {"sharing.min_battery_percent": "40"})]
 )
 
@@ -29,11 +29,11 @@ def locked(folder: Path, pid: int = 7) -> Generator[None]:
 
 
 def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Path) -> None:
-    folder = private_folder(tmp_path / "node")
+    folder = create_private_folder(tmp_path / "node")
     assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
     with locked(folder):
         assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
-        with published(folder, 7, SETTINGS):
+        with publish_settings(folder, 7, SETTINGS):
             found = read_running_settings(folder, COORDINATOR_SECTIONS)
             assert (folder / FILE).stat().st_mode & 0o777 == 0o600
         assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
@@ -43,8 +43,8 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
 
 
 def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
-    folder = private_folder(tmp_path / "node")
-    with locked(folder), published(folder, 7, SETTINGS):
+    folder = create_private_folder(tmp_path / "node")
+    with locked(folder), publish_settings(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")
         assert read_running_settings(tmp_path / "copy", COORDINATOR_SECTIONS) is None
         left = (folder / FILE).read_bytes()
@@ -64,5 +64,5 @@ def test_what_is_damaged_is_not_believed(tmp_path: Path, content: bytes) -> None
 
 
 def test_a_node_starts_where_nothing_can_be_told(tmp_path: Path) -> None:
-    with published(tmp_path / "nowhere", os.getpid(), SETTINGS):
+    with publish_settings(tmp_path / "nowhere", os.getpid(), SETTINGS):
         assert not (tmp_path / "nowhere").exists()

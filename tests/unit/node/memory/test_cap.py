@@ -15,12 +15,12 @@ from node.memory.cap import (
     MemoryCap,
     MemoryTier,
     MetalDevice,
-    ceiling,
+    build_limits,
+    compute_ceiling,
+    compute_reach,
     compute_reserve,
     compute_safe_wired_limit,
-    dynamic,
     estimate_metal_limit,
-    limits,
     resolve_cap,
     resolve_margin,
     with_device,
@@ -197,7 +197,7 @@ def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
 def test_a_margin_that_a_person_set_is_no_automatic_one_and_the_engine_is_told_which(setting: str):
     for margin, automatic in [(resolve_margin(setting, 96 * GIB), False), (resolve_margin("auto", 96 * GIB), True)]:
         assert margin.automatic is automatic
-        assert limits(CAP, margin, ceiling(CAP, 50 * GIB), guard=True).margin_auto is automatic
+        assert build_limits(CAP, margin, compute_ceiling(CAP, 50 * GIB), guard=True).margin_auto is automatic
 
 
 @pytest.mark.parametrize(("margin", "cap"), [(1, 2), (GIB - 1, GIB)])
@@ -228,21 +228,21 @@ CAP = MemoryCap(96 * GIB, "metal", "raise the limit")
     ],
 )
 def test_the_ceiling_and_its_binding_term(reach: int | None, leases: int, expected: int, bound_by: str):
-    found = ceiling(CAP, reach, leases)
+    found = compute_ceiling(CAP, reach, leases)
     assert (found.bytes, found.bound_by) == (expected, bound_by)
     assert found.remedy
 
 
 def test_without_a_lease_nothing_is_taken_off():
-    assert ceiling(CAP, 50 * GIB) == ceiling(CAP, 50 * GIB, 0)
-    assert limits(CAP, Margin(3), ceiling(CAP, 50 * GIB), guard=True).leases == 0
+    assert compute_ceiling(CAP, 50 * GIB) == compute_ceiling(CAP, 50 * GIB, 0)
+    assert build_limits(CAP, Margin(3), compute_ceiling(CAP, 50 * GIB), guard=True).leases == 0
 
 
 @given(st.integers(1, 2**40), SIZES, SIZES)
 def test_the_ceiling_is_never_zero_never_above_the_cap_and_falls_with_leases(cap: int, reach: int, leases: int):
-    found = ceiling(MemoryCap(cap, "static", "-"), reach, leases)
+    found = compute_ceiling(MemoryCap(cap, "static", "-"), reach, leases)
     assert 1 <= found.bytes <= max(1, min(cap, reach))
-    assert ceiling(MemoryCap(cap, "static", "-"), reach, leases + 1).bytes <= found.bytes
+    assert compute_ceiling(MemoryCap(cap, "static", "-"), reach, leases + 1).bytes <= found.bytes
     assert (found.bound_by == "static") == (leases == 0 and reach >= cap)
 
 
@@ -256,7 +256,7 @@ def test_an_automatic_cap_is_within_ram_and_metal(ram: int, tier: str, metal: in
 def test_dynamic_counts_each_byte_once_and_unknown_is_never_plenty(
     phys: int | None, free: int | None, worker: int, lease: int
 ):
-    reach = dynamic(phys, free, worker=worker, lease=lease)
+    reach = compute_reach(phys, free, worker=worker, lease=lease)
     if phys is None or free is None:
         assert reach is None
     else:
@@ -265,19 +265,19 @@ def test_dynamic_counts_each_byte_once_and_unknown_is_never_plenty(
 
 
 def test_bytes_and_leases_without_an_owner_add_nothing_to_the_reach():
-    assert dynamic(5, 20) == 25
-    assert dynamic(5, 20, lease=7) == 25
-    assert dynamic(5, 20, worker=7) == 25
+    assert compute_reach(5, 20) == 25
+    assert compute_reach(5, 20, lease=7) == 25
+    assert compute_reach(5, 20, worker=7) == 25
 
 
 def test_a_workers_bytes_come_back_only_up_to_its_lease():
     """The bytes of a worker within its lease of 36 GiB are not free, and are already subtracted from the ceiling."""
     for held in (10, 36, 50):
-        assert dynamic(5 * GIB, 20 * GIB, worker=held * GIB, lease=36 * GIB) == (25 + min(held, 36)) * GIB
+        assert compute_reach(5 * GIB, 20 * GIB, worker=held * GIB, lease=36 * GIB) == (25 + min(held, 36)) * GIB
 
 
 def test_limits_carry_what_is_in_force():
-    frame = limits(CAP, Margin(3), ceiling(CAP, 50 * GIB, 1), guard=False, leases=1)
+    frame = build_limits(CAP, Margin(3), compute_ceiling(CAP, 50 * GIB, 1), guard=False, leases=1)
     assert (frame.cap, frame.ceiling, frame.margin) == (96 * GIB, 50 * GIB - 1, 3)
     assert (frame.bound_by, frame.guard, frame.leases) == ("dynamic", False, 1)
 

@@ -17,7 +17,7 @@ from node.memory.linux import (
     read_unevictable_bytes,
 )
 from node.memory.reading import HighWaterMarks
-from node.memory.sensor import LinuxMachine, describe_machine, members
+from node.memory.sensor import LinuxMachine, describe_machine, list_group_members
 from wire.units import GIB, MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -183,9 +183,9 @@ def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_group_is_its_living_processes():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert members(child.pid) == (child.pid,)
+    assert list_group_members(child.pid) == (child.pid,)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert members(child.pid) == (), "a zombie holds nothing"
+    assert list_group_members(child.pid) == (), "a zombie holds nothing"
     child.communicate()
-    assert members(child.pid) == ()
+    assert list_group_members(child.pid) == ()

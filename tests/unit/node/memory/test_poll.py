@@ -22,7 +22,7 @@ from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
 from node.memory.reading import STALE_AFTER_SECONDS
-from node.settings import resolve
+from node.settings import resolve_settings
 from node.video import leases
 from tests import models
 from tests.support.readings import Later, failing
@@ -86,7 +86,7 @@ class Node:
                 "models.use_huggingface_cache": False,
                 "models.trial": False,
             }
-        resolved = resolve([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
+        resolved = resolve_settings([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
         self.machine = SetMachine(hardware=Hardware("M5", 128 * GIB))
         self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")
         self.frames: list[tuple[Frame, int]] = []
@@ -184,13 +184,13 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     for name in ("one", "two"):
         shutil.copytree(models.path("llama"), tmp_path / "models" / name)
     node = await make({"cap": "2GiB", "margin": "auto"}, models=tmp_path / "models")
-    wide = node.poll.memory().margin
+    wide = node.poll.read_memory().margin
     assert wide == 512 * MIB, "no model has a profile yet"
     for number, name in enumerate(("one", "two"), 1):
         node.supervisor.send(encode(LoadModel(number, name)), LoadModel, number)
         await node.end(number)
     await node.until(lambda: node.supervisor.reports.latest and node.supervisor.reports.latest.memory.margin < wide)
-    memory, report = node.poll.memory(), node.supervisor.reports.latest
+    memory, report = node.poll.read_memory(), node.supervisor.reports.latest
     assert report is not None
     assert memory.margin == report.memory.margin == profiled_margin(2 * GIB, 0)
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
@@ -210,7 +210,7 @@ async def test_the_limit_that_an_engines_device_reports_is_the_nodes_cap_and_its
     assert supervisor.reports.latest is not None
     assert supervisor.reports.latest.metal_limit == 40 * GIB
     assert (node.limiter.cap.bytes, node.limiter.cap.bound_by) == (40 * GIB, "metal")
-    assert node.poll.enforcement().cap_bound_by == "metal"
+    assert node.poll.build_enforcement().cap_bound_by == "metal"
     node.generate(1, tokens=32_000)
     for number in range(2, 12):  # 4 GiB each, and 4 of weights: 8 fit below 39, 22 below the guess of 96
         node.generate(number, tokens=32_000)
@@ -290,7 +290,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     assert "over its cap: " in end.message
     assert "in two readings, without an answer of the engine" in end.message
     assert node.poll.state.kills == 1
-    assert node.poll.enforcement().kills == 1
+    assert node.poll.build_enforcement().kills == 1
     node.machine.container = None
     await node.until(lambda: node.supervisor.ready not in (None, pid) and node.poll.state.level is MemoryLevel.OK)
     node.generate(2, tokens=4)
@@ -358,7 +358,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
     for number in (1, 2):
         assert isinstance(await node.end(number), Finished)
     assert node.poll.state.kills == 0
-    assert node.poll.enforcement().over_caps == 1
+    assert node.poll.build_enforcement().over_caps == 1
     assert node.supervisor.state.counts.sheds == 2
 
 
@@ -374,7 +374,7 @@ async def test_over_soft_no_request_is_admitted_and_the_report_shows_it(make: Ca
     end = await node.end(1)
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NO_ROOM
-    assert node.poll.enforcement().remedy.startswith("close other programs")
+    assert node.poll.build_enforcement().remedy.startswith("close other programs")
 
 
 @pytest.mark.slow
@@ -403,7 +403,7 @@ async def test_a_clock_that_jumps_ends_nothing_and_unarms_nothing(
         node.poll.poll_once()
         assert node.poll.state.polls == polls + 1
         assert node.poll.state.level is MemoryLevel.OK
-        assert 0 <= node.poll.system().age < 1
+        assert 0 <= node.poll.build_system_memory().age < 1
     node.generate(1, tokens=4)
     assert isinstance(await node.end(1), Finished)
 
@@ -443,9 +443,9 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     monkeypatch.setattr(time, "monotonic", clock)
     clock.by = STALE_AFTER_SECONDS + 1
     node.poll.poll_once()
-    assert node.poll.memory().bound_by == UNREADABLE
+    assert node.poll.read_memory().bound_by == UNREADABLE
     assert node.poll.state.level is MemoryLevel.UNKNOWN
-    assert node.poll.enforcement().remedy.startswith("the memory of this machine cannot be read")
+    assert node.poll.build_enforcement().remedy.startswith("the memory of this machine cannot be read")
     await node.until(
         lambda: node.supervisor.reports.latest and node.supervisor.reports.latest.memory.bound_by == UNREADABLE
     )
@@ -465,7 +465,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
 @pytest.mark.slow
 async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callable[..., Awaitable[Node]]):
     node = await make()
-    system, enforcement = node.poll.system(), node.poll.enforcement()
+    system, enforcement = node.poll.build_system_memory(), node.poll.build_enforcement()
     assert (system.available, system.source) == (128 * GIB, "set")
     assert enforcement.level is MemoryLevel.OK
     assert enforcement.phys is not None
@@ -489,7 +489,7 @@ async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypa
     warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
     assert len(warnings) == 6
     assert len(set(warnings)) == 2
-    assert set(node.poll.enforcement().warnings) == set(warnings)
+    assert set(node.poll.build_enforcement().warnings) == set(warnings)
 
 
 async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):

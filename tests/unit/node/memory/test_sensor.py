@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from node.memory.cap import MachineBounds
-from node.memory.sensor import describe_machine, footprint, members, open_machine, open_sensor, read_process_identity
-from node.settings import NodeSettings, resolve
+from node.memory.sensor import (
+    describe_machine,
+    list_group_members,
+    measure_group_footprint,
+    open_machine,
+    open_sensor,
+    read_process_identity,
+)
+from node.settings import NodeSettings, resolve_settings
 from wire.units import GIB
 
 
@@ -21,7 +28,7 @@ def test_a_sensor_dates_its_readings_and_names_their_source():
 
 
 def test_the_scripted_kind_is_judged_on_a_pretended_mac():
-    settings = resolve([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
+    settings = resolve_settings([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
     assert pretended.bounds() == MachineBounds(64 * GIB, int(51.84 * GIB))
@@ -33,7 +40,7 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
 def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
     file = tmp_path / "readings"
     tree = {"engine.kind": "scripted", "engine.scripted.memory": "64GiB", "engine.scripted.readings": str(file)}
-    pretended = open_machine(resolve([("test", tree)]).value)
+    pretended = open_machine(resolve_settings([("test", tree)]).value)
     assert (pretended.reclaimable(), pretended.wired()) == (64 * GIB, None), "there is no file yet"
     for text, reclaimable, wired in (
         ('{"reclaimable": 5, "wired": 7}', 5, 7),
@@ -58,18 +65,24 @@ def test_a_real_machine_tells_what_is_wired():
 
 def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_of_it():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert members(child.pid) == (child.pid,)
+    assert list_group_members(child.pid) == (child.pid,)
     mark = read_process_identity(child.pid)
     assert mark
     assert mark != read_process_identity(os.getpid())
-    assert footprint(child.pid) == pytest.approx(open_sensor(child.pid).phys().phys, rel=0.2)
+    assert measure_group_footprint(child.pid) == pytest.approx(open_sensor(child.pid).phys().phys, rel=0.2)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert (members(child.pid), read_process_identity(child.pid), footprint(child.pid)) == ((), "", None), (
-        "a zombie holds nothing"
-    )
+    assert (list_group_members(child.pid), read_process_identity(child.pid), measure_group_footprint(child.pid)) == (
+        (),
+        "",
+        None,
+    ), "a zombie holds nothing"
     child.communicate()
-    assert (members(child.pid), read_process_identity(child.pid), footprint(child.pid)) == ((), "", None)
+    assert (list_group_members(child.pid), read_process_identity(child.pid), measure_group_footprint(child.pid)) == (
+        (),
+        "",
+        None,
+    )
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():

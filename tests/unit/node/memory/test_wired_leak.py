@@ -9,7 +9,7 @@ from wire.units import GIB
 def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
     """Return the missing memory; all values in GiB."""
     size = [None if one is None else one * GIB for one in (before, last, after)]
-    return WiredReadings(size[0], size[1], weights * GIB).leaked_bytes(size[2]) // GIB
+    return WiredReadings(size[0], size[1], weights * GIB).compute_leaked_bytes(size[2]) // GIB
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_what_another_program_gave_back_meanwhile_hides_no_leak():
 
 
 def test_little_is_no_leak_however_small_the_model():
-    assert WiredReadings(0, GIB, GIB // 2).leaked_bytes(GIB) == 0
-    assert WiredReadings(0, 3 * GIB, 3 * GIB).leaked_bytes(3 * GIB) == 3 * GIB
+    assert WiredReadings(0, GIB, GIB // 2).compute_leaked_bytes(GIB) == 0
+    assert WiredReadings(0, 3 * GIB, 3 * GIB).compute_leaked_bytes(3 * GIB) == 3 * GIB
 
 
 def lost(leaks: WiredLeaks, before: int, after: int) -> int:

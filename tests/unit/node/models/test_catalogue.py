@@ -17,7 +17,7 @@ from node.models.catalogue import (
     EMBEDDED,
     MAX_DEPTH,
     ModelCatalogue,
-    describe,
+    describe_folder,
     find_model_folders,
     find_snapshots,
     find_unknown_dimensions,
@@ -79,9 +79,9 @@ def test_models_are_named_by_where_they_lie(tmp_path: Path):
     model(tmp_path / "publisher" / "one-4bit")
     model(tmp_path / "two")
     model(tmp_path.joinpath(*"deeper") / "lost")
-    assert set(library(tmp_path).known()) == {"publisher/one-4bit", "two"}
+    assert set(library(tmp_path).get_models()) == {"publisher/one-4bit", "two"}
     assert MAX_DEPTH == 3
-    assert set(library(tmp_path / "two").known()) == {"two"}, "a configured folder may be a model itself"
+    assert set(library(tmp_path / "two").get_models()) == {"two"}, "a configured folder may be a model itself"
 
 
 def test_the_first_of_two_with_one_name_is_served(tmp_path: Path):
@@ -107,18 +107,18 @@ def test_a_diffusers_package_and_its_parts_are_never_text(tmp_path: Path):
     ],
 )
 def test_what_writes_no_text_is_left_out(tmp_path: Path, config: dict[str, Any]):
-    assert describe("m", model(tmp_path / "m", config)) is None
+    assert describe_folder("m", model(tmp_path / "m", config)) is None
 
 
 def test_a_model_that_sees_and_writes_is_text(tmp_path: Path):
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": LLAMA}
-    found = describe("m", model(tmp_path / "m", config))
+    found = describe_folder("m", model(tmp_path / "m", config))
     assert found is not None
     assert (found.context, found.kv.per_token) == (2048, 2 * 2 * 16 * 2 * 4)
 
 
 def test_a_model_is_described(tmp_path: Path):
-    found = describe("m", model(tmp_path / "m", weights=tensors(4096)))
+    found = describe_folder("m", model(tmp_path / "m", weights=tensors(4096)))
     assert found is not None
     assert (found.weights, found.context, found.cause) == (4096, 2048, "")
     assert found.kv == KvParameters(2 * 2 * 16 * 2 * 4, 256)
@@ -129,7 +129,7 @@ def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_
         folder = model(tmp_path / name, change.get("config", LLAMA), change.get("weights"))
         for file in ("tokenizer.json", "chat_template.jinja"):
             (folder / file).write_text(change.get(file, "same"))
-        found = describe(name, folder)
+        found = describe_folder(name, folder)
         assert found is not None
         return found.fingerprint
 
@@ -154,7 +154,7 @@ def flip(file: Path, begin: int, end: int | None = None) -> None:
 
 
 def fingerprint_of(folder: Path) -> str:
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert not found.cause
     return found.fingerprint
@@ -207,19 +207,19 @@ def test_the_begin_middle_and_tail_of_each_tensor_count(tmp_path: Path, place: i
 def test_every_file_that_changes_prompts_or_answers_counts_and_is_seen_by_a_scan(tmp_path: Path, file: str):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
-    seen = [made.known()["m"].fingerprint]
+    seen = [made.get_models()["m"].fingerprint]
     (folder / file).parent.mkdir(exist_ok=True)
     for text in ("{}", "{} "):
         (folder / file).write_text(text)
         made.scan()
-        seen.append(made.known()["m"].fingerprint)
+        seen.append(made.get_models()["m"].fingerprint)
     assert len(set(seen)) == 3
 
 
 def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
     folder = model(tmp_path / "m", weights=tensors(4096))
     made = library(tmp_path)
-    before = made.known()["m"].fingerprint
+    before = made.get_models()["m"].fingerprint
     other = tmp_path / "other"
     shutil.copyfile(folder / "model.safetensors", other)
     flip(other, 0)
@@ -227,7 +227,7 @@ def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
     os.utime(other, ns=(same.st_atime_ns, same.st_mtime_ns))
     other.replace(folder / "model.safetensors")
     made.scan()
-    assert made.known()["m"].fingerprint != before, "the same size and time, another file"
+    assert made.get_models()["m"].fingerprint != before, "the same size and time, another file"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
     ],
 )
 def test_broken_weights_say_what_is_wrong(tmp_path: Path, weights: bytes, words: str):
-    found = describe("m", model(tmp_path / "m", weights=weights))
+    found = describe_folder("m", model(tmp_path / "m", weights=weights))
     assert found is not None
     assert words in found.cause
     assert "model.safetensors" in found.cause
@@ -261,7 +261,7 @@ def test_no_strangers_files_raise(config: dict[str, Any], header: dict[str, Any]
     with tempfile.TemporaryDirectory() as name:
         weights = struct.pack("<Q", len(raw)) + raw
         model(Path(name) / "m", {"model_type": "llama", **config}, weights)
-        assert set(library(Path(name)).known()) <= {"m", EMBEDDED.name}
+        assert set(library(Path(name)).get_models()) <= {"m", EMBEDDED.name}
 
 
 def test_a_download_that_is_not_whole_names_what_is_missing(tmp_path: Path):
@@ -269,13 +269,13 @@ def test_a_download_that_is_not_whole_names_what_is_missing(tmp_path: Path):
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "model.safetensors", "v": "model-2.safetensors"}})
     )
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert "model-2.safetensors" in found.cause
 
 
 def test_code_of_its_own_is_refused(tmp_path: Path):
-    found = describe("m", model(tmp_path / "m", {**LLAMA, "model_file": "evil.py"}))
+    found = describe_folder("m", model(tmp_path / "m", {**LLAMA, "model_file": "evil.py"}))
     assert found is not None
     assert "never run" in found.cause
     assert "evil.py" in found.cause
@@ -285,7 +285,7 @@ def test_code_of_its_own_is_refused(tmp_path: Path):
 def test_a_config_that_is_none_says_so(tmp_path: Path, text: str):
     folder = model(tmp_path / "m")
     (folder / "config.json").write_text(text)
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert "config.json" in found.cause
 
@@ -298,17 +298,17 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     (entry / "refs" / "main").write_text("bbb")
     (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
     assert list(find_snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
-    assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
+    assert set(library(HF_HOME=str(tmp_path)).get_models()) == {"org/name-4bit"}
     unused = ModelCatalogue(ModelSettings(use_huggingface_cache=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
-    assert set(unused.known()) == {EMBEDDED.name}
+    assert set(unused.get_models()) == {EMBEDDED.name}
     assert get_hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
 
 
 def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
-    assert set(library(tmp_path).known()) == {EMBEDDED.name}
+    assert set(library(tmp_path).get_models()) == {EMBEDDED.name}
     model(tmp_path / "m")
-    assert set(library(tmp_path).known()) == {"m"}
+    assert set(library(tmp_path).get_models()) == {"m"}
 
 
 def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Path):
@@ -318,19 +318,19 @@ def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Pa
     snapshot = tmp_path / "hub" / "models--unsloth--gemma-GGUF" / "snapshots" / "aaa"
     snapshot.mkdir(parents=True)
     (snapshot / "gemma-Q4.gguf").write_bytes(b"GGUF")
-    known = library(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub")).known()
+    known = library(tmp_path, HF_HUB_CACHE=str(tmp_path / "hub")).get_models()
     broken = {name: one.cause for name, one in known.items() if one.cause}
     assert set(broken) == {"lmstudio-community/Qwen3-8B-GGUF", "unsloth/gemma-GGUF"}
     assert all("in GGUF" in cause and "mlx-community" in cause for cause in broken.values())
     assert set(known) - set(broken) == {EMBEDDED.name}, "there is a model to try the pool with"
     model(tmp_path / "m")
-    assert set(library(tmp_path).known()) == {"lmstudio-community/Qwen3-8B-GGUF", "m"}
+    assert set(library(tmp_path).get_models()) == {"lmstudio-community/Qwen3-8B-GGUF", "m"}
 
 
 def test_a_model_below_a_folder_with_gguf_files_is_found(tmp_path: Path):
     (tmp_path / "old.gguf").write_bytes(b"GGUF")
     model(tmp_path / "m")
-    assert {name for name, one in library(tmp_path).known().items() if not one.cause} == {"m"}
+    assert {name for name, one in library(tmp_path).get_models().items() if not one.cause} == {"m"}
 
 
 def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -358,7 +358,7 @@ def test_a_changed_file_is_described_again_and_an_unchanged_one_is_not(tmp_path:
 
 
 def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
-    assert set(library(tmp_path / "missing").known()) == {EMBEDDED.name}
+    assert set(library(tmp_path / "missing").get_models()) == {EMBEDDED.name}
     loop = tmp_path / "loop"
     loop.mkdir()
     os.symlink(loop, loop / "again")
@@ -454,46 +454,46 @@ def test_the_fingerprint_of_a_folder_is_the_same_in_every_version(tmp_path: Path
 def test_a_loaded_model_keeps_its_description_until_it_is_released(tmp_path: Path):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
-    before = made.known()["m"]
-    made.hold(before)
-    assert made.replacement(before) is None
+    before = made.get_models()["m"]
+    made.pin(before)
+    assert made.find_replacement(before) is None
     (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
     made.scan()
-    assert (made.find("m"), made.known()["m"]) == (before, before)
-    after = made.replacement(before)
+    assert (made.find("m"), made.get_models()["m"]) == (before, before)
+    after = made.find_replacement(before)
     assert after is not None
     assert (after.context, before.context) == (4096, 2048)
     other = model(tmp_path / "other")
     made.scan()
-    made.hold(made.known()["other"])
-    made.release("m")
+    made.pin(made.get_models()["other"])
+    made.unpin("m")
     assert made.find("m") == after
     shutil.rmtree(other)
     made.scan()
-    assert "other" in made.known(), "another loaded model is still held"
+    assert "other" in made.get_models(), "another loaded model is still held"
     (folder / "model.safetensors").unlink()
     made.scan()
-    assert made.replacement(before) is None, "what cannot be loaded replaces nothing"
-    assert made.known()["m"].cause == "it has no model*.safetensors"
+    assert made.find_replacement(before) is None, "what cannot be loaded replaces nothing"
+    assert made.get_models()["m"].cause == "it has no model*.safetensors"
     shutil.rmtree(folder)
     made.scan()
-    assert made.replacement(before) is None
+    assert made.find_replacement(before) is None
 
 
 def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: Path):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
-    found = made.known()["m"]
-    assert made.unchanged(found)
-    assert made.known()["m"] is found
+    found = made.get_models()["m"]
+    assert made.is_unchanged(found)
+    assert made.get_models()["m"] is found
     (folder / "config.json").write_text(json.dumps({**LLAMA, "max_position_embeddings": 4096}))
-    assert not made.unchanged(found)
-    assert made.known()["m"].context == 4096
+    assert not made.is_unchanged(found)
+    assert made.get_models()["m"].context == 4096
     (folder / "config.json").write_text(json.dumps({**LLAMA, "architectures": ["BertModel"]}))
-    assert not made.unchanged(found)
+    assert not made.is_unchanged(found)
     shutil.rmtree(folder)
-    assert not made.unchanged(found)
-    assert made.known()["m"].context == 4096, "the next scan does not find the model"
+    assert not made.is_unchanged(found)
+    assert made.get_models()["m"].context == 4096, "the next scan does not find the model"
 
 
 def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed(
@@ -502,19 +502,19 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
     made = library(tmp_path)
     model(tmp_path / "m")
     assert not made.refresh()
-    assert set(made.known()) == {EMBEDDED.name}
+    assert set(made.get_models()) == {EMBEDDED.name}
     monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
     assert made.refresh()
-    assert set(made.known()) == {"m"}
+    assert set(made.get_models()) == {"m"}
     assert not made.refresh()
 
 
 def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     model(tmp_path / "m")
     made = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False), {})
-    assert made.known() == {}
+    assert made.get_models() == {}
     assert made.refresh()
-    assert set(made.known()) == {"m"}
+    assert set(made.get_models()) == {"m"}
     unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False), {})
     assert unscanned.find_fresh("m") == made.find_fresh("m")
 
@@ -523,7 +523,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
     (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "F32", "data_offsets": [0]}}).encode()
     model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
-    known = library(tmp_path).known()
+    known = library(tmp_path).get_models()
     assert known["unreadable"].cause == "its files cannot be read: Is a directory"
     assert known["senseless"].cause == "its files are invalid: IndexError: list index out of range"
     assert EMBEDDED.name in known, "nothing else can be served"
@@ -600,18 +600,18 @@ def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_p
 def test_the_weights_of_all_files_are_added_and_one_that_misses_is_named(tmp_path: Path):
     folder = model(tmp_path / "m", {**LLAMA, "torch_dtype": None}, safetensors(("U32", 64), ("F8_E4M3", 32)))
     (folder / "model-2.safetensors").write_bytes(safetensors(("F32", 128), ("BF16", 2), ("F8_E5M2", 8)))
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert (found.stored, found.weights, found.kv.per_token) == (234, 274, 2 * 2 * 16 * 4 * 4)
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {f"w{part}": f"model-{part}.safetensors" for part in (4, 3, 2)}})
     )
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert found.cause == "2 of its weight files are missing, such as model-3.safetensors: download the model again"
     for file in folder.glob("model*"):
         file.unlink()
-    found = describe("m", folder)
+    found = describe_folder("m", folder)
     assert found is not None
     assert (found.cause, found.stored) == ("it has no model*.safetensors", 0)
 
@@ -631,7 +631,7 @@ def test_the_weights_of_all_files_are_added_and_one_that_misses_is_named(tmp_pat
     ],
 )
 def test_weights_in_fp8_grow_to_two_bytes_unless_they_stay_packed(tmp_path: Path, config: dict[str, Any], grows: bool):
-    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}, safetensors(("F8_E4M3", 100), ("F32", 8))))
+    found = describe_folder("m", model(tmp_path / "m", {**LLAMA, **config}, safetensors(("F8_E4M3", 100), ("F32", 8))))
     assert found is not None
     assert (found.stored, found.weights) == (108, 208 if grows else 108)
 
@@ -773,7 +773,7 @@ def test_the_dimensions_that_miss_are_named_in_order():
     ],
 )
 def test_the_context_is_the_first_number_that_the_config_gives(tmp_path: Path, config: dict[str, Any], context: int):
-    found = describe("m", model(tmp_path / "m", {**LLAMA, **config}))
+    found = describe_folder("m", model(tmp_path / "m", {**LLAMA, **config}))
     assert found is not None
     assert found.context == context
 
@@ -792,4 +792,4 @@ def test_the_context_is_the_first_number_that_the_config_gives(tmp_path: Path, c
     ],
 )
 def test_a_config_is_of_text_by_its_architectures(tmp_path: Path, config: dict[str, Any], text: bool):
-    assert (describe("m", model(tmp_path / "m", {**LLAMA, **config})) is not None) is text
+    assert (describe_folder("m", model(tmp_path / "m", {**LLAMA, **config})) is not None) is text

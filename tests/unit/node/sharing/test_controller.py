@@ -11,7 +11,7 @@ import pytest
 from host.pause_file import PauseFile, PauseRecord
 from host.power import PowerState
 from host.settings_loader import SettingsError
-from node.settings import SharingSettings, resolve
+from node.settings import SharingSettings, resolve_settings
 from node.sharing.controller import SharingController
 from node.sharing.policy import Occupancy, SharingAction, SharingState
 from wire.frames import PauseNode as Order
@@ -224,7 +224,7 @@ async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
 )
 def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
     with pytest.raises(SettingsError, match=key):
-        resolve([("test", flat)])
+        resolve_settings([("test", flat)])
 
 
 def local(hour: int, minute: int = 0) -> float:
@@ -307,4 +307,4 @@ async def test_resuming_wakes_what_rests_and_a_long_name_is_cut(tmp_path: Path) 
     sharer.apply_order(Order(0.0))
     assert scene.mac.acts == [SharingAction.WAKE]
     assert sharer.to_report().why == ""
-    assert PauseFile(tmp_path).stamp() is None
+    assert PauseFile(tmp_path).read_stamp() is None

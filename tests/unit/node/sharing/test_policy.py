@@ -18,14 +18,14 @@ from node.sharing.policy import (
     SharingRule,
     SharingState,
     compute_recovery_percent,
-    due,
+    decide_sharing,
     get_pause_in_force,
-    read_hours,
-    sharing_state,
-    too_low,
+    is_charge_too_low,
+    list_due_actions,
+    parse_hours,
 )
 
-NIGHT = read_hours("22:00-07:00")
+NIGHT = parse_hours("22:00-07:00")
 TIMES = st.integers(0, DAY_SECONDS - 1)
 SPANS = st.tuples(TIMES, TIMES).filter(lambda span: span[0] != span[1])
 HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: ShareHours(tuple(spans)))
@@ -49,7 +49,7 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
     hours, minutes = clock.split(":")
     second = int(hours) * 3600 + int(minutes) * 60
     assert NIGHT.contains(second) is shared
-    found = sharing_state(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
+    found = decide_sharing(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
     assert found.shared is shared
     if not shared:
         assert found.until == 1_000_000.0 + (22 * 3600 - second)
@@ -75,7 +75,7 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
 )
 def test_what_is_no_span_is_refused_with_words(text: str) -> None:
     with pytest.raises(ValueError, match=r"hours|span|length|time"):
-        read_hours(text)
+        parse_hours(text)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_what_is_no_span_is_refused_with_words(text: str) -> None:
     ],
 )
 def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[int, int], ...]) -> None:
-    assert read_hours(text) == ShareHours(spans)
+    assert parse_hours(text) == ShareHours(spans)
 
 
 def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
-    hours = read_hours("09:00-17:00")
+    hours = parse_hours("09:00-17:00")
     seconds = (0, 32399, 32400, 61199, 61200, DAY_SECONDS - 1)
     assert [hours.contains(second) for second in seconds] == [False, False, True, True, False, False]
     assert [hours.compute_wait_seconds(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
@@ -102,7 +102,7 @@ def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
 def test_hours_are_read_as_they_are_written(hours: ShareHours) -> None:
     minutes = ShareHours(tuple((begin // 60 * 60, end // 60 * 60) for begin, end in hours.spans))
     if all(begin != end for begin, end in minutes.spans):
-        assert read_hours(str(minutes)) == minutes
+        assert parse_hours(str(minutes)) == minutes
 
 
 @given(HOURS, TIMES)
@@ -118,7 +118,7 @@ def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> No
 def test_a_paused_node_shares_nothing_and_every_refusal_has_its_reason(
     rule: SharingRule, facts: SharingInputs, now: float
 ) -> None:
-    found = sharing_state(rule, facts, now)
+    found = decide_sharing(rule, facts, now)
     assert found.shared is not bool(found.why)
     if get_pause_in_force(facts.pause, now) is not None:
         assert not found.shared
@@ -137,16 +137,16 @@ def test_a_paused_node_shares_nothing_and_every_refusal_has_its_reason(
 
 def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
     facts = SharingInputs(SharingPause(100.0, "ann"), plugged=False)
-    assert sharing_state(SharingRule(), facts, 99.9).until == 100.0
-    assert sharing_state(SharingRule(), facts, 100.0) == SHARED
-    after = sharing_state(SharingRule(ShareWhen.PLUGGED_IN), facts, 100.0)
+    assert decide_sharing(SharingRule(), facts, 99.9).until == 100.0
+    assert decide_sharing(SharingRule(), facts, 100.0) == SHARED
+    after = decide_sharing(SharingRule(ShareWhen.PLUGGED_IN), facts, 100.0)
     assert not after.shared
     assert not after.by_hand
 
 
 @pytest.mark.parametrize("when", [ShareWhen.PLUGGED_IN, ShareWhen.IDLE])
 def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
-    found = sharing_state(SharingRule(when), SharingInputs(), 0.0)
+    found = decide_sharing(SharingRule(when), SharingInputs(), 0.0)
     assert not found.shared
     assert "cannot be read" in found.why
     assert f'sharing.when = "{when}"' in found.why
@@ -179,7 +179,7 @@ BATTERY = SharingState(False, "the Mac is on battery and shares only on mains po
     ],
 )
 def test_the_rule_says_yes_or_why_not(rule: SharingRule, facts: SharingInputs, found: SharingState) -> None:
-    assert sharing_state(rule, facts, 0.0) == found
+    assert decide_sharing(rule, facts, 0.0) == found
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_the_rule_says_yes_or_why_not(rule: SharingRule, facts: SharingInputs, f
 def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
     battery: int, facts: SharingInputs, low: bool
 ) -> None:
-    assert too_low(SharingRule(battery=battery), facts) is low
+    assert is_charge_too_low(SharingRule(battery=battery), facts) is low
 
 
 def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:
@@ -202,8 +202,8 @@ def charged(charges: list[float], least: int = 50, plugged: bool | None = False)
     rule, low, found = SharingRule(battery=least), False, list[bool]()
     for charge in charges:
         facts = SharingInputs(plugged=plugged, battery=charge, low=low)
-        low = too_low(rule, facts)
-        found.append(sharing_state(rule, facts, 0.0).shared)
+        low = is_charge_too_low(rule, facts)
+        found.append(decide_sharing(rule, facts, 0.0).shared)
     return found
 
 
@@ -213,7 +213,7 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 2, 1], plugged=True) == [True] * 3
     assert charged([3, 80], plugged=None) == [False, True], "an unknown power source counts as battery"
     assert charged([3, 2], least=0) == [True] * 2
-    why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
+    why = decide_sharing(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert (
         why == "the battery is at 42 %, below sharing.min_battery_percent = 50; "
         "the Mac shares again from 55 %, or on mains power"
@@ -229,16 +229,16 @@ def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(cha
 
 def test_the_battery_only_narrows_what_the_rule_says() -> None:
     weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
-    assert not sharing_state(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
-    assert sharing_state(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
-    assert "the Mac is in use" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
-    assert not sharing_state(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
+    assert not decide_sharing(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
+    assert decide_sharing(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
+    assert "the Mac is in use" in decide_sharing(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
+    assert not decide_sharing(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
 
 
 def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_yes() -> None:
-    assert sharing_state(SharingRule(battery=50), SharingInputs(plugged=True), 0.0) == SHARED
+    assert decide_sharing(SharingRule(battery=50), SharingInputs(plugged=True), 0.0) == SHARED
     for plugged in (None, False):
-        found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
+        found = decide_sharing(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
         assert "cannot be read, which sharing.min_battery_percent = 50 needs" in found.why
 
@@ -246,13 +246,13 @@ def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_ye
 def test_what_is_done_once_nothing_is_taken() -> None:
     grace = GracePeriods(30.0, 300.0)
     busy = Occupancy(requests=2, lending=True)
-    assert due(False, busy, 29.9, grace) == ()
-    assert due(False, busy, 30.0, grace) == (SharingAction.END_REQUESTS,)
-    assert due(False, busy, 300.0, grace) == (SharingAction.END_REQUESTS, SharingAction.END_LEASE)
-    assert due(False, Occupancy(lending=True), 0.0, grace) == (SharingAction.REST,)
-    assert due(False, Occupancy(resting=True), 1e9, grace) == ()
-    assert due(True, Occupancy(requests=2, lending=True), 1e9, grace) == ()
-    assert due(True, Occupancy(resting=True), 0.0, grace) == (SharingAction.WAKE,)
+    assert list_due_actions(False, busy, 29.9, grace) == ()
+    assert list_due_actions(False, busy, 30.0, grace) == (SharingAction.END_REQUESTS,)
+    assert list_due_actions(False, busy, 300.0, grace) == (SharingAction.END_REQUESTS, SharingAction.END_LEASE)
+    assert list_due_actions(False, Occupancy(lending=True), 0.0, grace) == (SharingAction.REST,)
+    assert list_due_actions(False, Occupancy(resting=True), 1e9, grace) == ()
+    assert list_due_actions(True, Occupancy(requests=2, lending=True), 1e9, grace) == ()
+    assert list_due_actions(True, Occupancy(resting=True), 0.0, grace) == (SharingAction.WAKE,)
 
 
 @given(
@@ -264,7 +264,7 @@ def test_what_is_done_once_nothing_is_taken() -> None:
 def test_no_request_is_ended_early_and_a_full_engine_is_never_released(
     shared: bool, holds: Occupancy, waited: float, grace: GracePeriods
 ) -> None:
-    acts = due(shared, holds, waited, grace)
+    acts = list_due_actions(shared, holds, waited, grace)
     assert SharingAction.END_REQUESTS not in acts or (not shared and waited >= grace.requests)
     assert SharingAction.END_LEASE not in acts or (not shared and waited >= grace.video)
     assert SharingAction.REST not in acts or (not shared and not holds.requests)

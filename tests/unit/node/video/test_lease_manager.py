@@ -272,7 +272,7 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     (state,) = node.lender.states()
     assert (state.step, state.steps, state.phase) == (1, 4, LeasePhase.DENOISING)
     assert state.peak >= state.footprint
-    assert node.poll.system().worker >= 50_000_000
+    assert node.poll.build_system_memory().worker >= 50_000_000
     assert node.limiter.worker == worker
     assert node.ceiling == before - LEASE
     (node.folder.parent / "gates" / str(JOB["seed"])).touch()

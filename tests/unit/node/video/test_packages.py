@@ -59,7 +59,7 @@ def test_a_package_without_configs_of_its_components_is_one_video_model(tmp_path
     assert len(one.fingerprint) == 32
     library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False))
     library.scan()
-    assert "publisher/wan" not in library.known(), "and no chat model"
+    assert "publisher/wan" not in library.get_models(), "and no chat model"
 
 
 def test_no_component_is_taken_for_a_package(tmp_path: Path):

@@ -123,8 +123,8 @@ def test_every_key_that_opens_nothing_is_counted_and_no_other():
     for number, wrong in enumerate(("mp_abcdefgh_" + "Q" * 43, text + "A", "x" * 10_000, ""), 1):
         assert keys.check(wrong) is None
         assert keys.refused == number
-    assert keys.knows(text.encode())
-    assert not keys.knows(b"wrong")
+    assert keys.is_valid(text.encode())
+    assert not keys.is_valid(b"wrong")
     assert keys.refused == 4, "`knows` does not count"
 
 
@@ -136,7 +136,7 @@ def test_an_expired_key_is_counted_as_refused_also_when_it_was_good_before():
     assert keys.check(text) == key
     now[0] = 101.0
     assert keys.check(text) is None
-    assert not keys.knows(text.encode())
+    assert not keys.is_valid(text.encode())
     assert keys.refused == 1
 
 
@@ -189,7 +189,7 @@ def test_a_text_longer_than_any_key_is_not_compared(length: int, known: bool):
     keys, key, _ = ring()
     text = f"mp_{key.id}_".ljust(length, "A").encode()
     keys.put(replace(key, digest=digest_of(PEPPER, text)))
-    assert (keys.check(text) is not None, keys.knows(text)) == (known, known)
+    assert (keys.check(text) is not None, keys.is_valid(text)) == (known, known)
 
 
 def test_wrong_keys_take_no_memory():

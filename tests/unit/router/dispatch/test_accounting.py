@@ -58,7 +58,7 @@ async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     one.now += 2.0
     one.say(lambda number: Admitted(number, 25, 10))
     one.speak()
-    ticket.answer.take()
+    ticket.answer.take_deltas()
     one.now += 3.0
     one.speak()
     finish(one)
@@ -118,7 +118,7 @@ async def test_of_several_tokens_in_one_step_each_is_counted_for_its_node(one: C
             1,
         ),
         (lambda cluster, ticket: cluster.say(lambda number: Failed(number, "made_up", "x")), "failed", 1),
-        (lambda cluster, ticket: cluster.dispatcher.node_gone(A, "cable"), "node_lost", 1),
+        (lambda cluster, ticket: cluster.dispatcher.handle_lost_node(A, "cable"), "node_lost", 1),
         (lambda cluster, ticket: cluster.dispatcher.shutdown(), "shutting_down", 1),
         (lambda cluster, ticket: cluster.refuse(RefusalCode.INVALID), "invalid_request", 1),
         (lambda cluster, ticket: finish(cluster), "ok", 0),
@@ -157,7 +157,7 @@ async def test_a_lost_node_and_the_resumed_answer_are_counted_once(two: Cluster)
     two.say(lambda number: Admitted(number, 25))
     two.speak()
     gone, _ = two.last()
-    two.dispatcher.node_gone(gone, "cable")
+    two.dispatcher.handle_lost_node(gone, "cable")
     counters = two.dispatcher.counters
     assert (counters.nodes_lost, counters.resumes, counters.attempts, counters.retries) == (1, 1, 2, 1)
     two.speak()
@@ -177,7 +177,7 @@ async def test_a_move_off_a_node_that_drains_is_counted_once(two: Cluster):
     assert two.last()[0] != node
     assert (two.dispatcher.counters.moves, two.dispatcher.counters.nodes_lost) == (1, 0)
     assert (node, Cancel(request)) in two.sent
-    assert two.dispatcher.in_flight(node) == 0
+    assert two.dispatcher.count_in_flight(node) == 0
     finish(two)
 
 
@@ -295,7 +295,7 @@ async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_
     assert isinstance(late.outcome, RequestFailure)
     assert late.outcome.code == "shutting_down"
     assert running.outcome is None
-    assert cluster.dispatcher.outage_reason() != ""
+    assert cluster.dispatcher.find_outage_reason() != ""
     finish(cluster)
     for ticket in (running, late):
         cluster.dispatcher.close(ticket)
@@ -323,7 +323,7 @@ async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are
     assert isinstance(ticket.outcome, RequestFailure)
     assert (ticket.outcome.code, len(one.generates())) == ("node_lost", 1)
     ask(one)
-    one.dispatcher.node_gone(A, "cable")
+    one.dispatcher.handle_lost_node(A, "cable")
     assert one.failures == [("r1", "node_stopping"), ("r1", "node_lost")]
 
 
@@ -331,13 +331,13 @@ async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_t
     demand = ResourceDemand("tiny", 100, prompt_tokens=500)
     one.dispatcher.submit(RequestSpec(demand, "k", "r1", (Message("user", "hi"),), GenerationParams(), 0, True))
     _, request = one.last()
-    account = one.dispatcher.ledger.account(A)
-    assert account.unread == {request: PendingPrefill(500, 0.5)}, "at 1,000 tokens per second"
-    assert (account.unread_tokens, account.rows) == (500, 1)
+    account = one.dispatcher.ledger.get_account(A)
+    assert account.pending_prefills == {request: PendingPrefill(500, 0.5)}, "at 1,000 tokens per second"
+    assert (account.pending_tokens, account.rows) == (500, 1)
     one.say(lambda number: Admitted(number, 500))
-    assert account.unread_tokens == 500, "a prompt that was admitted is not read yet"
+    assert account.pending_tokens == 500, "a prompt that was admitted is not read yet"
     one.speak()
-    assert (account.unread, account.unread_tokens, account.rows) == ({}, 0, 1)
+    assert (account.pending_prefills, account.pending_tokens, account.rows) == ({}, 0, 1)
     finish(one)
 
 

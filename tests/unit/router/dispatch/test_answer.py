@@ -21,7 +21,7 @@ def test_add_collects_texts_and_calls_and_counts_them():
     for call in ("{}", "[]"):
         whole.add(delta(Channel.TOOL_CALL, call))
     assert whole.buffered == 5 + 2 * (2 + DELTA_BYTES)
-    assert whole.complete("f") == CompleteAnswer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, "f")
+    assert whole.build_answer("f") == CompleteAnswer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, "f")
 
 
 def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
@@ -30,11 +30,11 @@ def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
         whole = an_answer(logprobs=asked)
         for _ in range(2):
             whole.add(delta(Channel.CONTENT, "a", logprobs=(logprob,)))
-        assert whole.complete().logprobs == kept
+        assert whole.build_answer().logprobs == kept
         assert (whole.buffered > 2) is asked
 
 
 def test_add_leaves_out_choices_that_were_not_asked_for():
     whole = an_answer()
     assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
-    assert (whole.buffered, whole.complete().texts) == (0, {})
+    assert (whole.buffered, whole.build_answer().texts) == (0, {})

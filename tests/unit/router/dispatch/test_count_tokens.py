@@ -2,7 +2,7 @@
 
 import asyncio
 
-from router.dispatch.count_tokens import count
+from router.dispatch.count_tokens import count_prompt_tokens
 from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
@@ -21,7 +21,7 @@ async def test_a_node_that_has_the_model_loaded_is_asked_first():
     cold = LoopbackNode("a", models=(a_model(loaded=False),))
     warm = LoopbackNode("b")
     cluster = LoopbackCluster(cold, warm)
-    assert await count(cluster.dispatcher, ASKED, "k") == 11
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
     assert (counted(cold), counted(warm)) == (0, 1)
 
 
@@ -29,13 +29,13 @@ async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
     broken = LoopbackNode("a", refusal=Refused(RefusalCode.LOAD_FAILED, "its files are broken"))
     cold = LoopbackNode("b", models=(a_model(loaded=False),))
     cluster = LoopbackCluster(broken, cold)
-    assert await count(cluster.dispatcher, ASKED, "k") == 11
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
     assert (counted(broken), counted(cold)) == (1, 1)
 
 
 async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
     nodes = [LoopbackNode(name, refusal=Refused(RefusalCode.TEMPLATE, "no such role")) for name in ("a", "b")]
-    found = await count(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
+    found = await count_prompt_tokens(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (400, "template_failed")
     assert sum(map(counted, nodes)) == 1
@@ -43,7 +43,7 @@ async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
 
 async def test_a_cordoned_or_lost_node_is_not_asked():
     node = LoopbackNode("a", state="lost")
-    found = await count(LoopbackCluster(node).dispatcher, ASKED, "k")
+    found = await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert found.status == 503
     assert counted(node) == 0
@@ -51,7 +51,7 @@ async def test_a_cordoned_or_lost_node_is_not_asked():
 
 async def test_a_model_that_no_node_has_is_a_404():
     cluster = LoopbackCluster(LoopbackNode("a", models=(a_model(loaded=False, cause="no"),)))
-    found = await count(cluster.dispatcher, ASKED, "k")
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (404, "model_not_found")
 
@@ -60,7 +60,7 @@ class Lost(LoopbackCluster):
     """Every node is lost when it gets a frame."""
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
-        self.dispatcher.node_gone(node_id, "cut")
+        self.dispatcher.handle_lost_node(node_id, "cut")
         return True
 
 
@@ -73,26 +73,29 @@ class Silent(LoopbackCluster):
 
 async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
     cluster = Lost(LoopbackNode("a"))
-    found = await count(cluster.dispatcher, ASKED, "k")
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (502, "node_lost")
 
 
 async def test_a_node_is_asked_in_the_name_of_the_key():
     node = LoopbackNode("a")
-    await count(LoopbackCluster(node).dispatcher, ASKED, "k")
+    await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert [frame.owner.name for frame in node.heard if isinstance(frame, CountTokens)] == ["k"]
 
 
 async def test_one_key_does_not_take_all_counts():
     node = LoopbackNode("a")
     cluster = Silent(node)
-    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_PER_KEY + 1)]
-    other = asyncio.ensure_future(count(cluster.dispatcher, ASKED, "other"))
+    counts = [
+        asyncio.ensure_future(count_prompt_tokens(cluster.dispatcher, ASKED, "k"))
+        for _ in range(MAX_COUNTS_PER_KEY + 1)
+    ]
+    other = asyncio.ensure_future(count_prompt_tokens(cluster.dispatcher, ASKED, "other"))
     await asyncio.sleep(0.01)
     found = [one.result() for one in counts if one.done()]
     assert [(one.status, one.code) for one in found if isinstance(one, Problem)] == [(429, "over_share")]
     assert not other.done()
-    cluster.dispatcher.node_gone(node.id, "cut")
+    cluster.dispatcher.handle_lost_node(node.id, "cut")
     await asyncio.gather(*counts, other)
     assert cluster.dispatcher.quotas.running("k") == 0

@@ -22,30 +22,30 @@ def test_each_value_falls_into_the_first_bucket_that_holds_it(values: list[float
 
 
 def gaps(counters: Counters, model: str = "m") -> tuple[int, float]:
-    tally = counters.model(model).itl.tally()
+    tally = counters.get_model(model).itl.tally()
     return sum(tally.counts), round(tally.total, 6)
 
 
 def test_a_step_is_one_gap_for_all_streams_in_it():
     counters = Counters()
-    counters.stepped(A, "m", 7, 1, 1.0)
-    counters.stepped(A, "m", 7, 3, 1.02)
+    counters.record_decode_step(A, "m", 7, 1, 1.0)
+    counters.record_decode_step(A, "m", 7, 3, 1.02)
     assert gaps(counters) == (3, 0.06)
 
 
 def test_no_request_waited_between_two_requests():
     counters = Counters()
-    counters.stepped(A, "m", 7, 1, 1.0)
-    counters.stepped(A, "m", 8, 1, 100.0)
+    counters.record_decode_step(A, "m", 7, 1, 1.0)
+    counters.record_decode_step(A, "m", 8, 1, 100.0)
     assert gaps(counters) == (0, 0.0)
 
 
 def test_nodes_and_models_have_paces_of_their_own():
     counters = Counters()
     for at in (1.0, 1.1):
-        counters.stepped(A, "m", 1, 1, at)
-        counters.stepped(B, "m", 2, 1, at + 0.05)
-        counters.stepped(A, "n", 3, 1, at + 0.02)
+        counters.record_decode_step(A, "m", 1, 1, at)
+        counters.record_decode_step(B, "m", 2, 1, at + 0.05)
+        counters.record_decode_step(A, "n", 3, 1, at + 0.02)
     assert gaps(counters) == (2, 0.2)
     assert gaps(counters, "n") == (1, 0.1)
 
@@ -53,9 +53,9 @@ def test_nodes_and_models_have_paces_of_their_own():
 def test_a_node_that_is_forgotten_leaves_nothing():
     counters = Counters()
     counters.count_attempt(A, first=True, resumed=False)
-    counters.stepped(A, "m", 1, 1, 1.0)
-    counters.forget(A)
-    counters.stepped(A, "m", 1, 1, 9.0)
+    counters.record_decode_step(A, "m", 1, 1, 1.0)
+    counters.remove_node(A)
+    counters.record_decode_step(A, "m", 1, 1, 9.0)
     assert gaps(counters) == (0, 0.0)
     assert counters.placements == {}
 
@@ -63,7 +63,7 @@ def test_a_node_that_is_forgotten_leaves_nothing():
 def test_names_beyond_the_bound_are_one_row():
     counters = Counters()
     for number in range(MAX_MODELS + 100):
-        counters.first(NodeId("a"), f"m{number}", 1, 0.1)
+        counters.count_first_token(NodeId("a"), f"m{number}", 1, 0.1)
     assert len(counters.models) <= MAX_MODELS + 1
     assert sum(counters.models[OTHER].ttft.counts) == 100
     assert sum(sum(one.ttft.counts) for one in counters.models.values()) == MAX_MODELS + 100
@@ -71,23 +71,23 @@ def test_names_beyond_the_bound_are_one_row():
 
 def test_model_returns_one_row_for_names_that_no_node_has():
     counters = Counters()
-    other, tiny = counters.model(""), counters.model("tiny")
+    other, tiny = counters.get_model(""), counters.get_model("tiny")
     assert counters.models == {OTHER: other, "tiny": tiny}
-    assert counters.model("") is counters.model(OTHER) is other
-    assert counters.model("tiny") is tiny
+    assert counters.get_model("") is counters.get_model(OTHER) is other
+    assert counters.get_model("tiny") is tiny
     for number in range(MAX_MODELS):
-        counters.model(f"m{number}")
-    assert counters.model("tiny") is tiny
-    assert counters.model("one more") is other
+        counters.get_model(f"m{number}")
+    assert counters.get_model("tiny") is tiny
+    assert counters.get_model("one more") is other
 
 
 def test_used_by_adds_to_known_pairs_when_the_table_is_full():
     counters = Counters()
-    counters.model("tiny")
+    counters.get_model("tiny")
     for number in range(MAX_KEY_MODELS):
-        counters.used_by(f"k{number}", "tiny", 1)
-    counters.used_by("k0", "tiny", 5)
-    counters.used_by("k0", "made up", 5)
+        counters.add_key_tokens(f"k{number}", "tiny", 1)
+    counters.add_key_tokens("k0", "tiny", 5)
+    counters.add_key_tokens("k0", "made up", 5)
     assert len(counters.keys) == MAX_KEY_MODELS
     assert counters.keys["k0", "tiny"] == 6
 
@@ -98,21 +98,21 @@ def test_bounds_rise():
 
 def test_a_nodes_tokens_are_counted_and_end_with_its_membership():
     counters, node = Counters(), NodeId("a")
-    counters.first(node, "tiny", 30, 0.5)
-    counters.node(node).generated_tokens += 4
+    counters.count_first_token(node, "tiny", 30, 0.5)
+    counters.get_node(node).generated_tokens += 4
     found = counters.nodes[node]
     assert (found.prompt_tokens, found.generated_tokens) == (30, 4)
     assert (found.first_tokens, found.first_token_seconds) == (1, 0.5)
-    counters.forget(node)
+    counters.remove_node(node)
     assert counters.nodes == {}
 
 
 def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():
     counters = Counters()
-    counters.ended("ok", "m", 3.0)
-    counters.ended("ok", "m", 5.0)
-    counters.ended("no_headroom", "n", 0.5)
-    counters.ended("made up", "m", 1.0)
+    counters.count_end("ok", "m", 3.0)
+    counters.count_end("ok", "m", 5.0)
+    counters.count_end("no_headroom", "n", 0.5)
+    counters.count_end("made up", "m", 1.0)
     assert counters.requests == {"ok": 2, "no_headroom": 1, "failed": 1}
     assert (counters.durations, counters.duration_seconds) == (4, 9.5)
     assert counters.models["m"].outcomes == {"ok": 2, "failed": 1}
@@ -121,29 +121,29 @@ def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():
 
 
 def test_usage_is_added_up_and_a_negative_count_of_a_node_takes_nothing_off():
-    model = Counters().model("m")
+    model = Counters().get_model("m")
     for prompt, cached, written in ((10, 4, 3), (20, 0, 5), (-50, -50, -50)):
-        model.used(prompt, cached, written)
+        model.add_tokens(prompt, cached, written)
     assert (model.prompt_tokens, model.cached_tokens, model.completion_tokens) == (30, 4, 8)
     counters = Counters()
-    counters.model("m")
+    counters.get_model("m")
     for tokens in (5, 7, -100):
-        counters.used_by("k", "m", tokens)
-    counters.used_by("k", "unknown", 2)
+        counters.add_key_tokens("k", "m", tokens)
+    counters.add_key_tokens("k", "unknown", 2)
     assert counters.keys == {("k", "m"): 12, ("k", OTHER): 2}
 
 
 def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
     counters = Counters()
     for seconds in (0.25, 0.5):
-        counters.first(A, "m", 30, seconds)
+        counters.count_first_token(A, "m", 30, seconds)
         counters.count_queue_exit(seconds)
         counters.count_attempt(A, first=True, resumed=False)
-        counters.refused("no_headroom")
-        counters.answered(200)
-        counters.swapped(done=True)
-    counters.answered(503)
-    counters.swapped(done=False)
+        counters.count_refusal("no_headroom")
+        counters.count_answer(200)
+        counters.count_swap(done=True)
+    counters.count_answer(503)
+    counters.count_swap(done=False)
     node = counters.nodes[A]
     assert (node.prompt_tokens, node.first_tokens, node.first_token_seconds) == (60, 2, 0.75)
     assert (counters.first_tokens, counters.first_token_seconds) == (2, 0.75)
@@ -158,19 +158,19 @@ def test_a_node_that_is_forgotten_leaves_the_counts_of_others():
     counters = Counters()
     for node in (A, B):
         counters.count_attempt(node, first=True, resumed=False)
-        counters.first(node, "m", 3, 0.1)
+        counters.count_first_token(node, "m", 3, 0.1)
         for at in (1.0, 1.5):
-            counters.stepped(node, "m", 1, 1, at)
-    counters.forget(A)
-    counters.stepped(B, "m", 1, 1, 2.0)
+            counters.record_decode_step(node, "m", 1, 1, at)
+    counters.remove_node(A)
+    counters.record_decode_step(B, "m", 1, 1, 2.0)
     assert (counters.placements, set(counters.nodes)) == ({B: 1}, {B})
     assert gaps(counters) == (3, 1.5)
 
 
 def test_totals_of_keys_in_force_are_kept_when_another_is_revoked():
     counters = Counters()
-    counters.model("m")
-    counters.used_by("a", "m", 1)
-    counters.used_by("b", "m", 2)
-    counters.forget_keys({"b"})
+    counters.get_model("m")
+    counters.add_key_tokens("a", "m", 1)
+    counters.add_key_tokens("b", "m", 2)
+    counters.retain_keys({"b"})
     assert counters.keys == {("b", "m"): 2}

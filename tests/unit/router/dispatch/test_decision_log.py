@@ -12,7 +12,7 @@ from router.dispatch.decision_log import (
     MAX_REQUESTS_KEPT,
     DecisionLog,
     PlacementDecision,
-    read_line,
+    parse_line,
     replay,
 )
 from router.dispatch.request import RequestFailure
@@ -63,7 +63,7 @@ def test_a_decision_comes_back_from_its_line():
     history = DecisionLog()
     for result in (placed, full):
         history.record_decision(1.0, "r", "k", ASK, result, 2)
-    read = [read_line(line) for line in history.lines()]
+    read = [parse_line(line) for line in history.encode_lines()]
     assert read == list(history.decisions)
     assert read[0].chosen == "fast"
     assert read[1].refused is not None
@@ -73,7 +73,7 @@ def test_a_decision_comes_back_from_its_line():
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"at": 1}', b"\xff", b"x" * (5 * 2**20)])
 def test_a_line_that_is_none_is_a_clear_error(line: bytes):
     with pytest.raises(ValueError, match=r"\w"):
-        read_line(line)
+        parse_line(line)
 
 
 def test_the_same_policy_decides_the_same_and_another_shows_what_it_would_take():
@@ -93,7 +93,7 @@ def test_of_a_large_cluster_the_chosen_node_is_kept():
     (decision,) = kept(decided(*nodes))
     assert len(decision.candidates) == MAX_CANDIDATES_KEPT + 1
     assert decision.nodes == 40
-    assert [row["name"] for row in decision.rows() if row["chosen"]] == ["fast"]
+    assert [row["name"] for row in decision.to_rows() if row["chosen"]] == ["fast"]
 
 
 def test_the_rings_are_bounded():
@@ -101,7 +101,7 @@ def test_the_rings_are_bounded():
     for number in range(MAX_DECISIONS_KEPT + 10):
         history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
     assert len(history.decisions) == MAX_DECISIONS_KEPT
-    assert history.decisions_about("r0") == []
+    assert history.find_decisions("r0") == []
     assert history.records.maxlen == MAX_REQUESTS_KEPT
 
 
@@ -129,7 +129,7 @@ async def test_a_request_tells_its_way():
         ("sent", f"node-{second}"),
         ("first token", f"node-{second}"),
     ]
-    (story,) = two.dispatcher.history.requests_by_id("r0")
+    (story,) = two.dispatcher.history.find_requests("r0")
     assert (story.key, story.model, story.outcome, story.prompt_tokens) == ("ada", "tiny", "ok", 25)
     assert story.seconds == pytest.approx(3.0)
     assert story.steps[-1][0] == pytest.approx(1.0)
@@ -141,7 +141,7 @@ async def test_a_refused_and_a_waiting_request_have_a_record_too():
     one.report()
     ticket = one.submit()
     one.dispatcher.shutdown("bye")
-    (story,) = one.dispatcher.history.requests_by_id("r0")
+    (story,) = one.dispatcher.history.find_requests("r0")
     assert (story.outcome, story.message) == ("shutting_down", "bye")
     assert way(ticket) == [("queued", "")]
     assert isinstance(ticket.outcome, RequestFailure)
@@ -153,7 +153,7 @@ async def test_what_goes_on_elsewhere_says_so():
     assert isinstance(ticket.answer, StreamedAnswer)
     lost, _ = two.last()
     two.speak()
-    two.dispatcher.node_gone(lost, "its power went")
+    two.dispatcher.handle_lost_node(lost, "its power went")
     other, _ = two.last()
     assert way(ticket)[2][0].startswith("lost: ")
     assert "its power went" in way(ticket)[2][0]

@@ -70,7 +70,7 @@ def finish(cluster: Cluster, ticket: ActiveRequest) -> None:
 
 
 def running(cluster: Cluster) -> ActiveRequest:
-    return cluster.dispatcher.open_requests()[0]
+    return cluster.dispatcher.list_open_requests()[0]
 
 
 async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_comes_next(mac: Cluster):
@@ -139,7 +139,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     for _ in range(int(2 * MIN_SLICE_SECONDS)):
         passes(mac, 1)
         await asyncio.sleep(0)
-    assert mac.dispatcher.ledger.node_of_hold(other.number) is None
+    assert mac.dispatcher.ledger.find_hold_node(other.number) is None
     assert ask(mac, "one").node == A
 
 
@@ -182,7 +182,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     assert list(cluster.dispatcher.ledger.turns) == [A]
     cluster.state[B] = "lost"
     cluster.report()
-    cluster.dispatcher.node_gone(B, "gone")
+    cluster.dispatcher.handle_lost_node(B, "gone")
     assert second.node == A, "what the client has read of it stays as it is"
     assert ask(cluster, "one").node is None
     cluster.dispatcher.shutdown()

@@ -16,7 +16,7 @@ from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import CANCELLED, SLOW, RequestFailure, RequestSpec
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.fairness import WeightedKey
@@ -72,7 +72,7 @@ class Cluster:
             clock=lambda: self.now,
             draw=lambda: 0.5,
             quotas=RateLimits(self.limits.get),
-            on_failure=lambda request, code: self.failures.append((request.job.request_id, code)),
+            on_failure=lambda request, code: self.failures.append((request.spec.request_id, code)),
         )
         self.nodes = nodes
         self.report()
@@ -98,7 +98,7 @@ class Cluster:
     def seen(self, node: NodeId) -> NodeView:
         """Return the dispatcher's view of a node."""
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
-        return view_of(
+        return build_node_view(
             report,
             node=node,
             name=f"node-{node}",
@@ -136,7 +136,7 @@ class Cluster:
     def settled(self) -> None:
         """Check that no request, reservation or queue entry is left."""
         self.dispatcher.ledger.check()
-        for request in self.dispatcher.open_requests():
+        for request in self.dispatcher.list_open_requests():
             request.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
@@ -177,25 +177,25 @@ async def turn() -> None:
 
 def taken(ticket: ActiveRequest) -> list[str]:
     assert isinstance(ticket.answer, StreamedAnswer)
-    return [text for delta in ticket.answer.take() for _, text in delta.pieces]
+    return [text for delta in ticket.answer.take_deltas() for _, text in delta.pieces]
 
 
 async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
     ticket = one.submit(max_tokens=5)
     node, frame = one.generates()[0]
     assert (node, frame.seq, frame.expected) == (A, 1, 5)
-    assert one.dispatcher.ledger.unacknowledged(A) > 0
-    assert one.dispatcher.in_flight(A) == 1
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) > 0
+    assert one.dispatcher.count_in_flight(A) == 1
     one.say(lambda number: Admitted(number, 25))
     one.acked = 1
     one.report()
-    assert one.dispatcher.ledger.unacknowledged(A) == 0
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) == 0
     one.speak("he")
     one.speak("llo")
     one.finish()
     assert taken(ticket) == ["he", "llo"]
     assert ticket.outcome == Finished(1001, ("stop",), 25, 3)
-    assert one.dispatcher.in_flight(A) == 0
+    assert one.dispatcher.count_in_flight(A) == 0
     assert one.dispatcher.counters.requests == {"ok": 1}
     assert (ticket.node_name, ticket.attempts) == ("node-a", 1)
 
@@ -203,7 +203,7 @@ async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
 async def test_a_whole_answer_is_collected(one: Cluster):
     ticket = one.submit(stream=False)
     assert isinstance(ticket.answer, CollectedAnswer)
-    waiting = asyncio.create_task(ticket.answer.outcome_of())
+    waiting = asyncio.create_task(ticket.answer.wait_for_outcome())
     one.speak("he")
     one.speak("llo")
     one.speak("nobody asked for a second choice", choice=1)
@@ -211,7 +211,7 @@ async def test_a_whole_answer_is_collected(one: Cluster):
     assert not waiting.done()
     one.finish()
     assert isinstance(await waiting, Finished)
-    assert ticket.answer.complete().texts == {(0, 0): "hello"}
+    assert ticket.answer.build_answer().texts == {(0, 0): "hello"}
 
 
 async def test_tools_and_template_go_to_the_engine(one: Cluster):
@@ -250,14 +250,18 @@ async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int
     assert 1000 < whole.buffered <= 2000
     assert 1000 < stream.buffered <= 2000
     whole.discard()
-    assert (whole.buffered, whole.complete().calls, whole.complete().logprobs) == (0, {}, {})
+    assert (whole.buffered, whole.build_answer().calls, whole.build_answer().logprobs) == (0, {}, {})
 
 
 async def test_an_unrequested_answer_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
     assert isinstance(ticket.answer, CollectedAnswer)
-    ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
-    assert (ticket.answer.complete().texts, ticket.answer.complete().logprobs, ticket.answer.buffered) == ({}, {}, 0)
+    ticket.add_delta(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
+    assert (ticket.answer.build_answer().texts, ticket.answer.build_answer().logprobs, ticket.answer.buffered) == (
+        {},
+        {},
+        0,
+    )
     one.finish()
 
 
@@ -353,7 +357,7 @@ async def test_the_deadline_answers_with_fresh_numbers():
     cluster.now += 1
     cluster.memory[A] = a_memory(2 * MIB)
     cluster.report()
-    outcome = await ticket.answer.outcome_of()
+    outcome = await ticket.answer.wait_for_outcome()
     assert isinstance(outcome, Refused)
     assert outcome.code is RefusalCode.NO_ROOM
     assert outcome.numbers is not None
@@ -372,7 +376,7 @@ async def test_a_full_line_and_a_greedy_key_are_told_so():
     others = [cluster.submit(key=f"k{number}") for number in range(5)]
     assert isinstance(others[-1].outcome, Refused)
     assert others[-1].outcome.code is RefusalCode.QUEUE_FULL
-    assert "the queue is full with" in cluster.dispatcher.outage_reason()
+    assert "the queue is full with" in cluster.dispatcher.find_outage_reason()
     cluster.dispatcher.shutdown()
     cluster.settled()
 
@@ -385,7 +389,7 @@ async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
     one.now += 6
     one.report()
     await turn()
-    assert one.dispatcher.ledger.node_of_hold(large.number) == A
+    assert one.dispatcher.ledger.find_hold_node(large.number) == A
     small = one.submit()
     assert small.entry is not None, "the headroom is held, so no new request takes it"
     roomy(one, A)
@@ -401,7 +405,7 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     one.now += 6
     one.report()
     await turn()
-    assert [one.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting] == [A, None, None]
+    assert [one.dispatcher.ledger.find_hold_node(ticket.number) for ticket in waiting] == [A, None, None]
     need = one.dispatcher.placer.preview(waiting[0].demand).candidates[0].need
     one.memory[A] = a_memory(need + need // 2)
     one.report()
@@ -499,9 +503,9 @@ async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(
 
 async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
     ticket = one.submit(choices=3)
-    assert one.dispatcher.ledger.account(A).rows == 3
+    assert one.dispatcher.ledger.get_account(A).rows == 3
     one.dispatcher.close(ticket)
-    assert one.dispatcher.ledger.account(A).rows == 0
+    assert one.dispatcher.ledger.get_account(A).rows == 0
 
 
 async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
@@ -511,7 +515,7 @@ async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
     two.now += 6
     two.report()
     await turn()
-    held = [two.dispatcher.ledger.node_of_hold(ticket.number) for ticket in waiting]
+    held = [two.dispatcher.ledger.find_hold_node(ticket.number) for ticket in waiting]
     assert held[1] is None
     assert {held[0], held[2]} == {A, B}
 
@@ -529,19 +533,19 @@ async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Clust
 async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     ticket = two.submit(stream=False)
     first, _ = two.last()
-    two.dispatcher.node_gone(first, "connection ended")
+    two.dispatcher.handle_lost_node(first, "connection ended")
     second, _ = two.last()
     assert second != first
     two.speak("hello")
     two.finish()
     assert isinstance(ticket.answer, CollectedAnswer)
-    assert ticket.answer.complete().texts == {(0, 0): "hello"}
+    assert ticket.answer.build_answer().texts == {(0, 0): "hello"}
     assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
 
 
 async def test_the_last_node_lost_is_a_failure_and_not_a_long_wait(one: Cluster):
     ticket = one.submit()
-    one.dispatcher.node_gone(A, "connection ended")
+    one.dispatcher.handle_lost_node(A, "connection ended")
     assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
 
@@ -551,7 +555,7 @@ async def test_a_request_survives_three_lost_nodes_and_no_more():
     ticket = cluster.submit()
     for _ in range(4):
         assert ticket.outcome is None
-        cluster.dispatcher.node_gone(cluster.last()[0], "gone")
+        cluster.dispatcher.handle_lost_node(cluster.last()[0], "gone")
     assert isinstance(ticket.outcome, RequestFailure)
     assert len(cluster.generates()) == 4
     cluster.dispatcher.shutdown()
@@ -580,7 +584,7 @@ async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster,
     two.finish()
     assert isinstance(ticket.outcome, Finished)
     if isinstance(ticket.answer, CollectedAnswer):
-        assert ticket.answer.complete().texts == {(0, 0): "hello"}
+        assert ticket.answer.build_answer().texts == {(0, 0): "hello"}
 
 
 async def test_no_request_survives_a_second_crash(two: Cluster):
@@ -594,7 +598,7 @@ async def test_no_request_survives_a_second_crash(two: Cluster):
 async def test_a_crash_after_a_lost_node_counts_as_the_first(two: Cluster):
     ticket = two.submit()
     gone = two.last()[0]
-    two.dispatcher.node_gone(gone, "gone")
+    two.dispatcher.handle_lost_node(gone, "gone")
     engine_lost(two)
     assert ticket.outcome is None
     assert len(two.generates()) == 2, "the last report still calls that engine ready: not before the next one"
@@ -650,13 +654,13 @@ async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one:
     one.models = (a_model(loaded=False, weights=4 * GIB),)
     one.report()
     ticket = one.submit()
-    assert one.dispatcher.ledger.unacknowledged(A) > 4 * GIB
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) > 4 * GIB
     one.models = (a_model(loaded=False, loading=True, weights=4 * GIB),)
     one.report()
-    left = one.dispatcher.ledger.unacknowledged(A)
+    left = one.dispatcher.ledger.get_unacknowledged_bytes(A)
     assert 0 < left < GIB
     one.report()
-    assert one.dispatcher.ledger.unacknowledged(A) == left, "they are taken off once"
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) == left, "they are taken off once"
     one.dispatcher.ledger.check()
     one.finish()
     assert isinstance(ticket.outcome, Finished)
@@ -686,14 +690,14 @@ async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node
 
 async def test_orders_are_heard_beside_requests(one: Cluster):
     ticket = one.submit()
-    asking = asyncio.create_task(one.dispatcher.orders.send(LoadModel, A, "node-a", "tiny"))
+    asking = asyncio.create_task(one.dispatcher.commands.send(LoadModel, A, "node-a", "tiny"))
     await turn()
     assert one.sent[-1] == (A, LoadModel(1002, "tiny"))
     one.dispatcher.receive(A, Finished(1002, (), 0, 0))
     assert isinstance(await asking, Finished)
-    lost = asyncio.create_task(one.dispatcher.orders.send(UnloadModel, A, "node-a", "tiny"))
+    lost = asyncio.create_task(one.dispatcher.commands.send(UnloadModel, A, "node-a", "tiny"))
     await turn()
-    one.dispatcher.node_gone(A, "gone")
+    one.dispatcher.handle_lost_node(A, "gone")
     assert isinstance(await lost, RequestFailure)
     assert isinstance(ticket.outcome, RequestFailure)
 
@@ -761,7 +765,7 @@ async def test_a_reader_without_progress_is_let_go():
     cluster = Cluster(A, slow_client_seconds=0.05)
     ticket = cluster.submit()
     assert isinstance(ticket.answer, StreamedAnswer)
-    ticket.answer.open()
+    ticket.answer.mark_opened()
     cluster.speak()
     async with asyncio.timeout(30):
         while ticket.outcome is None:
@@ -778,7 +782,7 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
         await ticket.answer.wait()
     assert ticket.answer.keepalive_due
     assert ticket.answer.ready
-    ticket.answer.take()
+    ticket.answer.take_deltas()
     assert not ticket.answer.keepalive_due
     full(cluster, A)
     waiting = cluster.submit()
@@ -815,20 +819,20 @@ async def test_shutdown_notifies_every_client(two: Cluster):
 async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
     two.submit()
     two.refuse()
-    decisions = two.dispatcher.history.decisions_about("r0")
+    decisions = two.dispatcher.history.find_decisions("r0")
     assert len(decisions) == 2
-    assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
-    assert "refused this request" in str(decisions[1].rows())
+    assert [row["chosen"] for row in decisions[0].to_rows()].count(True) == 1
+    assert "refused this request" in str(decisions[1].to_rows())
 
 
 async def test_servable_says_why_not(one: Cluster):
-    assert one.dispatcher.outage_reason() == ""
+    assert one.dispatcher.find_outage_reason() == ""
     full(one, A)
-    assert "best node node-a has" in one.dispatcher.outage_reason()
+    assert "best node node-a has" in one.dispatcher.find_outage_reason()
     one.state[A] = "asleep"
     one.report()
-    assert "node-a is asleep" in one.dispatcher.outage_reason()
-    assert Cluster().dispatcher.outage_reason() == "no node has reported a model"
+    assert "node-a is asleep" in one.dispatcher.find_outage_reason()
+    assert Cluster().dispatcher.find_outage_reason() == "no node has reported a model"
 
 
 async def test_preview_decides_without_acting(one: Cluster):
@@ -850,7 +854,7 @@ async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_a
     counted = one.dispatcher.submit(job)
     node, frame = one.sent[-1]
     assert isinstance(frame, Generate)
-    assert one.dispatcher.ledger.unacknowledged(node) == 0
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(node) == 0
     too_large = Refused(RefusalCode.TOO_LARGE, "needs 8.0 GiB, this node can give 2.0 GiB")
     one.dispatcher.receive(node, Refusal(frame.request, too_large, 4000))
     assert isinstance(counted.outcome, Refused)
@@ -910,7 +914,7 @@ def frames(seed: int) -> list[tuple[NodeId, Frame]]:
         draw=draw,
     )
     views = [
-        view_of(
+        build_node_view(
             Report(0, a_memory(), EngineState("x", "ready"), (a_model(),)),
             node=node,
             name=node,
@@ -1016,12 +1020,12 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
     if end == "left":
         one.dispatcher.close(ticket)
     elif end == "slow" and isinstance(ticket.answer, StreamedAnswer):
-        ticket.answer.open()
-        ticket.answer.block(True)
+        ticket.answer.mark_opened()
+        ticket.answer.set_blocked(True)
         for _ in range(int(one.settings.slow_client_seconds / SWEEP_INTERVAL_SECONDS) + 2):
             one.dispatcher.sweep()
     elif end == "lost":
-        one.dispatcher.node_gone(A, "the link ended")
+        one.dispatcher.handle_lost_node(A, "the link ended")
     elif end == "engine":
         one.say(lambda number: Failed(number, "bad_row", "it broke"))
     else:
@@ -1090,7 +1094,7 @@ async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Clus
     other, _ = two.last()
     assert other != where
     assert await emptied == 0
-    assert two.dispatcher.in_flight(where) == 0
+    assert two.dispatcher.count_in_flight(where) == 0
     assert ticket.outcome is None
     two.finish()
     assert isinstance(ticket.outcome, Finished)
@@ -1130,7 +1134,7 @@ async def test_every_request_on_a_lost_node_is_counted_as_lost(two: Cluster):
     for _ in range(3):
         two.submit()
     roomy(two, B)
-    two.dispatcher.node_gone(A, "connection ended")
+    two.dispatcher.handle_lost_node(A, "connection ended")
     counters = two.dispatcher.counters
     assert (counters.nodes_lost, counters.attempts, counters.retries) == (3, 6, 3)
     assert counters.placements == {A: 3, B: 3}
@@ -1170,14 +1174,14 @@ async def test_a_step_of_two_streams_is_two_gaps_however_many_tokens_it_has(one:
 async def test_reservations_and_room_of_no_request_are_leaks():
     cluster = Cluster(A)
     cluster.submit()
-    assert cluster.dispatcher.leaks() == 0
+    assert cluster.dispatcher.count_leaks() == 0
     cluster.dispatcher.ledger.reserve(A, 77, 77, MIB, 1, 0, 0.0, 1)
-    assert cluster.dispatcher.leaks() == 1
-    cluster.dispatcher.ledger.hold(88, A, MIB)
-    assert cluster.dispatcher.leaks() == 2
+    assert cluster.dispatcher.count_leaks() == 1
+    cluster.dispatcher.ledger.hold_memory(88, A, MIB)
+    assert cluster.dispatcher.count_leaks() == 2
     cluster.dispatcher.ledger.release(77)
     cluster.dispatcher.ledger.drop_hold(88)
-    assert cluster.dispatcher.leaks() == 0
+    assert cluster.dispatcher.count_leaks() == 0
     cluster.dispatcher.shutdown()
     cluster.settled()
 
@@ -1189,7 +1193,7 @@ async def test_a_node_that_is_forgotten_leaves_no_counts(two: Cluster):
     two.finish()
     counters = two.dispatcher.counters
     assert (set(counters.placements), set(counters.nodes)) == ({first}, {first})
-    two.dispatcher.forget(first)
+    two.dispatcher.remove_node(first)
     assert (counters.placements, counters.nodes) == ({}, {})
 
 

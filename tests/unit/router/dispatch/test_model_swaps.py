@@ -22,11 +22,11 @@ from router.dispatch.model_swaps import (
     SwapInput,
     SwapPlanner,
 )
-from router.dispatch.parts.swap_input import MAX_REQUESTS_EXAMINED, swap_input
+from router.dispatch.parts.swap_input import MAX_REQUESTS_EXAMINED, build_swap_input
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import FIRST, Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import consider
+from router.placement.place import evaluate_node
 from router.placement.reservations import ReservationLedger, SwapTurn
 from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
@@ -111,7 +111,7 @@ class World:
         for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
             demand = ResourceDemand(name, 400, 100)
             trials = msgspec.structs.replace(FIRST, waiting=ticket)
-            seen = tuple(consider(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
+            seen = tuple(evaluate_node(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
             waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen))
             keys.setdefault(name, {})[owner.name] = owner.weight
         return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
@@ -373,7 +373,7 @@ def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
     picture = world.picture()
     demand = ResourceDemand("b", 0, 16000)
     world.waiting.clear()
-    candidate = consider(picture.nodes[N1], demand, world.ledger, world.now, {}, FIRST, {})
+    candidate = evaluate_node(picture.nodes[N1], demand, world.ledger, world.now, {}, FIRST, {})
     one = model_swaps.SwapCandidate(1, WeightedKey("bob", 4), "b", world.now, (candidate,))
     begun, asked = world.swaps.step(msgspec.structs.replace(picture, waiting=(one,)), world.now).actions
     assert isinstance(begun, BeginTurn)
@@ -421,7 +421,7 @@ def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveR
 def judged(
     view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
 ) -> SwapInput:
-    return swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+    return build_swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
 def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
@@ -433,7 +433,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_REQUESTS_EXAMINED + 3)]
     queued += [ticket(9, "a"), ticket(10, "gone")]
     for node, reported_at in ((N2, START), (N1, START - 1.0)):
-        queued[0].tried.refuse(node, reported_at)
+        queued[0].tried.mark_refused(node, reported_at)
     world.ledger.reserve(N1, 1, 1, GIB)
     monkeypatch.setattr("router.dispatch.parts.swap_input.MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
@@ -445,7 +445,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
         "gone": {"bob": 4},
     }
     assert [set(one.refused) for one in picture.waiting[:2]] == [{N2}, set()], "since its newest report"
-    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, WeightedKey("key 1", 1))
+    assert (picture.waiting[0].since, picture.waiting[0].weighted_key) == (START + 1, WeightedKey("key 1", 1))
     world.loading[N3] = {"b"}
     world.ledger.turns[N1] = SwapTurn(N1, "n1", "b", frozenset(), 1, START)
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
@@ -465,7 +465,7 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     for number, one in enumerate(live[:4], 1):
         send(one, N2 if number == 4 else N1, 10 + number)
         world.ledger.reserve(N1, one.attempt, number, GIB, 400, seconds=2.0)
-    world.ledger.read(12)
+    world.ledger.mark_prefilled(12)
     picture = judged(ClusterView((world.view(N1),)), [], world.ledger, live)
     answer = 200 / 20.0 * (1 + 4 * ROW_COST)
     assert picture.running == {

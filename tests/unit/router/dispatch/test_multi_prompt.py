@@ -53,10 +53,10 @@ def test_choices_are_counted_through_and_nothing_is_lost_or_mixed(said: list[tup
         if 0 <= choice < 2:
             expected[at * 2 + choice] = expected.get(at * 2 + choice, "") + text
     assert joined.pending is bool(said)
-    for delta in joined.take():
+    for delta in joined.take_deltas():
         found[delta.choice] = found.get(delta.choice, "") + delta.pieces[0][1]
     assert found == expected
-    answer = whole.complete()
+    answer = whole.build_answer()
     assert {choice: text for (choice, _), text in answer.texts.items()} == expected
     assert {
         choice: b"".join(one.token for one in logprobs).decode() for choice, logprobs in answer.logprobs.items()
@@ -96,7 +96,7 @@ async def test_who_waits_is_woken_by_any_of_them():
     assert joined.ready
     called: list[int] = []
     joined.attach(lambda: called.append(1))
-    joined.take()
+    joined.take_deltas()
     say(tickets[0], 0, "y")
     assert called == [1]
 
@@ -104,15 +104,15 @@ async def test_who_waits_is_woken_by_any_of_them():
 def test_being_read_or_blocked_or_open_is_said_to_all():
     tickets = streams(2)
     joined = MergedStream(tickets, 2)
-    joined.block(False)
-    joined.open()
-    tickets[1].nudge()
+    joined.set_blocked(False)
+    joined.mark_opened()
+    tickets[1].request_keepalive()
     assert joined.keepalive_due
     assert joined.ready
     assert not joined.waits_for
     tickets[1].announce_wait("waiting for a model swap")
     assert joined.waits_for == "waiting for a model swap"
-    joined.take()
+    joined.take_deltas()
     assert [(one.blocked, one.opened, one.keepalive_due, one.takes) for one in tickets] == [(False, True, False, 1)] * 2
 
 
@@ -120,13 +120,13 @@ async def test_a_whole_answer_is_waited_for():
     tickets = requests(2, stream=False)
     joined = MergedRequest(tickets)
     assert isinstance(joined.answer, MergedResponse)
-    waiting = asyncio.create_task(joined.answer.outcome_of())
+    waiting = asyncio.create_task(joined.answer.wait_for_outcome())
     await asyncio.sleep(0)
     for number, ticket in enumerate(tickets):
         send(ticket, "studio" if number else "mini")
         ticket.answer.end(end(number, "stop", "stop"))
     assert isinstance(await waiting, Finished)
-    assert (joined.node_name, joined.attempts, joined.job.params.n) == ("mini,studio", 2, 4)
+    assert (joined.node_name, joined.attempts, joined.spec.params.n) == ("mini,studio", 2, 4)
 
 
 def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
@@ -141,8 +141,8 @@ def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
     for number, (ticket, node) in enumerate(zip(tickets, ("studio", "mini", "studio"), strict=True)):
         for attempt in range(number + 1):
             send(ticket, node, attempt + 1)
-        ticket.begin_with(f"tiny-{number}")
+        ticket.set_fingerprint(f"tiny-{number}")
     assert (joined.node_name, joined.attempts, joined.fingerprint) == ("studio,mini", 6, "tiny-0")
     assert joined.rates == (RateState("tokens", 1000, 700, 6.0),)
     assert joined.demand is tickets[0].demand
-    assert joined.job.params.n == 6
+    assert joined.spec.params.n == 6

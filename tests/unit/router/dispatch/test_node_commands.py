@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from router.dispatch import node_commands as module
-from router.dispatch.node_commands import MAX_COUNTS_PER_KEY, MAX_OPEN_COMMANDS, Ended, Kind, NodeCommands
+from router.dispatch.node_commands import MAX_COUNTS_PER_KEY, MAX_OPEN_COMMANDS, CommandResult, Kind, NodeCommands
 from router.dispatch.request import RequestFailure
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
@@ -46,14 +46,14 @@ class Nodes:
         self.number += 1
         return self.number
 
-    async def give(self, kind: Kind = LoadModel, node: NodeId = A) -> asyncio.Task[Ended]:
+    async def give(self, kind: Kind = LoadModel, node: NodeId = A) -> asyncio.Task[CommandResult]:
         task = asyncio.create_task(self.orders.send(kind, node, f"node-{node}", "tiny"))
         await asyncio.sleep(0)
         return task
 
-    async def count(self, key: str) -> asyncio.Task[Ended]:
+    async def count(self, key: str) -> asyncio.Task[CommandResult]:
         asked = CountTokens(0, "tiny", (Message("user", "x"),), 5, owner=WeightedKey(key))
-        task = asyncio.create_task(self.orders.count(A, "node-a", asked))
+        task = asyncio.create_task(self.orders.count_tokens(A, "node-a", asked))
         await asyncio.sleep(0)
         return task
 
@@ -97,7 +97,7 @@ ENDS: list[tuple[Callable[[NodeCommands], None], RequestFailure]] = [
         RequestFailure("link_lost", "node-a failed while it loaded tiny: older link"),
     ),
     (
-        lambda orders: orders.node_gone(A, "connection ended"),
+        lambda orders: orders.handle_lost_node(A, "connection ended"),
         RequestFailure("node_lost", "node-a was lost while it loaded tiny (connection ended)"),
     ),
     (lambda orders: orders.shutdown("stopping"), RequestFailure("shutting_down", "stopping")),
@@ -117,7 +117,7 @@ async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: 
     nodes.orders.receive(B, Finished(1, (), 0, 0))
     nodes.orders.receive(A, Finished(7, (), 0, 0))
     nodes.orders.receive(A, Admitted(1, 5))
-    nodes.orders.node_gone(B, "gone")
+    nodes.orders.handle_lost_node(B, "gone")
     await asyncio.sleep(0)
     assert not task.done()
     nodes.orders.shutdown("")
@@ -146,7 +146,9 @@ async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
 
 async def test_counts_have_places_of_their_own(nodes: Nodes):
     loads = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
-    count = asyncio.create_task(nodes.orders.count(A, "node-a", CountTokens(0, "tiny", (Message("user", "x"),), 5)))
+    count = asyncio.create_task(
+        nodes.orders.count_tokens(A, "node-a", CountTokens(0, "tiny", (Message("user", "x"),), 5))
+    )
     await asyncio.sleep(0)
     number = MAX_OPEN_COMMANDS + 1
     assert nodes.sent[-1] == (A, CountTokens(number, "tiny", (Message("user", "x"),), 5))

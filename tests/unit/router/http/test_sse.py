@@ -40,7 +40,7 @@ JOB = RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(), 0, stre
 
 def pumped(transport: Transport) -> tuple[StreamedAnswer, EventStream]:
     ticket, stream = StreamedAnswer(), EventStream(transport.send)
-    ticket.open()
+    ticket.mark_opened()
     StreamPump(ticket, ChatChunks(JOB), stream)
     return ticket, stream
 
@@ -101,10 +101,10 @@ async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
 async def test_a_nudge_is_a_comment():
     transport = Transport()
     ticket, _ = pumped(transport)
-    ticket.nudge()
+    ticket.request_keepalive()
     assert transport.bodies == [b": waiting\n\n"]
     ticket.announce_wait("waiting for a model swap")
-    ticket.nudge()
+    ticket.request_keepalive()
     assert transport.bodies[1:] == [b": waiting for a model swap\n\n"]
     say(ticket, "one")
     assert b'"role":"assistant"' in transport.bodies[2]

@@ -35,7 +35,7 @@ def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> Nod
 
 
 def identity(*nodes: NodeView) -> str:
-    return ClusterView(nodes).identity("tiny").fingerprint
+    return ClusterView(nodes).identify("tiny").fingerprint
 
 
 def test_the_model_that_most_members_hold_is_served():
@@ -65,7 +65,7 @@ def test_sleep_changes_nothing_until_no_node_can_serve_it():
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
 def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list[tuple[str, str]]):
     nodes = [node(str(at), *one) for at, one in enumerate(held)]
-    chosen = {ClusterView(tuple(order)).identity("tiny").fingerprint for order in itertools.permutations(nodes)}
+    chosen = {ClusterView(tuple(order)).identify("tiny").fingerprint for order in itertools.permutations(nodes)}
     assert len(chosen) == 1
     assert chosen < {one for one, _ in held} | {""}
     able = {one for one, state in held if state == "ready"}
@@ -109,7 +109,7 @@ async def test_an_order_to_load_goes_to_the_model_that_is_served():
         c=a_model(loaded=False),
     )
     for _ in range(10):
-        choice = three.dispatcher.placer.choose_load("tiny", {})
+        choice = three.dispatcher.placer.choose_load_node("tiny", {})
         assert isinstance(choice, LoadPlacement)
         assert choice.node != B
     three.dispatcher.shutdown()
@@ -142,11 +142,11 @@ async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
     two.say(lambda number: Admitted(number, 400, 0, b"kept"))
     two.finish()
     second = ask()
-    assert dict(second.warm) == {where: 1.0}
+    assert dict(second.cached_shares) == {where: 1.0}
     two.models = (a_model(fingerprint="new"),)
     two.report()
     third = ask()
-    assert dict(third.warm) == {}, "the node has read it with another model"
+    assert dict(third.cached_shares) == {}, "the node has read it with another model"
     for ticket in (first, second, third):
         two.dispatcher.close(ticket)
 
@@ -155,7 +155,7 @@ def test_the_list_of_models_shows_the_one_that_is_served():
     nodes = node("a", "x", context=1000), node("b", "x", context=1000), node("c", "y", context=99)
     view = ClusterView(nodes)
     assert b'"max_input_tokens":1000' in openai.anthropic_listing(view, 0)
-    assert view.served()["tiny"].fingerprint == view.models()["tiny"].fingerprint == "x"
-    assert view.loaded()["tiny"].fingerprint == "x"
-    only: dict[str, Model] = ClusterView((node("c", "y"),)).served()
+    assert view.get_served_models()["tiny"].fingerprint == view.get_models()["tiny"].fingerprint == "x"
+    assert view.get_loaded_models()["tiny"].fingerprint == "x"
+    only: dict[str, Model] = ClusterView((node("c", "y"),)).get_served_models()
     assert only["tiny"].fingerprint == "y"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.model_load import LoadPlacement, choose
+from router.placement.model_load import LoadPlacement, choose_load_node
 from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
@@ -35,7 +35,7 @@ def known(**changes: Any) -> Model:
 
 
 def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> LoadPlacement | Refused:
-    return choose(
+    return choose_load_node(
         ClusterView(nodes),
         "tiny",
         ReservationLedger(),

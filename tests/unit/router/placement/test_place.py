@@ -19,10 +19,10 @@ from router.placement.candidate import (
     explain,
 )
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
-from router.placement.cost_model import prefill_wait
+from router.placement.cost_model import estimate_prefill_wait
 from router.placement.place import place
 from router.placement.policies import POLICIES, Policy
-from router.placement.refusals import retry_after
+from router.placement.refusals import estimate_retry_seconds
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
@@ -91,7 +91,7 @@ LONG = ResourceDemand("tiny", 0, 4_000)
 
 
 def test_a_prompt_goes_back_to_where_it_was_read():
-    result = decide(node("a"), node("b"), node("c"), ask=LONG, warm={NodeId("b"): 0.9})
+    result = decide(node("a"), node("b"), node("c"), ask=LONG, cached_shares={NodeId("b"): 0.9})
     assert chosen(result) == "b"
     times = {one.name: one.expected_ttft for one in result.candidates}
     assert times["b"] == pytest.approx(times["a"] * 0.1)
@@ -101,64 +101,66 @@ def test_a_queue_that_costs_more_than_the_cache_saves_sends_it_elsewhere():
     def busy(tokens: int) -> NodeView:
         return node("b", engine=EngineState("mlx", "ready", queued_tokens=tokens))
 
-    assert chosen(decide(node("a"), busy(3_000), ask=LONG, warm={NodeId("b"): 0.9})) == "b"
-    assert chosen(decide(node("a"), busy(4_000), ask=LONG, warm={NodeId("b"): 0.9})) == "a"
+    assert chosen(decide(node("a"), busy(3_000), ask=LONG, cached_shares={NodeId("b"): 0.9})) == "b"
+    assert chosen(decide(node("a"), busy(4_000), ask=LONG, cached_shares={NodeId("b"): 0.9})) == "a"
 
 
 def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_context():
     model = a_model(expected_output=64, context=4096)
-    assert ResourceDemand("tiny").output_on(model, 100) == 64
-    assert ResourceDemand("tiny", max_tokens=10).output_on(model, 100) == 10
-    assert ResourceDemand("tiny", max_tokens=1000).output_on(model, 100) == 64
-    assert [ResourceDemand("tiny").output_on(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)] == [
+    assert ResourceDemand("tiny").estimate_output_tokens(model, 100) == 64
+    assert ResourceDemand("tiny", max_tokens=10).estimate_output_tokens(model, 100) == 10
+    assert ResourceDemand("tiny", max_tokens=1000).estimate_output_tokens(model, 100) == 64
+    assert [
+        ResourceDemand("tiny").estimate_output_tokens(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)
+    ] == [
         64,
         63,
         6,
         1,
         1,
     ]
-    assert ResourceDemand("tiny").output_on(a_model(expected_output=64, context=0), 9000) == 64
-    assert ResourceDemand("tiny").output_on(a_model(expected_output=1), 100) == 1
-    assert ResourceDemand("tiny", 400).tokens_on(a_model(context=0)) == 100
+    assert ResourceDemand("tiny").estimate_output_tokens(a_model(expected_output=64, context=0), 9000) == 64
+    assert ResourceDemand("tiny").estimate_output_tokens(a_model(expected_output=1), 100) == 1
+    assert ResourceDemand("tiny", 400).estimate_prompt_tokens(a_model(context=0)) == 100
 
 
 def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
     ledger, memory = ReservationLedger(), a_memory(reserved=1 * GIB)
     ledger.reserve(NodeId("a"), 1, 1, 3 * GIB)
     (found,), _ = told(decide(node("a", memory), ledger=ledger))
-    numbers = found.numbers()
+    numbers = found.build_memory_numbers()
     assert (numbers.reserved, numbers.estimate, numbers.margin) == (4 * GIB, found.need, memory.margin)
     assert numbers.predicted == (memory.current or 0) + 4 * GIB + found.need + memory.margin
     assert (numbers.headroom, numbers.ceiling, numbers.cap) == (4 * GIB, memory.ceiling, memory.cap)
 
 
 def test_what_was_written_elsewhere_is_read_again_and_never_known():
-    asked = ResourceDemand("tiny", 400, prompt_tokens=1000, written=500)
+    asked = ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=500)
     (alone,), _ = told(decide(node("a"), ask=asked))
-    assert (alone.reading, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
+    assert (alone.prefill_tokens, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
     assert alone.expected_ttft == pytest.approx(1.5), "at 1,000 tokens per second"
-    (warm,), _ = told(decide(node("a"), ask=asked, warm={NodeId("a"): 0.75}))
-    assert (warm.reading, warm.expected_ttft, warm.warm) == (250 + 500, pytest.approx(0.75), 0.75)
+    (warm,), _ = told(decide(node("a"), ask=asked, cached_shares={NodeId("a"): 0.75}))
+    assert (warm.prefill_tokens, warm.expected_ttft, warm.cached_share) == (250 + 500, pytest.approx(0.75), 0.75)
     usual = node("a", None, a_model(expected_output=256))
-    (short,), _ = told(decide(usual, ask=ResourceDemand("tiny", 400, prompt_tokens=1000, written=3)))
+    (short,), _ = told(decide(usual, ask=ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=3)))
     assert short.output_tokens == 256, "no less than is usual"
 
 
 def test_short_prompts_of_a_conversation_stay_together():
-    names = {chosen(decide(node("a"), node("b"), seed=seed, warm={NodeId("b"): 0.7})) for seed in range(20)}
+    names = {chosen(decide(node("a"), node("b"), seed=seed, cached_shares={NodeId("b"): 0.7})) for seed in range(20)}
     assert names == {"b"}
 
 
 def test_a_model_that_is_gone_from_memory_is_not_warm():
     cold = node("b", None, a_model(loaded=False, load_seconds=5.0))
-    result = decide(node("a"), cold, ask=LONG, warm={NodeId("b"): 1.0})
+    result = decide(node("a"), cold, ask=LONG, cached_shares={NodeId("b"): 1.0})
     assert chosen(result) == "a"
 
 
 @given(st.integers(0, 64), st.floats(0, 1), st.sampled_from(list(POLICIES)))
 def test_what_was_read_before_never_makes_room(mib: int, share: float, policy: str):
     nodes = (node("a", a_memory(mib * MIB)), node("b", a_memory(mib * MIB)))
-    cold, warm = decide(*nodes, policy=policy), decide(*nodes, policy=policy, warm={NodeId("a"): share})
+    cold, warm = decide(*nodes, policy=policy), decide(*nodes, policy=policy, cached_shares={NodeId("a"): share})
     assert type(cold) is type(warm)
     assert [one.need for one in cold.candidates] == [one.need for one in warm.candidates]
     assert [one.why for one in cold.candidates] == [one.why for one in warm.candidates]
@@ -246,7 +248,7 @@ MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
             RefusalCode.NO_ROOM,
         ),
         (ResourceDemand("large"), {}, "", None),
-        (ResourceDemand("tiny", written=1), {}, "", None),
+        (ResourceDemand("tiny", known_tokens=1), {}, "", None),
         (ResourceDemand("tiny"), {"state": "asleep"}, "is asleep", RefusalCode.NOT_READY),
     ],
 )
@@ -362,7 +364,7 @@ def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report()
 
 def test_a_hold_keeps_others_out_and_its_owner_in():
     ledger = ReservationLedger()
-    ledger.hold(5, NodeId("a"), 8 * GIB - 10 * MIB)
+    ledger.hold_memory(5, NodeId("a"), 8 * GIB - 10 * MIB)
     assert isinstance(decide(node("a"), ledger=ledger), NoPlacement)
     assert chosen(decide(node("a"), ledger=ledger, trials=AttemptHistory(waiting=5))) == "a"
 
@@ -449,7 +451,7 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     more."""
     ask = ResourceDemand("tiny", 0, tokens)
     model = a_model(prefill_speed=prefill, decode_speed=decode)
-    need = request_need(model, tokens, ask.output_on(model, tokens))
+    need = request_need(model, tokens, ask.estimate_output_tokens(model, tokens))
     warm = node("warm", a_memory(need + spare * MIB, cap=96 * GIB), model)
     unloaded = msgspec.structs.replace(model, loaded=False, load_seconds=load)
     colds = [node(f"cold-{one}", a_memory(40 * GIB, cap=96 * GIB), unloaded) for one in range(1 + extra)]
@@ -572,7 +574,7 @@ def test_a_candidate_at_rest_carries_the_whole_arithmetic():
         output_tokens=64,
         expected_ttft=0.1,
         model=model,
-        reading=100,
+        prefill_tokens=100,
         expected_answer=64 / 50,
     )
 
@@ -590,9 +592,9 @@ def test_a_candidate_at_rest_carries_the_whole_arithmetic():
 )
 def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[str, Any], seconds: float):
     model = a_model(loaded=False, weights=3 * GIB, load_seconds=20.0, **change)
-    (found,) = decide(node("a", None, model), warm={NAME: 0.9}).candidates
+    (found,) = decide(node("a", None, model), cached_shares={NAME: 0.9}).candidates
     weights = 0 if change else 3 * GIB
-    assert (found.need, found.weights, found.warm, found.reading) == (NEED + weights, weights, 0.0, 100)
+    assert (found.need, found.weights, found.cached_share, found.prefill_tokens) == (NEED + weights, weights, 0.0, 100)
     assert found.expected_ttft == pytest.approx(0.1 + seconds)
 
 
@@ -640,7 +642,7 @@ def test_a_node_without_its_guard_has_the_room_that_a_request_needs():
         ({"model": None}, False),
         ({"model": a_model(loaded=False)}, False),
         ({"in_flight": 1}, False),
-        ({"ahead": 1}, False),
+        ({"tokens_ahead": 1}, False),
     ],
 )
 def test_a_candidate_is_idle_with_the_model_loaded_and_nothing_to_do(change: dict[str, object], idle: bool):
@@ -660,7 +662,7 @@ SCORED = Candidate(
     delay=0.5,
     in_flight=4,
     model=a_model(decode_speed=3.0),
-    warm=0.25,
+    cached_share=0.25,
 )
 
 
@@ -672,9 +674,9 @@ SCORED = Candidate(
         ({"headroom": 200}, (-2, 42, 2, -0.25, -0.2)),
         ({"headroom": 900}, (-2, 42, 2, -0.25, -0.9)),
         ({"headroom": None}, (0, 42, 2, -0.25, 0)),
-        ({"warm": 0.5}, (-2, 42, 2, -0.5, -0.15)),
+        ({"cached_share": 0.5}, (-2, 42, 2, -0.5, -0.15)),
         ({"in_flight": 0}, (-2, 42, -7, -0.25, -0.15)),
-        ({"in_flight": 0, "ahead": 1}, (-1, 42, -7, -0.25, -0.15)),
+        ({"in_flight": 0, "tokens_ahead": 1}, (-1, 42, -7, -0.25, -0.15)),
         ({"in_flight": 0, "model": None}, (-1, 42, 0, -0.25, -0.15)),
         ({"model": None}, (-1, 42, 9, -0.25, -0.15)),
         ({"memory": Memory(ceiling=100, margin=100)}, (-1, 42, 2, -0.25, -150)),
@@ -726,7 +728,9 @@ LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 def waiting(*prompts: PendingPrefill) -> NodeReservations:
     """Return the account of a node that has still to prefill these prompts."""
-    return NodeReservations(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
+    return NodeReservations(
+        pending_prefills=dict(enumerate(prompts)), pending_tokens=sum(prompt.tokens for prompt in prompts)
+    )
 
 
 @given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
@@ -735,32 +739,32 @@ def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themsel
 ):
     unread = waiting(*(PendingPrefill(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
-    wait, delay = prefill_wait(unread, ahead, mine, 1000.0)
+    wait, delay = estimate_prefill_wait(unread, ahead, mine, 1000.0)
     assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
     assert 0 <= delay <= len(lengths) * mine / 1000 + 1e-6
-    longer, _ = prefill_wait(unread, ahead, mine + 1000, 1000.0)
+    longer, _ = estimate_prefill_wait(unread, ahead, mine + 1000, 1000.0)
     assert longer > wait, "a longer prompt is never sooner"
 
 
 def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
     unread = waiting(PendingPrefill(10_000, 10.0), PendingPrefill(500, 0.5), PendingPrefill(2000, 2.0))
-    assert prefill_wait(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), (
+    assert estimate_prefill_wait(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), (
         "0.5 and its own 1, as much of the oldest; two are behind"
     )
-    assert prefill_wait(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), (
+    assert estimate_prefill_wait(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), (
         "half of all is read: one that is as long is before it now"
     )
-    assert prefill_wait(NodeReservations(), 4000, 1000, 1000.0) == (5.0, 0.0), (
+    assert estimate_prefill_wait(NodeReservations(), 4000, 1000, 1000.0) == (5.0, 0.0), (
         "of others' prompts only the sum is known"
     )
-    assert prefill_wait(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
-    assert prefill_wait(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
+    assert estimate_prefill_wait(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
+    assert estimate_prefill_wait(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
         "others' are taken as long ones"
     )
-    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
+    assert estimate_prefill_wait(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
         "it takes turns with the long one"
     )
-    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
+    assert estimate_prefill_wait(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
         "the order of less decides nothing"
     )
 
@@ -822,7 +826,7 @@ def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_begi
     ledger, taken = ReservationLedger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
     for number in range(20):
-        name = chosen(decide(*both, ledger=ledger, warm={NodeId("a"): 0.9}))
+        name = chosen(decide(*both, ledger=ledger, cached_shares={NodeId("a"): 0.9}))
         ledger.reserve(NodeId(name), number, number, 0)
         taken[name] += 1
     assert taken == {"a": 10, "b": 10}
@@ -894,7 +898,7 @@ def test_the_best_node_of_a_refusal_is_the_one_that_lacks_the_least():
 
 
 def test_a_candidate_without_a_model_is_tried_again_soon():
-    assert retry_after(Candidate(NAME, "a", "ready", in_flight=4)) == 2.0
+    assert estimate_retry_seconds(Candidate(NAME, "a", "ready", in_flight=4)) == 2.0
 
 
 @pytest.mark.parametrize(
@@ -1143,8 +1147,8 @@ def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
         return False
     if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
         return False
-    tokens = ask.tokens_on(model)
-    need = request_need(model, tokens, ask.output_on(model, tokens), ask.choices)
+    tokens = ask.estimate_prompt_tokens(model)
+    need = request_need(model, tokens, ask.estimate_output_tokens(model, tokens), ask.choices)
     reading = msgspec.structs.replace(one.memory, reserved=one.memory.reserved + promised)
     return isinstance(judge(reading, need), Fits)
 

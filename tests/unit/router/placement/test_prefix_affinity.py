@@ -3,7 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.prefix_affinity import BLOCK_CHARS, MAX_HASHES, NOWHERE, PrefixAffinity, PrefixHashChain, chain_of
+from router.placement.prefix_affinity import (
+    BLOCK_CHARS,
+    MAX_HASHES,
+    NOWHERE,
+    PrefixAffinity,
+    PrefixHashChain,
+    compute_hash_chain,
+)
 from wire.frames import Message, ToolCall
 from wire.identity import NodeId
 
@@ -20,17 +27,17 @@ def said(text: str) -> Message:
 
 
 def chain(*messages: Message, session: str = "", root: object = "tiny") -> PrefixHashChain:
-    return chain_of(root, messages, session)
+    return compute_hash_chain(root, messages, session)
 
 
 def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> PrefixHashChain:
-    return chain_of("tiny", messages, session, key, shared=shared)
+    return compute_hash_chain("tiny", messages, session, key, shared=shared)
 
 
 def known(*prompts: tuple[NodeId, PrefixHashChain, bytes]) -> PrefixAffinity:
     index = PrefixAffinity()
     for node, prompt, name in prompts:
-        index.read(prompt, node, name, 100, 0)
+        index.record_prefill(prompt, node, name, 100, 0)
     return index
 
 
@@ -38,45 +45,45 @@ def test_the_next_turn_is_known_where_the_last_one_was_read():
     first = chain(user("x" * 999))
     index = known((A, first, HASH))
     turn = chain(user("x" * 999), said("y" * 499), user("z" * 499))
-    assert index.shares(turn) == {A: 0.5}
-    assert index.shares(first) == {A: 1.0}
+    assert index.estimate_shares(turn) == {A: 0.5}
+    assert index.estimate_shares(first) == {A: 1.0}
 
 
 def test_another_conversation_or_model_or_tool_is_known_nowhere():
     index = known((A, chain(user("hello")), HASH))
-    assert index.shares(chain(user("hullo"))) is NOWHERE
-    assert index.shares(chain(user("hello"), root="other")) is NOWHERE
-    assert index.shares(chain(Message("system", "hello"))) is NOWHERE
+    assert index.estimate_shares(chain(user("hullo"))) is NOWHERE
+    assert index.estimate_shares(chain(user("hello"), root="other")) is NOWHERE
+    assert index.estimate_shares(chain(Message("system", "hello"))) is NOWHERE
 
 
 def test_a_shared_system_prompt_counts_as_far_as_it_goes():
     system = Message("system", "s" * 899)
     index = known((A, chain(system, user("one")), HASH))
-    share = index.shares(chain(system, user("t" * 99)))[A]
+    share = index.estimate_shares(chain(system, user("t" * 99)))[A]
     assert share == 0.9
 
 
 def test_where_one_key_was_answered_is_known_to_that_key_alone():
     prompt = user("x" * 999)
     index = known((A, of_key("alice", prompt, session="chat"), HASH))
-    assert index.shares(of_key("alice", prompt)) == {A: 1.0}
-    assert index.shares(of_key("alice", user("y"), session="chat")) == {A: 1.0}
-    assert index.shares(of_key("mallory", prompt)) is NOWHERE
-    assert index.shares(of_key("mallory", user("y"), session="chat")) is NOWHERE
+    assert index.estimate_shares(of_key("alice", prompt)) == {A: 1.0}
+    assert index.estimate_shares(of_key("alice", user("y"), session="chat")) == {A: 1.0}
+    assert index.estimate_shares(of_key("mallory", prompt)) is NOWHERE
+    assert index.estimate_shares(of_key("mallory", user("y"), session="chat")) is NOWHERE
 
 
 def test_of_a_system_prompt_of_all_keys_nothing_behind_it_is_known_to_others():
     system, question = Message("system", "s" * 899), user("q" * 99)
     index = known((A, of_key("alice", system, question, shared=True), HASH))
-    assert index.shares(of_key("alice", system, question, shared=True)) == {A: 1.0}
-    assert index.shares(of_key("mallory", system, question, shared=True)) == {A: 0.9}
-    assert index.shares(of_key("mallory", system, question)) is NOWHERE
+    assert index.estimate_shares(of_key("alice", system, question, shared=True)) == {A: 1.0}
+    assert index.estimate_shares(of_key("mallory", system, question, shared=True)) == {A: 0.9}
+    assert index.estimate_shares(of_key("mallory", system, question)) is NOWHERE
 
 
 def test_a_long_document_is_known_up_to_the_block_where_the_question_differs():
     document = "d" * (10 * BLOCK_CHARS)
     index = known((A, chain(user(document + "first question")), HASH))
-    share = index.shares(chain(user(document + "second question")))[A]
+    share = index.estimate_shares(chain(user(document + "second question")))[A]
     assert 0.89 < share < 1.0
 
 
@@ -84,90 +91,90 @@ def test_calls_of_tools_belong_to_the_prompt():
     call = Message("assistant", "", tool_calls=(ToolCall("1", "look", "{}"),))
     other = Message("assistant", "", tool_calls=(ToolCall("1", "look", '{"a": 1}'),))
     index = known((A, chain(user("q" * 9), call), HASH))
-    assert index.shares(chain(user("q" * 9), call))[A] == 1.0
-    assert index.shares(chain(user("q" * 9), other))[A] < 1.0
+    assert index.estimate_shares(chain(user("q" * 9), call))[A] == 1.0
+    assert index.estimate_shares(chain(user("q" * 9), other))[A] < 1.0
 
 
 def test_each_node_is_credited_with_the_deepest_that_it_has_read():
     one, two = chain(user("x" * 99)), chain(user("x" * 99), said("y" * 99), user("z" * 99))
     index = known((A, one, HASH), (B, two, HASH))
-    shares = index.shares(two)
+    shares = index.estimate_shares(two)
     assert shares == {A: 1 / 3, B: 1.0}
 
 
 def test_a_node_that_keeps_nothing_is_not_credited():
-    assert known((A, chain(user("hello")), b"")).shares(chain(user("hello"))) is NOWHERE
+    assert known((A, chain(user("hello")), b"")).estimate_shares(chain(user("hello"))) is NOWHERE
 
 
 def test_an_eviction_is_followed_once():
     old, new = chain(user("old")), chain(user("new"))
     index = known((A, old, b"old"), (A, new, b"new"))
     index.apply_report(A, 1, 1, (b"old",))
-    assert index.shares(old) is NOWHERE
-    assert index.shares(new) == {A: 1.0}
-    index.read(old, A, b"old", 100, 0)
+    assert index.estimate_shares(old) is NOWHERE
+    assert index.estimate_shares(new) == {A: 1.0}
+    index.record_prefill(old, A, b"old", 100, 0)
     index.apply_report(A, 1, 1, (b"old",))
-    assert index.shares(old) == {A: 1.0}, "the report repeats the eviction"
+    assert index.estimate_shares(old) == {A: 1.0}, "the report repeats the eviction"
 
 
 def test_more_evictions_than_are_told_by_name_forget_all_of_the_node():
     index = known((A, chain(user("hello")), HASH), (B, chain(user("hello")), HASH))
     index.apply_report(A, 1, 0, ())
     index.apply_report(A, 1, 5, (b"x", b"y"))
-    assert index.shares(chain(user("hello"))) == {B: 1.0}
+    assert index.estimate_shares(chain(user("hello"))) == {B: 1.0}
 
 
 def test_a_new_engine_knows_nothing():
     index = known((A, chain(user("hello")), HASH))
     index.apply_report(A, 1, 0, ())
-    assert index.shares(chain(user("hello"))) == {A: 1.0}
+    assert index.estimate_shares(chain(user("hello"))) == {A: 1.0}
     index.apply_report(A, 2, 0, ())
-    assert index.shares(chain(user("hello"))) is NOWHERE
-    index.read(chain(user("hello")), A, HASH, 10, 0)
-    assert index.shares(chain(user("hello"))) == {A: 1.0}
+    assert index.estimate_shares(chain(user("hello"))) is NOWHERE
+    index.record_prefill(chain(user("hello")), A, HASH, 10, 0)
+    assert index.estimate_shares(chain(user("hello"))) == {A: 1.0}
 
 
 def test_a_named_session_is_believed_where_the_text_tells_nothing():
     index = PrefixAffinity()
-    index.read(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
+    index.record_prefill(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
     other = chain(user("quite other text, as long" * 50), session="s")
-    assert 0.4 < index.shares(other)[A] <= 1.0
-    assert index.shares(chain(user("quite other text, as long" * 50), session="t")) is NOWHERE
+    assert 0.4 < index.estimate_shares(other)[A] <= 1.0
+    assert index.estimate_shares(chain(user("quite other text, as long" * 50), session="t")) is NOWHERE
 
 
 def test_a_name_that_is_used_for_everything_loses_its_credit():
     index = PrefixAffinity()
     for number in range(8):
-        index.read(chain(user(f"{number} " * 99), session="app"), A, bytes([number]), 100, 0)
-    assert index.shares(chain(user("and another" * 20), session="app")) is NOWHERE
+        index.record_prefill(chain(user(f"{number} " * 99), session="app"), A, bytes([number]), 100, 0)
+    assert index.estimate_shares(chain(user("and another" * 20), session="app")) is NOWHERE
 
 
 def test_a_name_whose_answers_came_from_the_cache_keeps_it():
     index = PrefixAffinity()
     for number in range(8):
-        index.read(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
-    assert index.shares(chain(user("9 " * 99), session="s"))[A] > 0.8
+        index.record_prefill(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
+    assert index.estimate_shares(chain(user("9 " * 99), session="s"))[A] > 0.8
 
 
 def test_the_index_is_bounded():
     index = PrefixAffinity(entries=10)
     for number in range(100):
-        index.read(chain(user(f"text {number}"), session=str(number)), A, b"%d" % number, 10, 0)
+        index.record_prefill(chain(user(f"text {number}"), session=str(number)), A, b"%d" % number, 10, 0)
     assert len(index) <= 30
-    assert index.shares(chain(user("text 99"))) == {A: 1.0}
-    assert index.shares(chain(user("text 1"))) is NOWHERE
+    assert index.estimate_shares(chain(user("text 99"))) == {A: 1.0}
+    assert index.estimate_shares(chain(user("text 1"))) is NOWHERE
 
 
 def test_a_removed_node_leaves_nothing_behind():
     index = known((A, chain(user("hello"), session="s"), HASH), (B, chain(user("hello")), HASH))
-    index.forget(A)
-    assert index.shares(chain(user("hello"), session="s")) == {B: 1.0}
-    index.forget(B)
+    index.remove_node(A)
+    assert index.estimate_shares(chain(user("hello"), session="s")) == {B: 1.0}
+    index.remove_node(B)
     assert len(index) == 0
 
 
 def sizes(*messages: Message) -> list[int]:
-    return [size for _, size in chain(*messages).links]
+    return [size for _, size in chain(*messages).hashes]
 
 
 def test_links_end_at_messages_and_at_whole_blocks_inside_long_ones():
@@ -186,53 +193,57 @@ def test_links_end_at_messages_and_at_whole_blocks_inside_long_ones():
 def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
     text = "x" * 3 * BLOCK_CHARS + "end"
     index = known((A, chain(user(text)), HASH))
-    assert index.shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    assert index.estimate_shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
     changed = text[:BLOCK_CHARS] + "y" + text[BLOCK_CHARS + 1 :]
-    assert index.shares(chain(user(changed))) == {A: BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
-    assert index.shares(chain(said(text))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    assert index.estimate_shares(chain(user(changed))) == {A: BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    assert index.estimate_shares(chain(said(text))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
     index = known((A, chain(user("x" * 2 * BLOCK_CHARS)), HASH))
-    assert index.shares(chain(user("x" * (2 * BLOCK_CHARS - 1) + "y"))) == {A: BLOCK_CHARS / (2 * BLOCK_CHARS + 1)}
+    assert index.estimate_shares(chain(user("x" * (2 * BLOCK_CHARS - 1) + "y"))) == {
+        A: BLOCK_CHARS / (2 * BLOCK_CHARS + 1)
+    }
 
 
 def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
     index = PrefixAffinity()
 
     def share(size: int) -> float:
-        return index.shares(chain(user("?" * (size - 1)), session="s")).get(A, 0.0)
+        return index.estimate_shares(chain(user("?" * (size - 1)), session="s")).get(A, 0.0)
 
-    index.read(chain(user("a" * 99), session="s"), A, b"1", 100, 0)
+    index.record_prefill(chain(user("a" * 99), session="s"), A, b"1", 100, 0)
     assert (share(400), share(50)) == (0.25, 1.0)
-    index.read(chain(user("b" * 199), session="s"), A, b"2", 100, 25)
+    index.record_prefill(chain(user("b" * 199), session="s"), A, b"2", 100, 25)
     assert share(400) == 0.75 * 0.5, "half of the prompt was expected in the cache, and half of that was there"
-    index.read(chain(user("c" * 399), session="s"), A, b"3", 100, 100)
+    index.record_prefill(chain(user("c" * 399), session="s"), A, b"3", 100, 100)
     assert share(400) == 0.875, "more than was expected proves no more than all"
-    index.read(chain(user("d" * 399), session="s"), A, b"4", 0, 0)
+    index.record_prefill(chain(user("d" * 399), session="s"), A, b"4", 0, 0)
     assert share(400) == 0.4375
-    index.read(chain(user("e" * 99), session="s"), A, b"5", 100, 50)
+    index.record_prefill(chain(user("e" * 99), session="s"), A, b"5", 100, 50)
     assert share(100) == (0.4375 + 0.5) / 2, "of a shorter prompt all was expected"
-    index.read(chain(user("f" * 399), session="s"), B, b"6", 100, 0)
-    assert index.shares(chain(user("?" * 399), session="s")) == {B: 1.0}, "another node starts with the initial trust"
+    index.record_prefill(chain(user("f" * 399), session="s"), B, b"6", 100, 0)
+    assert index.estimate_shares(chain(user("?" * 399), session="s")) == {B: 1.0}, (
+        "another node starts with the initial trust"
+    )
 
 
 def test_a_session_counts_only_where_it_knows_more_than_the_text():
     index = PrefixAffinity()
     for _ in range(3):
-        index.read(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
-    assert index.shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
-    assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.25}
+        index.record_prefill(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
+    assert index.estimate_shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
+    assert index.estimate_shares(chain(user("?" * 199), session="s")) == {A: 0.25}
     for _ in range(2):
-        index.read(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
-    assert index.shares(chain(user("?" * 199), session="s")) == {A: 0.0625}
-    index.read(chain(user("a" * 199), session="s"), A, HASH, 10_000, 375)
-    assert index.shares(chain(user("?" * 199), session="s")) is NOWHERE, "its trust is LEAST_TRUST"
+        index.record_prefill(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
+    assert index.estimate_shares(chain(user("?" * 199), session="s")) == {A: 0.0625}
+    index.record_prefill(chain(user("a" * 199), session="s"), A, HASH, 10_000, 375)
+    assert index.estimate_shares(chain(user("?" * 199), session="s")) is NOWHERE, "its trust is LEAST_TRUST"
 
 
 def test_a_session_of_an_engine_that_is_gone_is_not_believed():
     index = PrefixAffinity()
     index.apply_report(A, 1, 0, ())
-    index.read(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
+    index.record_prefill(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
     index.apply_report(A, 2, 0, ())
-    assert index.shares(chain(user("?"), session="s")) is NOWHERE
+    assert index.estimate_shares(chain(user("?"), session="s")) is NOWHERE
 
 
 def test_a_prompt_without_messages_is_not_remembered():
@@ -245,7 +256,7 @@ def test_only_the_newest_evictions_are_followed_and_a_new_engine_counts_from_not
     index = known(*((A, prompt, name) for name, prompt in prompts.items()))
 
     def left() -> list[bytes]:
-        return [name for name, prompt in prompts.items() if index.shares(prompt)]
+        return [name for name, prompt in prompts.items() if index.estimate_shares(prompt)]
 
     index.apply_report(A, 1, 7, (b"x",) * 7)
     index.apply_report(A, 1, 8, (b"two", b"one"))
@@ -254,11 +265,11 @@ def test_only_the_newest_evictions_are_followed_and_a_new_engine_counts_from_not
     assert left() == [b"three"]
     index.apply_report(A, 1, 13, (b"x", b"x"))
     assert left() == [], "one of three evictions is not named"
-    index.read(prompts[b"one"], A, b"one", 10, 0)
-    index.read(prompts[b"two"], A, b"two", 10, 0)
+    index.record_prefill(prompts[b"one"], A, b"one", 10, 0)
+    index.record_prefill(prompts[b"two"], A, b"two", 10, 0)
     index.apply_report(A, 2, 0, ())
-    index.read(prompts[b"one"], A, b"one", 10, 0)
-    index.read(prompts[b"two"], A, b"two", 10, 0)
+    index.record_prefill(prompts[b"one"], A, b"one", 10, 0)
+    index.record_prefill(prompts[b"two"], A, b"two", 10, 0)
     index.apply_report(A, 2, 1, (b"one",))
     assert left() == [b"two"]
 
@@ -267,9 +278,9 @@ def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
     short, long = chain(user("a" * 9)), chain(user("a" * 9), said("b" * 9))
     index = known((A, long, b"long"), (A, short, b"short"), (B, short, b"short"))
     index.apply_report(A, 1, 1, (b"long",))
-    assert index.shares(long) == {A: 0.5, B: 0.5}
+    assert index.estimate_shares(long) == {A: 0.5, B: 0.5}
     index.apply_report(A, 1, 2, (b"short",))
-    assert index.shares(long) == {B: 0.5}
+    assert index.estimate_shares(long) == {B: 0.5}
     index.apply_report(B, 1, 1, (b"short",))
     assert len(index) == 0
 
@@ -277,43 +288,47 @@ def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
 def test_what_was_used_last_stays_in_a_full_index():
     index = PrefixAffinity(entries=3)
     for text in ("one", "two", "three", "one", "four", "five"):
-        index.read(chain(user(text), session=text), A, text.encode(), 10, 0)
+        index.record_prefill(chain(user(text), session=text), A, text.encode(), 10, 0)
     assert len(index) == 9
-    seen = [text for text in ("one", "two", "three", "four", "five") if index.shares(chain(user(text)))]
-    named = [text for text in ("one", "two", "three") if index.shares(chain(user("?"), session=text))]
+    seen = [text for text in ("one", "two", "three", "four", "five") if index.estimate_shares(chain(user(text)))]
+    named = [text for text in ("one", "two", "three") if index.estimate_shares(chain(user("?"), session=text))]
     assert (seen, named) == (["one", "four", "five"], ["one"])
     index.apply_report(A, 1, 2, (b"five", b"one"))
-    assert [index.shares(chain(user(text))) for text in ("one", "four", "five")] == [NOWHERE, {A: 1.0}, NOWHERE]
+    assert [index.estimate_shares(chain(user(text))) for text in ("one", "four", "five")] == [
+        NOWHERE,
+        {A: 1.0},
+        NOWHERE,
+    ]
 
 
 def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
     index = PrefixAffinity(entries=1)
-    index.read(chain(user("one"), said("two")), A, b"long", 10, 0)
+    index.record_prefill(chain(user("one"), said("two")), A, b"long", 10, 0)
     index.apply_report(A, 1, 1, (b"long",))
     assert len(index) == 0
     prompt = chain(user("one"))
     index = known((A, prompt, b"1"), (A, prompt, b"2"), (B, prompt, b"3"))
     index.apply_report(A, 1, 2, (b"2", b"1"))
-    assert index.shares(prompt) == {B: 1.0}
+    assert index.estimate_shares(prompt) == {B: 1.0}
 
 
 def test_other_nodes_are_kept_and_a_returning_node_starts_without_history():
     one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
     index = known((A, one, b"1"), (B, two, b"2"))
     index.apply_report(A, 1, 5, (b"x",) * 5)
-    index.forget(A)
-    assert index.shares(chain(user("?"), session="a")) is NOWHERE
-    assert index.shares(chain(user("????"), session="b")) == {B: 0.8}
+    index.remove_node(A)
+    assert index.estimate_shares(chain(user("?"), session="a")) is NOWHERE
+    assert index.estimate_shares(chain(user("????"), session="b")) == {B: 0.8}
     index.apply_report(B, 1, 1, (b"2",))
-    assert index.shares(chain(user("two"))) is NOWHERE
-    index.read(one, A, b"1", 10, 0)
+    assert index.estimate_shares(chain(user("two"))) is NOWHERE
+    index.record_prefill(one, A, b"1", 10, 0)
     index.apply_report(A, 1, 1, (b"1",))
-    assert index.shares(chain(user("one"))) is NOWHERE
+    assert index.estimate_shares(chain(user("one"))) is NOWHERE
 
 
 @given(st.lists(st.text(max_size=3 * BLOCK_CHARS), min_size=1, max_size=100))
 def test_a_chain_is_short_and_grows(texts: list[str]):
-    links = chain(*map(user, texts)).links
+    links = chain(*map(user, texts)).hashes
     sizes = [size for _, size in links]
     assert len(links) <= MAX_HASHES
     assert sizes == sorted(sizes)
@@ -323,5 +338,5 @@ def test_a_chain_is_short_and_grows(texts: list[str]):
 @given(st.lists(st.text(min_size=1, max_size=50), min_size=1, max_size=10), st.integers(1, 9))
 def test_a_beginning_is_never_credited_with_more_than_it_has(texts: list[str], cut: int):
     prompt, begin = chain(*map(user, texts)), chain(*map(user, texts[:cut]))
-    share = known((A, begin, HASH)).shares(prompt)[A]
+    share = known((A, begin, HASH)).estimate_shares(prompt)[A]
     assert share == begin.size / prompt.size

@@ -16,10 +16,10 @@ from router.placement.recovery import (
     MAX_SILENCE_SECONDS,
     MIN_SILENCE_SECONDS,
     LossKind,
+    can_recover,
+    classify_loss,
+    compute_silence_limit_seconds,
     is_fault,
-    loss_kind,
-    may_recover,
-    resume_after_seconds,
 )
 from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
@@ -49,7 +49,7 @@ def other(cluster: Cluster) -> NodeId:
 
 
 def lose(cluster: Cluster) -> None:
-    cluster.dispatcher.node_gone(cluster.last()[0], "connection ended")
+    cluster.dispatcher.handle_lost_node(cluster.last()[0], "connection ended")
 
 
 def engine_lost(cluster: Cluster) -> None:
@@ -72,15 +72,15 @@ def resumes(cluster: Cluster) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_the_rules():
-    assert loss_kind("engine_crashed") is LossKind.FORWARD
-    assert loss_kind("engine_lost") is LossKind.ENGINE
-    assert loss_kind("node_stopping") is LossKind.NODE
-    assert loss_kind("no_headroom") is loss_kind("memory_pressure") is LossKind.MEMORY
-    assert loss_kind("engine_error") is None
-    assert [may_recover(LossKind.MEMORY, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
-    assert not may_recover(LossKind.FORWARD, 0, 1)
-    assert [may_recover(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
-    assert [may_recover(LossKind.NODE, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
+    assert classify_loss("engine_crashed") is LossKind.FORWARD
+    assert classify_loss("engine_lost") is LossKind.ENGINE
+    assert classify_loss("node_stopping") is LossKind.NODE
+    assert classify_loss("no_headroom") is classify_loss("memory_pressure") is LossKind.MEMORY
+    assert classify_loss("engine_error") is None
+    assert [can_recover(LossKind.MEMORY, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
+    assert not can_recover(LossKind.FORWARD, 0, 1)
+    assert [can_recover(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
+    assert [can_recover(LossKind.NODE, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
         True,
         True,
@@ -88,7 +88,7 @@ def test_the_rules():
         False,
     ]
     assert not is_fault("grammar_failed"), "the client sent it"
-    assert [resume_after_seconds(expected) for expected in (0.0, 5.0, 99.0)] == [
+    assert [compute_silence_limit_seconds(expected) for expected in (0.0, 5.0, 99.0)] == [
         MIN_SILENCE_SECONDS,
         5.0,
         MAX_SILENCE_SECONDS,
@@ -127,11 +127,11 @@ async def test_a_whole_answer_goes_on_too(two: Cluster):
     say(two, 3)
     two.finish()
     assert isinstance(ticket.answer, CollectedAnswer)
-    assert ticket.answer.complete().texts == {(0, 0): "1 2 3 "}
+    assert ticket.answer.build_answer().texts == {(0, 0): "1 2 3 "}
 
 
 async def test_each_choice_goes_on_from_where_it_was(two: Cluster):
-    job = two.submit().job
+    job = two.submit().spec
     job = type(job)(job.demand, "k", "r", job.messages, type(job.params)(n=3, seed=7), 0, stream=True)
     two.dispatcher.submit(job)
     say(two, 1, 2)
@@ -147,7 +147,7 @@ async def test_what_is_known_counts_where_it_goes_on(two: Cluster):
     say(two, *range(200))
     lose(two)
     assert generate(two).expected == 200 + KV_GROWTH_TOKENS
-    assert ticket.demand.written == 200
+    assert ticket.demand.known_tokens == 200
 
 
 async def test_the_next_node_is_asked_when_one_refuses_to_go_on():
@@ -205,7 +205,7 @@ async def test_an_unread_answer_may_start_again_with_another_model(two: Cluster)
     say(two, 7)
     two.finish()
     assert isinstance(ticket.answer, CollectedAnswer)
-    assert ticket.answer.complete().texts == {(0, 0): "7 "}
+    assert ticket.answer.build_answer().texts == {(0, 0): "7 "}
 
 
 async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Cluster):
@@ -291,7 +291,7 @@ async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two:
     lose(two)
     assert ticket.entry is not None
     where = other(two)
-    assert two.dispatcher.ledger.node_of_hold(ticket.number) == where
+    assert two.dispatcher.ledger.find_hold_node(ticket.number) == where
     assert len(two.generates()) == 1
     roomy(two, where)
     await turn()
@@ -324,7 +324,7 @@ async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two
         two.report()
         two.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
     assert ticket.outcome == RequestFailure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
-    assert two.dispatcher.breakers.barred_nodes(two.now) == []
+    assert two.dispatcher.breakers.list_barred_nodes(two.now) == []
 
 
 async def test_a_full_line_does_not_refuse_what_was_begun():
@@ -335,7 +335,7 @@ async def test_a_full_line_does_not_refuse_what_was_begun():
         cluster.dispatcher.receive(node, Deltas((delta,)))
         taken(begun[number])
     full(cluster, A, B)
-    cluster.dispatcher.node_gone(A, "gone")
+    cluster.dispatcher.handle_lost_node(A, "gone")
     assert all(ticket.outcome is None for ticket in begun)
     assert len(cluster.dispatcher.queue) == sum(ticket.node is None for ticket in begun) >= 2
     cluster.dispatcher.shutdown()
@@ -370,7 +370,7 @@ async def test_an_unread_request_is_refused_at_the_deadline_so_that_it_may_be_se
     cluster.now += 1
     cluster.report()
     assert isinstance(ticket.answer, CollectedAnswer)
-    outcome = await ticket.answer.outcome_of()
+    outcome = await ticket.answer.wait_for_outcome()
     assert isinstance(outcome, Refused)
     assert outcome.code is RefusalCode.NO_ROOM
     cluster.settled()
@@ -403,30 +403,30 @@ async def test_what_fits_nowhere_else_runs_on_where_it_is_and_is_moved_later(two
     tickets = [two.submit(), two.submit(stream=False)]
     for ticket in tickets:
         if ticket.node != A:
-            two.dispatcher.move(B)
+            two.dispatcher.migrate_node(B)
     assert {ticket.node for ticket in tickets} == {A}
     full(two, B)
     before = list(two.sent)
-    assert two.dispatcher.move(A) == 2
+    assert two.dispatcher.migrate_node(A) == 2
     assert two.sent == before
     roomy(two, B)
     two.cut = {B}
-    assert two.dispatcher.move(A) == 2, "the link is gone"
+    assert two.dispatcher.migrate_node(A) == 2, "the link is gone"
     assert {ticket.node for ticket in tickets} == {A}
     two.dispatcher.ledger.check()
     two.cut = set()
     two.report()
-    assert two.dispatcher.move(A) == 0
+    assert two.dispatcher.migrate_node(A) == 0
     assert {ticket.node for ticket in tickets} == {B}
-    assert two.dispatcher.in_flight(A) == 0
+    assert two.dispatcher.count_in_flight(A) == 0
 
 
 async def test_moves_count_as_losses(two: Cluster):
     ticket = two.submit()
     for _ in range(MAX_LOSSES):
-        two.dispatcher.move(two.last()[0])
+        two.dispatcher.migrate_node(two.last()[0])
     assert ticket.attempts == 1 + MAX_LOSSES
-    assert two.dispatcher.move(two.last()[0]) == 1
+    assert two.dispatcher.migrate_node(two.last()[0]) == 1
     assert ticket.outcome is None
 
 
@@ -536,7 +536,7 @@ async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_w
         two.report()
     waiting = two.submit()
     assert waiting.entry is not None
-    assert "node-a is failing" in two.dispatcher.outage_reason() or two.dispatcher.outage_reason()
+    assert "node-a is failing" in two.dispatcher.find_outage_reason() or two.dispatcher.find_outage_reason()
     two.now += 5
     two.report()
     await turn()
@@ -590,7 +590,7 @@ class Story:
         if action == "lose":
             cluster.state[node] = "lost"
             cluster.report(node)
-            dispatcher.node_gone(node, "gone")
+            dispatcher.handle_lost_node(node, "gone")
         elif action in ("return", "drain"):
             cluster.state[node] = "ready" if action == "return" else "draining"
             cluster.report(node)
@@ -599,10 +599,10 @@ class Story:
         elif action == "room":
             roomy(cluster, node)
         elif action == "move":
-            dispatcher.move(node)
+            dispatcher.migrate_node(node)
         elif action == "late" and self.old:
             where, number = self.old[which % len(self.old)]
-            if all(one.node is None or one.attempt != number for one in dispatcher.open_requests()):
+            if all(one.node is None or one.attempt != number for one in dispatcher.list_open_requests()):
                 dispatcher.receive(where, Deltas((Delta(number, 0, (99,), ((0, "late "),)),)))
                 dispatcher.receive(where, Failed(number, "engine_crashed", "late"))
         elif action == "take":
@@ -646,7 +646,7 @@ class Story:
 
     def got(self, ticket: ActiveRequest) -> str:
         if isinstance(ticket.answer, CollectedAnswer):
-            return ticket.answer.complete().texts.get((0, 0), "")
+            return ticket.answer.build_answer().texts.get((0, 0), "")
         return "".join(self.read[ticket.number])
 
     def pending(self, ticket: ActiveRequest) -> str:

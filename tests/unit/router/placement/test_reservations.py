@@ -14,16 +14,16 @@ A, B = NodeId("a"), NodeId("b")
 def test_a_promise_counts_until_the_report_contains_it():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, seq=10, need=100, tokens=7)
-    assert (ledger.unacknowledged(A), ledger.account(A).tokens, ledger.in_flight(A)) == (100, 7, 1)
+    assert (ledger.get_unacknowledged_bytes(A), ledger.get_account(A).tokens, ledger.count_in_flight(A)) == (100, 7, 1)
     ledger.acknowledge(A, 10)
-    assert ledger.unacknowledged(A) == 100, "not admitted yet: a later seq may have been committed first"
-    ledger.admitted(1)
+    assert ledger.get_unacknowledged_bytes(A) == 100, "not admitted yet: a later seq may have been committed first"
+    ledger.mark_admitted(1)
     ledger.acknowledge(A, 9)
-    assert ledger.unacknowledged(A) == 100
+    assert ledger.get_unacknowledged_bytes(A) == 100
     ledger.acknowledge(A, 10)
-    assert (ledger.unacknowledged(A), ledger.account(A).tokens, ledger.in_flight(A)) == (0, 0, 1)
+    assert (ledger.get_unacknowledged_bytes(A), ledger.get_account(A).tokens, ledger.count_in_flight(A)) == (0, 0, 1)
     assert ledger.release(1)
-    assert ledger.in_flight(A) == 0
+    assert ledger.count_in_flight(A) == 0
     assert ledger.empty
 
 
@@ -34,7 +34,7 @@ def test_a_promise_is_freed_exactly_once():
     assert ledger.release(1)
     assert not ledger.release(1)
     assert not ledger.release(99)
-    assert ledger.unacknowledged(A) == 50
+    assert ledger.get_unacknowledged_bytes(A) == 50
 
 
 def test_two_promises_for_one_request_are_a_bug():
@@ -47,21 +47,29 @@ def test_two_promises_for_one_request_are_a_bug():
 def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
-    ledger.hold(7, A, 300)
-    ledger.hold(8, B, 200)
+    ledger.hold_memory(7, A, 300)
+    ledger.hold_memory(8, B, 200)
     ledger.release(1)
-    ledger.forget(A)
-    assert (ledger.node_of_hold(7), ledger.holder(A), ledger.unacknowledged(A)) == (None, None, 0)
-    assert (ledger.node_of_hold(8), ledger.holder(B), ledger.holders()) == (B, 8, {8})
+    ledger.remove_node(A)
+    assert (ledger.find_hold_node(7), ledger.find_holder(A), ledger.get_unacknowledged_bytes(A)) == (None, None, 0)
+    assert (ledger.find_hold_node(8), ledger.find_holder(B), ledger.get_holders()) == (B, 8, {8})
 
 
 def test_a_hold_counts_for_all_but_its_owner():
     ledger = ReservationLedger()
-    ledger.hold(7, A, 300)
-    assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
-    ledger.hold(7, B, 200)
-    assert (ledger.unacknowledged(A), ledger.unacknowledged(B), ledger.node_of_hold(7)) == (0, 200, B)
-    assert (ledger.holder(A), ledger.holder(B)) == (None, 7)
+    ledger.hold_memory(7, A, 300)
+    assert (
+        ledger.get_unacknowledged_bytes(A),
+        ledger.get_unacknowledged_bytes(A, 7),
+        ledger.get_unacknowledged_bytes(B),
+    ) == (300, 0, 0)
+    ledger.hold_memory(7, B, 200)
+    assert (ledger.get_unacknowledged_bytes(A), ledger.get_unacknowledged_bytes(B), ledger.find_hold_node(7)) == (
+        0,
+        200,
+        B,
+    )
+    assert (ledger.find_holder(A), ledger.find_holder(B)) == (None, 7)
     ledger.drop_hold(7)
     ledger.drop_hold(7)
     assert ledger.empty
@@ -84,12 +92,12 @@ class AllOrders(RuleBasedStateMachine):
 
     @rule(request=st.integers(0, 12))
     def admit(self, request):
-        self.ledger.admitted(request)
+        self.ledger.mark_admitted(request)
 
     @rule(request=st.integers(0, 12))
     def read(self, request):
-        self.ledger.read(request)
-        assert not any(request in self.ledger.account(node).unread for node in (A, B))
+        self.ledger.mark_prefilled(request)
+        assert not any(request in self.ledger.get_account(node).pending_prefills for node in (A, B))
 
     @rule(node=st.sampled_from([A, B]), acked=st.integers(-1, 15))
     def report(self, node, acked):
@@ -101,7 +109,7 @@ class AllOrders(RuleBasedStateMachine):
 
     @rule(waiting=st.integers(1, 3), node=st.sampled_from([A, B]))
     def hold(self, waiting, node):
-        self.ledger.hold(waiting, node, 5)
+        self.ledger.hold_memory(waiting, node, 5)
 
     @rule(waiting=st.integers(1, 3))
     def drop(self, waiting):
@@ -111,8 +119,8 @@ class AllOrders(RuleBasedStateMachine):
     def balanced(self):
         self.ledger.check()
         for node in (A, B):
-            assert self.ledger.in_flight(node) == list(self.open.values()).count(node)
-            assert self.ledger.unacknowledged(node) >= 0
+            assert self.ledger.count_in_flight(node) == list(self.open.values()).count(node)
+            assert self.ledger.get_unacknowledged_bytes(node) >= 0
 
     def teardown(self):
         for request in list(self.open):
@@ -121,8 +129,8 @@ class AllOrders(RuleBasedStateMachine):
             self.ledger.drop_hold(waiting)
         self.ledger.check()
         assert self.ledger.empty
-        assert self.ledger.unacknowledged(A) == self.ledger.unacknowledged(B) == 0
-        assert self.ledger.account(A).rows == self.ledger.account(B).rows == 0
+        assert self.ledger.get_unacknowledged_bytes(A) == self.ledger.get_unacknowledged_bytes(B) == 0
+        assert self.ledger.get_account(A).rows == self.ledger.get_account(B).rows == 0
 
 
 AllOrders.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
@@ -134,7 +142,7 @@ def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 5, 100, 10)
     steps = {
-        "admitted": lambda: ledger.admitted(1),
+        "admitted": lambda: ledger.mark_admitted(1),
         "acknowledged": lambda: ledger.acknowledge(A, 5),
         "released": lambda: ledger.release(1),
     }
@@ -147,20 +155,20 @@ def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
 def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
     ledger = ReservationLedger()
     ledger.reserve(NodeId("a"), 1, 1, 100, weights=60)
-    ledger.read_in(1)
-    ledger.read_in(1)
-    ledger.read_in(2)
-    assert ledger.unacknowledged(NodeId("a")) == 40
-    ledger.admitted(1)
+    ledger.release_weights(1)
+    ledger.release_weights(1)
+    ledger.release_weights(2)
+    assert ledger.get_unacknowledged_bytes(NodeId("a")) == 40
+    ledger.mark_admitted(1)
     ledger.acknowledge(NodeId("a"), 1)
-    ledger.read_in(1)
+    ledger.release_weights(1)
     ledger.check()
     assert ledger.release(1)
     ledger.reserve(NodeId("a"), 3, 2, 100, weights=60)
-    ledger.admitted(3)
+    ledger.mark_admitted(3)
     ledger.acknowledge(NodeId("a"), 2)
-    ledger.read_in(3)
-    assert ledger.unacknowledged(NodeId("a")) == 0
+    ledger.release_weights(3)
+    assert ledger.get_unacknowledged_bytes(NodeId("a")) == 0
     ledger.check()
     assert ledger.release(3)
     assert ledger.empty
@@ -170,10 +178,10 @@ def test_promises_and_holds_are_listed():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     ledger.reserve(B, 2, 2, 100)
-    ledger.hold(7, A, 10)
-    assert (ledger.promised(), ledger.holders()) == ({1, 2}, {7})
-    assert (ledger.node_of_hold(7), ledger.node_of_hold(8)) == (A, None)
-    assert ledger.unacknowledged(A) == 110
+    ledger.hold_memory(7, A, 10)
+    assert (ledger.get_reserved_requests(), ledger.get_holders()) == ({1, 2}, {7})
+    assert (ledger.find_hold_node(7), ledger.find_hold_node(8)) == (A, None)
+    assert ledger.get_unacknowledged_bytes(A) == 110
 
 
 def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({"old", "idle"})) -> SwapTurn:
@@ -192,8 +200,8 @@ def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({
     ],
 )
 def test_a_swap_bars_the_models_in_the_way_and_all_that_are_not_loaded(model: str, loaded: bool, barred: bool):
-    assert turn(A).bars(model, loaded) is barred
-    assert turn(A, leaving=frozenset({"new"})).bars("new", loaded) is False
+    assert turn(A).is_barred(model, loaded) is barred
+    assert turn(A, leaving=frozenset({"new"})).is_barred("new", loaded) is False
 
 
 def test_a_swap_names_the_models_that_go_and_the_one_that_comes():
@@ -204,21 +212,21 @@ def test_a_forgotten_node_leaves_no_account_hold_or_swap():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     ledger.release(1)
-    kept = ledger.account(A)
-    ledger.hold(7, A, 10)
-    ledger.hold(8, B, 20)
+    kept = ledger.get_account(A)
+    ledger.hold_memory(7, A, 10)
+    ledger.hold_memory(8, B, 20)
     ledger.turns[A] = turn(A)
-    ledger.forget(A)
-    assert ledger.account(A) is not kept
-    assert (ledger.node_of_hold(7), ledger.node_of_hold(8)) == (None, B)
+    ledger.remove_node(A)
+    assert ledger.get_account(A) is not kept
+    assert (ledger.find_hold_node(7), ledger.find_hold_node(8)) == (None, B)
     assert A not in ledger.turns
 
 
 def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
-    ledger.forget(A)
-    assert (ledger.in_flight(A), ledger.unacknowledged(A)) == (1, 100)
+    ledger.remove_node(A)
+    assert (ledger.count_in_flight(A), ledger.get_unacknowledged_bytes(A)) == (1, 100)
     assert ledger.release(1)
     assert ledger.empty
 
@@ -229,7 +237,7 @@ def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
     ledger.turns[A] = turn(A)
     assert not ledger.empty
     ledger.turns.clear()
-    ledger.hold(7, A, 0)
+    ledger.hold_memory(7, A, 0)
     assert not ledger.empty
     ledger.drop_hold(7)
     ledger.reserve(A, 1, 1, 0)
@@ -243,10 +251,10 @@ def test_an_account_with_a_remainder_is_not_empty(field: str):
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 5)
     ledger.release(1)
-    setattr(ledger.account(A), field, 1)
+    setattr(ledger.get_account(A), field, 1)
     assert not ledger.empty
-    setattr(ledger.account(A), field, 0)
-    ledger.account(A).unread[9] = PendingPrefill(0, 0.0)
+    setattr(ledger.get_account(A), field, 0)
+    ledger.get_account(A).pending_prefills[9] = PendingPrefill(0, 0.0)
     assert not ledger.empty
 
 
@@ -258,11 +266,11 @@ DAMAGES: dict[str, Callable[[NodeReservations], object]] = {
     "a request too many": lambda account: account.requests.add(9),
     "a request too few": lambda account: account.requests.discard(1),
     "another request": _swap,
-    "a promise too many": lambda account: account.promised.add(9),
-    "a promise too few": lambda account: account.promised.discard(1),
+    "a promise too many": lambda account: account.open_requests.add(9),
+    "a promise too few": lambda account: account.open_requests.discard(1),
     "a row": lambda account: setattr(account, "rows", account.rows + 1),
-    "a prompt of another request": lambda account: account.unread.update({9: PendingPrefill(0, 0.0)}),
-    "a token of a prompt": lambda account: setattr(account, "unread_tokens", account.unread_tokens + 1),
+    "a prompt of another request": lambda account: account.pending_prefills.update({9: PendingPrefill(0, 0.0)}),
+    "a token of a prompt": lambda account: setattr(account, "pending_tokens", account.pending_tokens + 1),
     "a byte": lambda account: setattr(account, "need", account.need + 1),
     "a token": lambda account: setattr(account, "tokens", account.tokens + 1),
 }
@@ -274,6 +282,6 @@ def test_check_finds_every_difference_between_an_account_and_its_promises(damage
     ledger.reserve(A, 1, 1, 100, tokens=7)
     ledger.reserve(B, 2, 2, 100, tokens=7)
     ledger.check()
-    DAMAGES[damage](ledger.account(A))
+    DAMAGES[damage](ledger.get_account(A))
     with pytest.raises(LedgerError, match="a:"):
         ledger.check()

@@ -14,8 +14,8 @@ from router.placement.sanitize_report import (
     MAX_KV_STEP,
     MAX_TEXT_CHARS,
     UNMEASURED_PREFILL,
+    build_node_view,
     sanitize_memory,
-    view_of,
 )
 from wire.capacity.arithmetic import Fits, judge, request_need
 from wire.frames import Report
@@ -79,7 +79,7 @@ reports = st.builds(
 
 
 def seen(report: Report, name: str = "studio"):
-    return view_of(report, node=NodeId("n1"), name=name, state="ready", reported_at=1.0)
+    return build_node_view(report, node=NodeId("n1"), name=name, state="ready", reported_at=1.0)
 
 
 @given(reports)
@@ -245,7 +245,7 @@ def test_a_name_that_could_break_a_header_gives_way_to_the_id():
 def test_another_engine_process_or_link_is_another_life_of_a_node():
     def life(epoch: int, restarts: int, recycles: int, **more: object) -> int:
         engine = EngineState("x", "ready", "", restarts, recycles=recycles)
-        return NodeView(NodeId("a"), "a", "ready", epoch=epoch, engine=engine, **more).life  # pyright: ignore
+        return NodeView(NodeId("a"), "a", "ready", epoch=epoch, engine=engine, **more).engine_instance  # pyright: ignore
 
     lives = {life(epoch, restarts, recycles) for epoch in (1, 2) for restarts in (0, 1) for recycles in (0, 1)}
     assert len(lives) == 8

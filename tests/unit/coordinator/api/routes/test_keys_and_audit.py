@@ -15,7 +15,7 @@ from coordinator.state.database import MemberRow
 from router.admission.api_keys import anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
-from router.dispatch.decision_log import RequestRecord, read_line
+from router.dispatch.decision_log import RequestRecord, parse_line
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
@@ -282,7 +282,7 @@ async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx
     assert missing.status_code == 404
     assert "the newest 1000 are" in missing.json()["error"]["message"]
     lines = (await admin.get("/api/v1/decisions")).content.splitlines()
-    assert read_line(lines[-1]).request_id == "mine-1"
+    assert parse_line(lines[-1]).request_id == "mine-1"
 
 
 @pytest.mark.parametrize(

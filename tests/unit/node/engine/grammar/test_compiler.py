@@ -14,7 +14,7 @@ from node.engine.grammar.compiler import MAX_CACHED_GRAMMARS, MAX_SCHEMA_CHARS, 
 from node.engine.grammar.constrained_splitter import CallPlaces, ReasoningStart
 from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
-from node.engine.requests.preflight import RequestShape, never_fits
+from node.engine.requests.preflight import RequestShape, refuse_impossible
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from node.engine.text.tokenizer_loader import load
@@ -43,16 +43,16 @@ class Asked(SandboxClient):
         super().__init__()
         self.grammars: list[str] = []
 
-    def why_not(self, grammar: str) -> str:
+    def find_fault(self, grammar: str) -> str:
         """Record the grammar and vet it."""
         self.grammars.append(grammar)
-        return super().why_not(grammar)
+        return super().find_fault(grammar)
 
 
 class Refusing(SandboxClient):
     """A vetting that refuses every grammar as too long."""
 
-    def why_not(self, grammar: str) -> str:
+    def find_fault(self, grammar: str) -> str:
         """Return that the grammar takes too long."""
         return TOO_LONG
 
@@ -65,7 +65,7 @@ def asked() -> Asked:
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer, asked: Asked) -> GrammarCompiler:
     made = GrammarCompiler(asked)
-    made.compile(tokenizer, GrammarSpec("json_object"), "", PROMPT, one=False)
+    made.compile(tokenizer, GrammarSpec("json_object"), "", PROMPT, one_call=False)
     return made
 
 
@@ -116,10 +116,10 @@ HOSTILE = {
 def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
     name: str, tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked
 ):
-    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
+    asked.find_fault('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
     begun = time.perf_counter()
     with pytest.raises(UnsupportedSchema) as found:
-        grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one=False)
+        grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one_call=False)
     assert time.perf_counter() - begun < SECONDS
     assert 0 < len(str(found.value)) < 500
 
@@ -188,22 +188,24 @@ def test_no_text_ever_raises_out_of_the_door(door: RequestPreparer, value: str, 
 
 
 def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, grammars: GrammarCompiler):
-    one, two = (grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False) for _ in range(2))
+    one, two = (
+        grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False) for _ in range(2)
+    )
     assert one.matcher is two.matcher
     for number in range(MAX_CACHED_GRAMMARS):
-        grammars.compile(tokenizer, GrammarSpec("regex", f"a{number}"), "", PROMPT, one=False)
-    again = grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False)
+        grammars.compile(tokenizer, GrammarSpec("regex", f"a{number}"), "", PROMPT, one_call=False)
+    again = grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
     assert again.matcher is not one.matcher
-    assert grammars.kept == MAX_CACHED_GRAMMARS
+    assert grammars.cached_count == MAX_CACHED_GRAMMARS
 
 
 def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked):
     hostile = GrammarSpec("regex", "((((a{11}){11}){11}){11}){11}")
     with pytest.raises(UnsupportedSchema) as first:
-        grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
+        grammars.compile(tokenizer, hostile, "", PROMPT, one_call=False)
     questions = len(asked.grammars)
     with pytest.raises(UnsupportedSchema) as second:
-        grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
+        grammars.compile(tokenizer, hostile, "", PROMPT, one_call=False)
     assert len(asked.grammars) == questions, "it is not asked again"
     assert str(first.value) == str(second.value)
 
@@ -211,8 +213,8 @@ def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: GrammarC
 def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer):
     made = GrammarCompiler(Refusing())
     with pytest.raises(UnsupportedSchema, match="too long to compile"):
-        made.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False)
-    assert made.kept == 0
+        made.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
+    assert made.cached_count == 0
 
 
 def test_a_process_that_dies_of_a_grammar_is_replaced():
@@ -220,37 +222,37 @@ def test_a_process_that_dies_of_a_grammar_is_replaced():
     fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     first = asked.start()
-    assert asked.why_not(fine) == ""
+    assert asked.find_fault(fine) == ""
     assert first.poll() is None
-    assert asked.why_not(endless) == TOO_LONG
-    assert asked.why_not(fine) == ""
+    assert asked.find_fault(endless) == TOO_LONG
+    assert asked.find_fault(fine) == ""
     assert first.poll() is not None
 
 
 def test_a_compiler_that_crashes_is_named_and_replaced():
     asked = SandboxClient()
     asked.start().send_signal(signal.SIGSEGV)
-    assert asked.why_not("{}") == "its compiler ended by SIGSEGV: simplify it or its patterns"
-    assert asked.why_not('{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}') == ""
+    assert asked.find_fault("{}") == "its compiler ended by SIGSEGV: simplify it or its patterns"
+    assert asked.find_fault('{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}') == ""
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sandbox, "TIMEOUT_SECONDS", 0.3)
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     begun = time.monotonic()
-    assert SandboxClient(cpu=1000.0).why_not(endless) == TOO_LONG
+    assert SandboxClient(cpu=1000.0).find_fault(endless) == TOO_LONG
     assert time.monotonic() - begun < 5
 
 
 def test_a_schemas_own_options_are_not_taken(tokenizer: Tokenizer, grammars: GrammarCompiler):
     lenient = json.dumps({"type": "string", "not": {}, "x-guidance": {"lenient": True}})
     with pytest.raises(UnsupportedSchema, match="not"):
-        grammars.compile(tokenizer, GrammarSpec("json_schema", lenient), "", PROMPT, one=False)
+        grammars.compile(tokenizer, GrammarSpec("json_schema", lenient), "", PROMPT, one_call=False)
 
 
 def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: GrammarCompiler):
     def thought(prompt: TokenizedPrompt) -> ReasoningStart:
-        return grammars.compile(tokenizer, GrammarSpec("json_object"), "", prompt, one=False).outline.reasoning
+        return grammars.compile(tokenizer, GrammarSpec("json_object"), "", prompt, one_call=False).outline.reasoning
 
     assert thought(TokenizedPrompt((1,), thinking=True)) is ReasoningStart.OPEN
     assert thought(TokenizedPrompt((1,), thinking=False)) is ReasoningStart.MAY
@@ -265,7 +267,7 @@ def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: GrammarCo
     tools = json.dumps([WEATHER])
 
     def where(grammar: GrammarSpec) -> CallPlaces:
-        return grammars.compile(tokenizer, grammar, tools, PROMPT, one=False).outline.calls
+        return grammars.compile(tokenizer, grammar, tools, PROMPT, one_call=False).outline.calls
 
     assert where(GrammarSpec(calls="required")) is CallPlaces.FIRST
     assert where(GrammarSpec(calls="free")) is CallPlaces.ANYWHERE
@@ -275,15 +277,15 @@ def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: GrammarCo
 
 def test_what_is_too_long_is_not_read(tokenizer: Tokenizer, grammars: GrammarCompiler):
     long = json.dumps([WEATHER | {"x": "y" * MAX_SCHEMA_CHARS}])
-    grammars.compile(tokenizer, GrammarSpec("json_object"), long, PROMPT, one=False)
+    grammars.compile(tokenizer, GrammarSpec("json_object"), long, PROMPT, one_call=False)
     with pytest.raises(UnsupportedSchema, match=str(MAX_SCHEMA_CHARS)):
-        grammars.compile(tokenizer, GrammarSpec(calls="required"), long, PROMPT, one=False)
+        grammars.compile(tokenizer, GrammarSpec(calls="required"), long, PROMPT, one_call=False)
 
 
 def test_an_engine_without_grammars_refuses_them():
     shape, asked = RequestShape(4, 8, 8, 1), request(GrammarSpec("json_object"))
-    found = never_fits(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
+    found = refuse_impossible(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
     assert found is not None
     assert found.code is RefusalCode.UNSUPPORTED
     offering = Model(asked.model, "f", True, 1, 1, context=100, features=("grammar",))
-    assert never_fits(asked, shape, offering, 4) is None
+    assert refuse_impossible(asked, shape, offering, 4) is None

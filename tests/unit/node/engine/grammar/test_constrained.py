@@ -213,7 +213,7 @@ def test_a_batch_that_breaks_costs_no_grammar(driver: Driver, monkeypatch: pytes
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    mask, asked = GrammarMatcher.mask, 0
+    mask, asked = GrammarMatcher.compute_mask, 0
 
     def failing(self: GrammarMatcher) -> bytes | None:
         nonlocal asked
@@ -222,7 +222,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch
             raise GrammarFailed("the matcher failed: too many states")
         return mask(self)
 
-    monkeypatch.setattr(GrammarMatcher, "mask", failing)
+    monkeypatch.setattr(GrammarMatcher, "compute_mask", failing)
     beside = driver.ask(THINK["prompt"], GREEDY)
     number = driver.ask("Hello!", bound(SCHEMA))
     end = driver.end(number)

@@ -12,7 +12,7 @@ THINK, CALL = ("<think>", "</think>"), ("<call>", "</call>")
 
 def cut(outline: MarkerLayout, text: str, *at: int) -> list[tuple[str, str]]:
     cutter, found = FormatCutter(outline), list[tuple[str, str]]()
-    place = outline.beginning()
+    place = outline.get_start_place()
     edges = sorted({0, len(text), *(one % (len(text) + 1) for one in at)})
     for start, end in pairwise(edges):
         for place, part in cutter.feed(text[start:end]):

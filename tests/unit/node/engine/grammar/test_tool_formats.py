@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from node.engine.grammar.compiler import GrammarCompiler, write
+from node.engine.grammar.compiler import GrammarCompiler, render_grammar
 from node.engine.grammar.constrained_splitter import CallPlaces as Where
 from node.engine.grammar.constrained_splitter import FormatCutter, MarkerLayout
 from node.engine.grammar.sandbox_main import LIMITS
-from node.engine.grammar.tool_arguments import Argument, MarkExclusion, arguments_of, tool_variants
-from node.engine.grammar.tool_format_xml import kind_of
-from node.engine.grammar.tool_formats import FORMS, TAGS, as_read, quoted
-from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, in_words, tools_of
+from node.engine.grammar.tool_arguments import Argument, MarkExclusion, list_arguments, list_tool_variants
+from node.engine.grammar.tool_format_xml import get_type_name
+from node.engine.grammar.tool_formats import FORMS, TAGS, has_quoted_calls, render_tools_for_parser
+from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, parse_tool_specs, quote_marker
 from node.engine.text.markers import TOOL
 from node.engine.text.tokenizer import TokenizedPrompt
 from node.engine.text.tokenizer_loader import load
@@ -97,13 +97,13 @@ def written(tools: dict[str, dict[str, Any]], *, strict: bool = True) -> str:
 
 def calling(parser: str) -> ToolCallFormat:
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    return ToolCallFormat(parser, (module.tool_call_start, module.tool_call_end), "[ARGS]", in_words)
+    return ToolCallFormat(parser, (module.tool_call_start, module.tool_call_end), "[ARGS]", quote_marker)
 
 
 @cache
 def grammar(parser: str, one: bool = False, free: bool = False) -> LLMatcher:
     asked = GrammarSpec(calls="free" if free else "required")
-    text = write(asked, written(tools_for(parser)), calling(parser), one=one)
+    text = render_grammar(asked, written(tools_for(parser)), calling(parser), one_call=one)
     matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
     return matcher
@@ -117,9 +117,9 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
 def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, Any]]:
     """Parse an answer as the engine does."""
     how, tools = calling(parser), written(tools_for(parser))
-    known = json.loads(as_read(parser, tools_of(tools, "")) or tools)
+    known = json.loads(render_tools_for_parser(parser, parse_tool_specs(tools, "")) or tools)
     calls = ToolCallParser("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
-    cutter = FormatCutter(MarkerLayout(call=how.markers, calls=where, quoted=quoted(parser)))
+    cutter = FormatCutter(MarkerLayout(call=how.markers, calls=where, quoted=has_quoted_calls(parser)))
     blocks, last = [""], False
     for place, part in cutter.feed(text):
         inside = place.state == TOOL
@@ -130,7 +130,7 @@ def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, 
             blocks[-1] += part
     if last:
         blocks[-1] += cutter.flush()
-    found = [json.loads(call) for block in blocks[1:] for call in calls.read(block)]
+    found = [json.loads(call) for block in blocks[1:] for call in calls.parse_block(block)]
     return [(one["name"], json.loads(one["arguments"])) for one in found]
 
 
@@ -236,9 +236,11 @@ def rendered(parser: str, name: str, arguments: dict[str, Any], tools: dict[str,
             "mistral": f"{name}[ARGS]{plain(arguments)}",
         }.get(parser, plain(whole))
     tags = TAGS[parser]
-    (tool,) = tools_of(written({name: tools[name]}), "")
-    known = {one.name: one for one in arguments_of(tool)}
-    texts = {key: key in known and known[key].text(nullable=tags.nullable) is not None for key in arguments}
+    (tool,) = parse_tool_specs(written({name: tools[name]}), "")
+    known = {one.name: one for one in list_arguments(tool)}
+    texts = {
+        key: key in known and known[key].find_text_constraints(nullable=tags.nullable) is not None for key in arguments
+    }
     parts: list[str] = []
     for key, one in arguments.items():
         value = one if texts[key] and isinstance(one, str) else plain(one)
@@ -251,7 +253,7 @@ def rendered(parser: str, name: str, arguments: dict[str, Any], tools: dict[str,
 
 
 def _type(argument: Argument | None, text: bool) -> str:
-    return "string" if text or argument is None else kind_of(argument)
+    return "string" if text or argument is None else get_type_name(argument)
 
 
 def answer(parser: str, calls: list[tuple[str, dict[str, Any]]], tools: dict[str, dict[str, Any]] | None = None) -> str:
@@ -376,9 +378,11 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
 
 
 def test_a_template_says_how_calls_are_written():
-    old = ToolCallFormat("mistral", ("[TOOL_CALLS]", ""), "", in_words)
+    old = ToolCallFormat("mistral", ("[TOOL_CALLS]", ""), "", quote_marker)
     matcher = LLMatcher(
-        BYTES, write(GrammarSpec(calls="required"), written({"now": NOTHING}), old, one=False), log_level=0
+        BYTES,
+        render_grammar(GrammarSpec(calls="required"), written({"now": NOTHING}), old, one_call=False),
+        log_level=0,
     )
     text = '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert accepts(matcher, text)
@@ -433,7 +437,9 @@ def test_strict_calls_stand_between_words(parser: str):
 
 @pytest.mark.parametrize("parser", FORMS)
 def test_arguments_need_no_strictness_to_be_held_to(parser: str):
-    text = write(GrammarSpec(calls="required"), written(tools_for(parser), strict=False), calling(parser), one=True)
+    text = render_grammar(
+        GrammarSpec(calls="required"), written(tools_for(parser), strict=False), calling(parser), one_call=True
+    )
     matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
     good = {"path": "a", "mode": "fast", "count": 1, "note": None}
     assert accepts(matcher, answer(parser, [("read", good)]))
@@ -445,9 +451,9 @@ def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
     manual = (Path(__file__).parents[5] / "docs" / "structured-output.md").read_text()
     assert all(f"`{parser}`" in manual for parser in PARSERS)
     with pytest.raises(UnsupportedSchema, match=r"muse_spark.*cannot be enforced"):
-        write(GrammarSpec(calls="required"), written({"now": NOTHING}), calling("muse_spark"), one=False)
+        render_grammar(GrammarSpec(calls="required"), written({"now": NOTHING}), calling("muse_spark"), one_call=False)
     with pytest.raises(UnsupportedSchema, match="tool_choice required"):
-        write(GrammarSpec(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one=False)
+        render_grammar(GrammarSpec(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one_call=False)
 
 
 # Schemas that a format cannot express are refused
@@ -485,15 +491,15 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_a_format_cannot_say_is_refused_with_a_reason(case: str):
     parser, parameters, reason = UNSAYABLE[case]
     with pytest.raises(UnsupportedSchema, match=reason) as found:
-        write(GrammarSpec(calls="required"), written({"look": parameters}), calling(parser), one=False)
+        render_grammar(GrammarSpec(calls="required"), written({"look": parameters}), calling(parser), one_call=False)
     assert len(str(found.value)) < 300
 
 
 def test_names_that_a_format_cannot_write_are_refused():
     for parser, name in (("pythonic", "look-up"), ("pythonic", "class"), ("function_gemma", "look-up")):
         with pytest.raises(UnsupportedSchema, match=name):
-            write(GrammarSpec(calls="required"), written({name: NOTHING}), calling(parser), one=False)
-    write(GrammarSpec(calls="required"), written({"look-up": NOTHING}), calling("gemma4"), one=False)
+            render_grammar(GrammarSpec(calls="required"), written({name: NOTHING}), calling(parser), one_call=False)
+    render_grammar(GrammarSpec(calls="required"), written({"look-up": NOTHING}), calling("gemma4"), one_call=False)
 
 
 deep: dict[str, Any] = {"type": "string"}
@@ -520,8 +526,11 @@ HOSTILE = {
 def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, case: str):
     begun = time.process_time()
     try:
-        text = write(
-            GrammarSpec(calls="required"), written({"look": HOSTILE[case]}, strict=False), calling(parser), one=False
+        text = render_grammar(
+            GrammarSpec(calls="required"),
+            written({"look": HOSTILE[case]}, strict=False),
+            calling(parser),
+            one_call=False,
         )
     except UnsupportedSchema:
         text = ""
@@ -536,7 +545,7 @@ def test_text_without_marks_is_all_text_but_that():
     @settings(max_examples=400, deadline=None)
     @given(st.lists(st.sampled_from(pieces), max_size=9).map("".join))
     def check(text: str) -> None:
-        assert bool(re.fullmatch(guard.body, text)) == guard.free(text)
+        assert bool(re.fullmatch(guard.body, text)) == guard.is_free_of_marks(text)
 
     check()
 
@@ -557,7 +566,7 @@ MODE = {"mode": {"enum": ["1", "2"]}}
 def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     given = json.loads(written({"look": whole}, strict=False))
-    tools, last = tool_variants(given)
+    tools, last = list_tool_variants(given)
     assert last is given
     said = {"count": "5", "word": "123", "mode": "1", "edits": "[1]", "either": "5"}
     qwen = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in said.items())
@@ -572,10 +581,12 @@ def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
 def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
-    calls = ToolCallParser("", parse, tool_variants(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
-    (call,) = calls.read("<function=look>\n<parameter=count>\nNone\n</parameter>\n</function>")
+    calls = ToolCallParser(
+        "", parse, list_tool_variants(json.loads(written({"look": whole}, strict=False))), "</tool_call>"
+    )
+    (call,) = calls.parse_block("<function=look>\n<parameter=count>\nNone\n</parameter>\n</function>")
     assert json.loads(json.loads(call)["arguments"]) == {"count": "None"}
-    assert not calls.read("nothing at all")
+    assert not calls.parse_block("nothing at all")
 
 
 LOOSE = st.recursive(
@@ -609,7 +620,7 @@ LOOSE = st.recursive(
 @given(LOOSE)
 def test_no_tools_are_so_strange_that_anything_raises(found: object):
     tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
-    assert all(len(one) == 2 for one in tool_variants(tools))
+    assert all(len(one) == 2 for one in list_tool_variants(tools))
 
 
 # marks that are single tokens of the model
@@ -643,21 +654,21 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
         GrammarSpec(calls="required"),
         written(tools_for(parser)),
         TokenizedPrompt((1,), thinking=False),
-        one=False,
+        one_call=False,
     )
     text = answer(parser, [("read", {"path": "a < b", "mode": "fast", "count": 3, "note": None}), ("now", {})])
     ids = tokenizer.wrapper.encode(text, add_special_tokens=False)
     assert len(ids) < len(text.encode()), "marks are single tokens"
-    constraint = made.begin()
+    constraint = made.create_cursor()
     for token in ids:
-        mask = constraint.mask()
+        mask = constraint.compute_mask()
         assert mask is not None
         assert mask[token // 8] >> token % 8 & 1, tokenizer.wrapper.decode([token])
         constraint.feed(token)
     (eos,) = tokenizer.eos
     constraint.feed(eos)
-    assert constraint.mask() is None
-    pipeline = tokenizer.pipeline("r", 0, (), written(tools_for(parser)), thinking=False, grammar=made)
+    assert constraint.compute_mask() is None
+    pipeline = tokenizer.create_pipeline("r", 0, (), written(tools_for(parser)), thinking=False, grammar=made)
     pieces = [piece for token in ids for piece in pipeline.feed(token).pieces]
     end, reason = pipeline.finish("stop")
     found = [json.loads(said)["name"] for channel, said in (*pieces, *end) if channel == Channel.TOOL_CALL]
@@ -706,8 +717,8 @@ def test_no_schema_raises_anything_but_its_refusal(parser: str):
                 [{"type": "function", "function": {"name": "a", "parameters": parameters, "strict": strict}}]
             )
             try:
-                text = write(GrammarSpec(calls="required"), tools, calling(parser), one=False)
-                as_read(parser, tools_of(tools, ""))
+                text = render_grammar(GrammarSpec(calls="required"), tools, calling(parser), one_call=False)
+                render_tools_for_parser(parser, parse_tool_specs(tools, ""))
             except UnsupportedSchema:
                 continue
             LLMatcher(BYTES, text, log_level=0, limits=LIMITS)

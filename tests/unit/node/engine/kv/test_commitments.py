@@ -9,16 +9,16 @@ KV = 131072
 
 
 def promised(ledger: CommitmentLedger) -> int:
-    return ledger.written_bytes() + ledger.reserved_bytes()
+    return ledger.compute_stored_bytes() + ledger.compute_reserved_bytes()
 
 
 def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
     ledger = CommitmentLedger(KvParameters(KV))
     for length in (17, 18, 16):
         ledger.commit(length, 1)
-    assert ledger.groups() == (BatchGroup(3, 18, 51),)
+    assert ledger.list_groups() == (BatchGroup(3, 18, 51),)
     ledger.commit(60_000, 1)
-    assert ledger.groups() == (BatchGroup(3, 18, 51), BatchGroup(1, 60_000, 60_000))
+    assert ledger.list_groups() == (BatchGroup(3, 18, 51), BatchGroup(1, 60_000, 60_000))
 
 
 def test_writing_moves_bytes_and_never_makes_any():
@@ -26,16 +26,16 @@ def test_writing_moves_bytes_and_never_makes_any():
     row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
     row.record_prefill(100, 0)
     other.record_prefill(10, 0)
-    assert ledger.written_bytes() == 110 * KV, "a row in prefill has a cache of its own, without padding"
+    assert ledger.compute_stored_bytes() == 110 * KV, "a row in prefill has a cache of its own, without padding"
     row.record_join(100)
     other.record_join(10)
-    assert ledger.written_bytes() == 2 * 100 * KV
-    assert ledger.reserved_bytes() == 0
+    assert ledger.compute_stored_bytes() == 2 * 100 * KV
+    assert ledger.compute_reserved_bytes() == 0
     ledger.release(row)
-    assert ledger.written_bytes() == 10 * KV
-    assert ledger.reserved_bytes() == 80 * KV
+    assert ledger.compute_stored_bytes() == 10 * KV
+    assert ledger.compute_reserved_bytes() == 80 * KV
     ledger.release(other)
-    assert ledger.groups() == ()
+    assert ledger.list_groups() == ()
 
 
 def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
@@ -43,23 +43,23 @@ def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
     ledger = CommitmentLedger(kv)
     (row,) = ledger.commit(1000, 1)
     row.record_prompt(100)
-    plain, whole = ledger.written_bytes(), promised(ledger)
+    plain, whole = ledger.compute_stored_bytes(), promised(ledger)
     row.record_prefill(100, 355)
-    assert ledger.written_bytes() == plain, "what a row of 100 tokens may have anyhow"
+    assert ledger.compute_stored_bytes() == plain, "what a row of 100 tokens may have anyhow"
     row.record_prefill(100, 800)
-    assert ledger.written_bytes() == plain + (800 - 355) * KV, "only growing layers allocate in advance"
+    assert ledger.compute_stored_bytes() == plain + (800 - 355) * KV, "only growing layers allocate in advance"
     assert promised(ledger) == whole
     row.record_join(100)
-    assert ledger.written_bytes() == plain
+    assert ledger.compute_stored_bytes() == plain
 
 
 def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
     ledger = CommitmentLedger(KvParameters(KV))
     (row,) = ledger.commit(100, 1)
-    assert (row.written, row.joined) == (0, False)
-    assert (ledger.written_bytes(), ledger.reserved_bytes()) == (0, 100 * KV)
+    assert (row.stored_tokens, row.is_joined) == (0, False)
+    assert (ledger.compute_stored_bytes(), ledger.compute_reserved_bytes()) == (0, 100 * KV)
     empty = CommitmentLedger(KvParameters(KV, fixed=1000))
-    assert empty.cost(0, 1) == 0
+    assert empty.compute_cost(0, 1) == 0
     empty.commit(0, 1)
     assert promised(empty) == 0
 
@@ -73,11 +73,11 @@ def test_a_misspelt_word_of_what_is_written_is_an_error_and_not_a_promise_that_n
 def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
     ledger = CommitmentLedger(KvParameters(KV))
     (long,), (short,) = ledger.commit(60_000, 1), ledger.commit(20, 1)
-    first, second = ledger.batch_of(long), ledger.batch_of(short)
+    first, second = ledger.get_batch_number(long), ledger.get_batch_number(short)
     assert first != second
-    assert ledger.batch_of(ledger.commit(59_000, 1)[0]) == first
+    assert ledger.get_batch_number(ledger.commit(59_000, 1)[0]) == first
     ledger.release(short)
-    assert ledger.batch_of(ledger.commit(20, 1)[0]) not in (first, second)
+    assert ledger.get_batch_number(ledger.commit(20, 1)[0]) not in (first, second)
 
 
 def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
@@ -88,10 +88,10 @@ def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
     rows = ledger.commit(90, 3)
     for row in rows:
         row.record_prompt(80)
-    assert ledger.joining(rows[0], 1) == 2 * 80 * KV, "a row in prefill is in no batch yet"
-    assert ledger.joining(rows[1], 2) == 2 * 80 * KV, "the equals have a batch of their own"
+    assert ledger.compute_joined_bytes(rows[0], 1) == 2 * 80 * KV, "a row in prefill is in no batch yet"
+    assert ledger.compute_joined_bytes(rows[1], 2) == 2 * 80 * KV, "the equals have a batch of their own"
     rows[0].record_prompt(20)
-    assert ledger.joining(rows[0], 1) == 2 * 50 * KV
+    assert ledger.compute_joined_bytes(rows[0], 1) == 2 * 50 * KV
 
 
 OPERATIONS = st.lists(
@@ -113,25 +113,25 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
         before = promised(ledger)
         row = rows[first % len(rows)] if rows and name != "commit" else None
         if name == "commit":
-            cost = ledger.cost(first, second)
+            cost = ledger.compute_cost(first, second)
             rows += ledger.commit(first, second)
             assert promised(ledger) == before + cost
         elif row is not None and name == "write":
             row.reset()
-            row.record_prompt(min(row.promised, second))
+            row.record_prompt(min(row.committed_tokens, second))
             if second % 2 == 0:
-                row.record_join(row.written)
+                row.record_join(row.stored_tokens)
             assert promised(ledger) == before
         elif row is not None and name == "extend":
-            cost = ledger.extension(row, second)
+            cost = ledger.compute_extension_bytes(row, second)
             ledger.extend(row, second)
             assert promised(ledger) == before + cost
         elif row is not None:
             rows.remove(row)
             ledger.release(row)
             assert promised(ledger) < before
-        assert ledger.reserved_bytes() >= 0
-        assert sum(group.rows for group in ledger.groups()) == len(rows)
+        assert ledger.compute_reserved_bytes() >= 0
+        assert sum(group.rows for group in ledger.list_groups()) == len(rows)
 
 
 def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_decode_together():
@@ -140,27 +140,31 @@ def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_dec
     first, second = ledger.commit(100, 2)
     (third,) = ledger.commit(60_000, 1)
     assert len(ledger) == 3
-    assert [ledger.holds(row) for row in (first, second, third)] == [True, True, True]
+    assert [ledger.is_committed(row) for row in (first, second, third)] == [True, True, True]
     second.record_join(0)
-    assert (ledger.joined_rows(first), ledger.joined_rows(second), ledger.joined_rows(third)) == (1, 1, 0)
+    assert (ledger.count_joined_rows(first), ledger.count_joined_rows(second), ledger.count_joined_rows(third)) == (
+        1,
+        1,
+        0,
+    )
     ledger.release(first)
-    assert [ledger.holds(row) for row in (first, second, third)] == [False, True, True]
+    assert [ledger.is_committed(row) for row in (first, second, third)] == [False, True, True]
     assert len(ledger) == 2
 
 
 def test_a_row_counts_its_tokens_and_a_reset_keeps_only_its_committed_tokens():
     row = Commitment(100)
     row.record_prefill(7, 256)
-    assert (row.written, row.capacity_tokens, row.joined) == (7, 256, False)
+    assert (row.stored_tokens, row.capacity_tokens, row.is_joined) == (7, 256, False)
     row.record_join(8)
     row.record_token()
-    assert (row.written, row.capacity_tokens, row.joined) == (9, 0, True)
+    assert (row.stored_tokens, row.capacity_tokens, row.is_joined) == (9, 0, True)
     row.extend(16)
     row.reset()
-    assert (row.promised, row.written, row.capacity_tokens, row.joined) == (116, 0, 0, False)
+    assert (row.committed_tokens, row.stored_tokens, row.capacity_tokens, row.is_joined) == (116, 0, 0, False)
 
 
 def test_a_bound_of_waste_replaces_the_one_before():
     ledger = CommitmentLedger(KvParameters(KV, step=256))
-    ledger.bound_waste(5)
+    ledger.set_waste(5)
     assert ledger.kv == KvParameters(KV, step=256, waste=5)

@@ -9,12 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import extent_of, kv_of, nbytes_of, new_cache
+from node.engine.kv.kv_cache import create_cache, measure_extent, measure_kv_parameters, sum_nbytes
 from node.engine.memory.gate import GateSite
 from node.engine.models import loaded_model as loading
-from node.engine.models.loaded_model import forward
+from node.engine.models.loaded_model import run_forward
 from node.models import catalogue
-from node.models.catalogue import describe, predict_kv
+from node.models.catalogue import describe_folder, predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
 from tests.support.engine.text_engine import Driver
@@ -27,10 +27,10 @@ LENGTHS = (20, 256, 300, 700)
 
 def written(model: Any, tokens: int) -> Any:
     """Prefill `tokens` tokens into a new cache, few at first, to make it grow."""
-    cache = new_cache(model)
-    forward(model, [1] * 20, cache, last=False)
+    cache = create_cache(model)
+    run_forward(model, [1] * 20, cache, last=False)
     for start in range(20, tokens, 128):
-        forward(model, [1] * min(128, tokens - start), cache, last=False)
+        run_forward(model, [1] * min(128, tokens - start), cache, last=False)
     return cache
 
 
@@ -38,18 +38,18 @@ def written(model: Any, tokens: int) -> Any:
 def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: str):
     folder = Path(models.path(architecture, trained=False))
     model, _ = load_model(folder)
-    found = describe(architecture, folder)
+    found = describe_folder(architecture, folder)
     assert found is not None
-    measured = kv_of(written(model, 20))
+    measured = measure_kv_parameters(written(model, 20))
     assert measured == found.kv
     for tokens in LENGTHS:
         cache = written(model, tokens)
-        extent = extent_of(cache)
+        extent = measure_extent(cache)
         layers = sum(1 for layer in cache if hasattr(layer, "keys") and not hasattr(layer, "max_size"))
         held = extent.capacity // layers
         in_window = measured.window_per_token * min(held, measured.window) if measured.window else 0
         if not measured.window:
-            assert nbytes_of(cache) == measured.fixed + measured.per_token * held
+            assert sum_nbytes(cache) == measured.fixed + measured.per_token * held
         elif tokens >= measured.window:
             assert extent.size == measured.per_token * held + in_window
         assert tokens <= held < tokens + measured.step
@@ -103,10 +103,10 @@ def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[st
     config = {"model_type": kind, **MLA, **more}
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
-    measured = kv_of(written(model, 20))
+    measured = measure_kv_parameters(written(model, 20))
     assert measured == predict_kv(config, 4)
     cache = written(model, 300)
-    assert extent_of(cache).size == nbytes_of(cache) <= row_bytes(measured, 300)
+    assert measure_extent(cache).size == sum_nbytes(cache) <= row_bytes(measured, 300)
 
 
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
@@ -123,7 +123,7 @@ def test_the_size_of_a_number_is_the_base_types_where_weights_are_quantized():
 def test_the_gate_is_asked_where_no_dimension_is_known(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(catalogue, "predict_kv", lambda config, size: KvParameters(0))
     monkeypatch.setattr(catalogue, "predict_transient", lambda config, size: TransientModel())
-    monkeypatch.setattr(loading, "kv_of", lambda cache: KvParameters(0))
+    monkeypatch.setattr(loading, "measure_kv_parameters", lambda cache: KvParameters(0))
     driver = Driver(models.path("llama"))
     gate = driver.engine.gate
     assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=4))), Finished)

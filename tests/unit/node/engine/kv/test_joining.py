@@ -20,7 +20,7 @@ def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytes
     driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
     other = driver.ask(FIRST["prompt"])
     driver.until(lambda: driver.engine.report(0.0).running)
-    joining, join, refused, joined = CommitmentLedger.joining, DecodeBatch.join, list[int](), list[int]()
+    joining, join, refused, joined = CommitmentLedger.compute_joined_bytes, DecodeBatch.join, list[int](), list[int]()
 
     def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
         short = rows == 2 and not refused
@@ -31,7 +31,7 @@ def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytes
         joined.append(len(rows))
         return join(batch, rows, *past)
 
-    monkeypatch.setattr(CommitmentLedger, "joining", dear)
+    monkeypatch.setattr(CommitmentLedger, "compute_joined_bytes", dear)
     monkeypatch.setattr(DecodeBatch, "join", counted)
     number = driver.ask(SECOND["prompt"], GenerationParams(temperature=0.0, n=3))
     ends = driver.end(number), driver.end(other)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from node.engine.kv.kv_cache import LayerCache, capacity_of, grow_cache, grow_caches
+from node.engine.kv.kv_cache import LayerCache, compute_mean_capacity, grow_cache, grow_caches
 from wire.report import CACHE_STEP_TOKENS
 
 HEADS, WIDTH = 2, 4
@@ -32,7 +32,7 @@ def grow(most: int, chunk: int, *, stretched: bool) -> tuple[list[float], int, i
         if stretched:
             grow_caches([cache], count, most)
         shown = write(cache, begin, count)
-        rooms.append(capacity_of([cache]))
+        rooms.append(compute_mean_capacity([cache]))
     return cast("list[float]", shown[0, 0, :, 0].tolist()), len(set(rooms)) - 1, rooms[-1]
 
 
@@ -65,7 +65,7 @@ def test_beside_others_caches_double_one_at_a_time_and_in_time():
     assert max(grown[256 // 20 :]) == 1
     assert sum(grown) <= 5 * 4, "each as often as without"
     assert max(rooms[-1]) <= 3000 + CACHE_STEP_TOKENS
-    assert all(capacity_of(cast("list[LayerCache]", layers)) == sum(one) // 4 for one in rooms[-1:])
+    assert all(compute_mean_capacity(cast("list[LayerCache]", layers)) == sum(one) // 4 for one in rooms[-1:])
 
 
 def test_what_is_kept_beyond_the_end_is_never_shown():
@@ -83,4 +83,4 @@ def test_windows_and_states_are_left_as_they_are(kind: type[Any], arguments: tup
     before = dict(vars(cache))
     grow_caches([cast("LayerCache", cache)], 500, 5000)
     assert vars(cache) == before
-    assert capacity_of([cast("LayerCache", cache)]) == 0
+    assert compute_mean_capacity([cast("LayerCache", cache)]) == 0

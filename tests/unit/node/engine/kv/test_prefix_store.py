@@ -13,10 +13,10 @@ from node.engine.kv.prefix_store import (
     PrefixCache,
     PrefixHit,
     PrefixStore,
-    hash_of,
+    hash_prompt,
 )
 from node.engine.kv.radix_trie import pack
-from node.engine.scheduling.prefix_cache import MAX_TEMPLATE_TOKENS, limit_of, snapshot_positions
+from node.engine.scheduling.prefix_cache import MAX_TEMPLATE_TOKENS, choose_snapshot_positions, compute_limit
 from wire.report import CacheState
 
 START = list(range(MIN_PREFIX_TOKENS))
@@ -24,7 +24,7 @@ START = list(range(MIN_PREFIX_TOKENS))
 
 def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> CachedPrefix[str]:
     key = pack([*START, *more])
-    return CachedPrefix(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
+    return CachedPrefix(model, key, f"cache of {more}", nbytes, hash_prompt(model, key), snapshot)
 
 
 def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
@@ -45,12 +45,12 @@ def test_a_sequence_serves_its_own_scope_alone():
     assert kept.find("m", asked, cut=True, scope="alice").entry is one
     assert kept.find("m", asked, cut=True, scope="mallory") == PrefixHit(), "not even that something is shared"
     assert not kept.covers("m", one.key, cut=True, scope="mallory")
-    assert kept.replaced("m", asked, "mallory") == []
+    assert kept.find_redundant("m", asked, "mallory") == []
     kept.store(other)
     assert kept.find("m", asked, cut=True, scope="mallory").entry is other
     assert kept.evict(10) == 10, "bytes are counted and evicted in order of use over all scopes"
     assert kept.find("m", asked, cut=True, scope="alice").entry is None
-    kept.drop("m")
+    kept.evict_model("m")
     assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
 
 
@@ -103,7 +103,7 @@ def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
     kept.find("m", pack([*START, 0, 9]), cut=True)
     assert kept.evict(12) == 11 + 12
     assert [one.is_stored for one in entries] == [True, False, False, True]
-    state = kept.state()
+    state = kept.get_state()
     assert (state.nbytes, state.entries, state.stores, state.evictions) == (23, 2, 4, 2)
     assert state.evicted == (entries[1].prompt_hash, entries[2].prompt_hash)
     assert kept.evict(2**60) == 23
@@ -125,8 +125,8 @@ def test_a_model_that_leaves_takes_its_own_with_it():
     kept: PrefixCache[str] = PrefixCache()
     kept.store(entry(1))
     kept.store(entry(1, model="other"))
-    kept.drop("m")
-    kept.drop("nobody")
+    kept.evict_model("m")
+    kept.evict_model("nobody")
     assert kept.find("m", pack([*START, 1, 2]), cut=True).entry is None
     assert kept.find("other", pack([*START, 1, 2]), cut=True).entry is not None
 
@@ -137,15 +137,15 @@ def test_a_longer_sequence_makes_its_beginnings_needless():
     kept.store(short)
     kept.store(other)
     longer = entry(1, 2, 3)
-    assert kept.replaced("m", longer.key) == [short]
+    assert kept.find_redundant("m", longer.key) == [short]
     assert not kept.covers("m", longer.key, cut=True)
-    kept.discard([short])
-    kept.discard([short])
+    kept.remove_redundant([short])
+    kept.remove_redundant([short])
     kept.store(longer)
     assert kept.covers("m", short.key, cut=True)
     assert not kept.covers("m", short.key, cut=False)
     assert kept.covers("m", longer.key, cut=False)
-    assert kept.state().evictions == 0
+    assert kept.get_state().evictions == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("sefd"), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 50))))
@@ -162,7 +162,7 @@ def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int
             found = kept.find("m", pack([*START, *ids, 9]), cut=bool(size % 2))
             assert found.entry is None or found.entry.is_stored
         else:
-            kept.discard(kept.replaced("m", pack([*START, *ids])))
+            kept.remove_redundant(kept.find_redundant("m", pack([*START, *ids])))
         alive = [one for one in stored if one.is_stored]
         assert kept.nbytes == sum(one.nbytes for one in alive)
         assert len(kept) == len(alive) == len({one.key for one in alive})
@@ -170,24 +170,24 @@ def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int
 
 def test_a_hash_names_the_ids_the_model_and_every_block_before():
     ids = list(range(2 * BLOCK_TOKENS + 7))
-    assert hash_of("a", pack(ids)) == hash_of("a", pack(ids))
+    assert hash_prompt("a", pack(ids)) == hash_prompt("a", pack(ids))
     assert (
         len(
             {
-                hash_of("a", pack(ids)),
-                hash_of("b", pack(ids)),
-                hash_of("a", pack([9, *ids[1:]])),
-                hash_of("a", pack(ids[:-1])),
+                hash_prompt("a", pack(ids)),
+                hash_prompt("b", pack(ids)),
+                hash_prompt("a", pack([9, *ids[1:]])),
+                hash_prompt("a", pack(ids[:-1])),
             }
         )
         == 4
     )
-    assert len(hash_of("a", pack(ids))) == 16
+    assert len(hash_prompt("a", pack(ids))) == 16
 
 
 def test_a_hash_is_the_same_in_every_version():
     """Nodes and coordinator compare hashes. A changed hash makes every cached prompt unknown."""
-    found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1)]
+    found = [hash_prompt("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1)]
     assert found == [
         "178ae0acf7f5c5ab692c698ac329d4fd",
         "9593934efb6da2e1eb5f95aa4b8abcd5",
@@ -231,30 +231,34 @@ def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     kept.count_hit(30)
     kept.count_hit(12)
     total = sum(one.nbytes for one in entries)
-    assert kept.state() == CacheState(total, MAX_EVICTIONS_REPORTED + 2, 2, 42, MAX_EVICTIONS_REPORTED + 2, 0, ())
+    assert kept.get_state() == CacheState(total, MAX_EVICTIONS_REPORTED + 2, 2, 42, MAX_EVICTIONS_REPORTED + 2, 0, ())
     assert (kept.evict(0), kept.evict(10)) == (0, 10)
     kept.store(replace(entries[1], value="newer", nbytes=5))
     assert (kept.nbytes, len(kept), entries[1].is_stored) == (total - 10 - 11 + 5, MAX_EVICTIONS_REPORTED + 1, False)
-    kept.drop("m")
+    kept.evict_model("m")
     hashes = [one.prompt_hash for one in (*entries[2:], entries[1])]
-    assert kept.state() == CacheState(
+    assert kept.get_state() == CacheState(
         0, 0, 2, 42, MAX_EVICTIONS_REPORTED + 3, MAX_EVICTIONS_REPORTED + 2, tuple(hashes[-MAX_EVICTIONS_REPORTED:])
     )
 
 
 def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
     prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
-    assert snapshot_positions(prompt, {2}, 0, 0) == [143]
-    assert snapshot_positions(prompt, {2}, 0, 80) == [80, 143]
-    assert snapshot_positions(prompt, {2}, 50, 80) == [143], "too little more than what is there"
-    assert snapshot_positions(prompt, {2}, 143, 143) == []
-    assert snapshot_positions(prompt, {1}, 0, 0) == [len(prompt) - 1 - MAX_TEMPLATE_TOKENS], "no token ends a turn"
-    assert snapshot_positions(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], "one token is left to compute"
-    assert snapshot_positions([5] * 10, {2}, 0, 0) == []
+    assert choose_snapshot_positions(prompt, {2}, 0, 0) == [143]
+    assert choose_snapshot_positions(prompt, {2}, 0, 80) == [80, 143]
+    assert choose_snapshot_positions(prompt, {2}, 50, 80) == [143], "too little more than what is there"
+    assert choose_snapshot_positions(prompt, {2}, 143, 143) == []
+    assert choose_snapshot_positions(prompt, {1}, 0, 0) == [len(prompt) - 1 - MAX_TEMPLATE_TOKENS], (
+        "no token ends a turn"
+    )
+    assert choose_snapshot_positions(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], (
+        "one token is left to compute"
+    )
+    assert choose_snapshot_positions([5] * 10, {2}, 0, 0) == []
 
 
 def test_how_much_may_be_kept():
-    assert limit_of("auto", 1000, 200) == 120
-    assert limit_of("auto", 1000, 2000) == 0
-    assert limit_of("2KiB", 1000, 200) == 2048
-    assert limit_of("off", 1000, 0) == limit_of(0, 1000, 0) == limit_of("0", 1000, 0) == 0
+    assert compute_limit("auto", 1000, 200) == 120
+    assert compute_limit("auto", 1000, 2000) == 0
+    assert compute_limit("2KiB", 1000, 200) == 2048
+    assert compute_limit("off", 1000, 0) == compute_limit(0, 1000, 0) == compute_limit("0", 1000, 0) == 0

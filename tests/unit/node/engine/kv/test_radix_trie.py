@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.radix_trie import RadixTrie, common, pack
+from node.engine.kv.radix_trie import RadixTrie, count_common_bytes, pack
 
 ids = st.lists(st.sampled_from([0, 1, 2, 256, 2**32 - 1]), min_size=1, max_size=12)
 
@@ -20,7 +20,7 @@ def shared(one: list[int], other: list[int]) -> int:
 
 @given(ids, ids)
 def test_common_is_counted_in_whole_ids(one: list[int], other: list[int]):
-    assert common(pack(one), pack(other)) == 4 * shared(one, other)
+    assert count_common_bytes(pack(one), pack(other)) == 4 * shared(one, other)
 
 
 @given(st.lists(ids, max_size=12), st.lists(st.integers(0, 11), max_size=8), ids, st.integers(0, 12))
@@ -40,7 +40,7 @@ def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int]
         assert list(match.below)[:best] == asked[:best]
     beginnings = {key for key in kept if key == tuple(asked[: len(key)])}
     assert match.exact == max((key for key in beginnings if len(key) <= most), key=len, default=None)
-    assert set(trie.beginnings(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
+    assert set(trie.find_proper_prefixes(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
 
 
 def test_what_is_not_stored_cannot_be_removed():

@@ -4,12 +4,12 @@ import time
 
 import pytest
 
-from node.engine.memory.footprint import clear_pool
+from node.engine.memory.footprint import clear_buffers
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView
 from router.placement.place import place
 from router.placement.reservations import ReservationLedger
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import reading_bytes
@@ -30,7 +30,7 @@ def reported(driver: Driver) -> ClusterView:
     ((tag, body),) = Splitter().feed(encode(report))
     arrived = decode(tag, body)
     assert isinstance(arrived, Report)
-    view = view_of(arrived, node=NodeId("n1"), name="studio", state="ready", reported_at=100.0)
+    view = build_node_view(arrived, node=NodeId("n1"), name="studio", state="ready", reported_at=100.0)
     return ClusterView((view,))
 
 
@@ -73,14 +73,14 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     driver = Driver(models.path("llama"), max_batch_size=8)
     for number in range(12):
         driver.answer(f"{number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
-    clear_pool()
+    clear_buffers()
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
     assert report.memory.reusable > 5 * MIB
     assert report.memory.reusable <= report.cache.nbytes, (
         "the report counts no more bytes as reusable than the cache holds"
     )
-    driver.engine.gate.hold(MemoryLimits(2**33, report.memory.current + room, 0, "dynamic"))
+    driver.engine.gate.set_limits(MemoryLimits(2**33, report.memory.current + room, 0, "dynamic"))
     params = GenerationParams(temperature=0.0, max_tokens=30, n=choices)
     content = "fresh " * words
     verdict = placed(driver, content, params)
@@ -104,7 +104,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
         tokens = tokens_of(driver, content)
         needed = 0
         for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # first alone, then around its need
-            clear_pool()  # else the gate would evict pooled buffers for a request that the router did not place
+            clear_buffers()  # else the gate would evict pooled buffers for a request that the router did not place
             memory = driver.engine.report(time.monotonic()).memory
             assert memory.current is not None
             driver.take(MemoryLimits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))

@@ -9,8 +9,8 @@ from node.engine.memory.footprint import (
     MAX_POOL_BYTES,
     EngineMemory,
     MlxPeakTracker,
-    clear_pool,
-    limit_pool,
+    clear_buffers,
+    limit_buffers,
     release_free_memory,
 )
 from node.engine.memory.gate import MemoryGate
@@ -29,7 +29,7 @@ def nothing_kept() -> None:
 @pytest.fixture
 def gate() -> MemoryGate:
     made = MemoryGate()
-    made.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
+    made.set_limits(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     return made
 
 
@@ -41,7 +41,7 @@ def held(size: int) -> mx.array:
 
 @pytest.mark.parametrize(("cap", "limit"), [(8 * GIB, 8 * GIB // 100), (64 * GIB, MAX_POOL_BYTES), (0, 0)])
 def test_the_pool_is_one_percent_of_the_cap_and_256_mib_at_most(cap: int, limit: int):
-    limit_pool(cap)
+    limit_buffers(cap)
     assert mx.set_cache_limit(MAX_POOL_BYTES) == limit
 
 
@@ -50,7 +50,7 @@ def test_free_buffers_go_and_what_is_held_stays():
     kept, gone = held(8 * MIB), held(16 * MIB)
     del gone
     assert mx.get_cache_memory() >= 16 * MIB
-    clear_pool()
+    clear_buffers()
     assert mx.get_cache_memory() == 0
     assert mx.get_active_memory() >= kept.nbytes
 
@@ -83,11 +83,11 @@ def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(g
     after = read(began + 1.5)
     assert after.current is not None
     assert after.current > high.current - 32 * MIB, "what stood there a moment ago still counts"
-    assert footprint.peak_expires_at(began + 1.5) == began + 5.0
+    assert footprint.find_peak_expiry(began + 1.5) == began + 5.0
     fallen = read(began + 5.5)
     assert fallen.current is not None
     assert fallen.current < high.current - 200 * MIB
-    assert footprint.peak_expires_at(began + 6.0) is None
+    assert footprint.find_peak_expiry(began + 6.0) is None
 
 
 def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: MemoryGate):
@@ -109,7 +109,7 @@ def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gat
     high = footprint.read_memory(gate, 0, 100.0)
     del array
     release_free_memory()
-    footprint.forget()
+    footprint.reset_peak()
     low = footprint.read_memory(gate, 0, 100.5)
     assert high.current is not None
     assert low.current is not None
@@ -139,10 +139,10 @@ def test_a_height_is_measured_from_its_own_mark_and_the_highest_ever_is_kept():
     release_free_memory()
     height.mark()
     first = held(32 * MIB)
-    assert height.peak_above_mark() == pytest.approx(32 * MIB, abs=MIB)
+    assert height.measure_peak_above_mark() == pytest.approx(32 * MIB, abs=MIB)
     del first
-    assert height.peak_drop() == pytest.approx(32 * MIB, abs=MIB)
-    ever = height.highest()
+    assert height.measure_peak_drop() == pytest.approx(32 * MIB, abs=MIB)
+    ever = height.get_highest()
     height.mark()
-    assert (height.marks, height.peak_above_mark()) == (2, 0)
-    assert height.highest() == ever
+    assert (height.marks, height.measure_peak_above_mark()) == (2, 0)
+    assert height.get_highest() == ever

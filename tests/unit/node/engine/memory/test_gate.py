@@ -16,7 +16,7 @@ READING = MemoryReading(11 * GIB, "statm", 100.0)
 def gate(limits: MemoryLimits | None) -> MemoryGate:
     made = MemoryGate()
     if limits is not None:
-        made.hold(limits)
+        made.set_limits(limits)
     return made
 
 
@@ -42,8 +42,8 @@ def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(
     limits: MemoryLimits | None, reading: MemoryReading, armed: bool
 ):
     under_test = gate(limits)
-    assert under_test.armed(reading, 100.0) is armed
-    assert under_test.memory(USE, reading, 128 * GIB, 100.0).armed is armed
+    assert under_test.is_armed(reading, 100.0) is armed
+    assert under_test.build_memory(USE, reading, 128 * GIB, 100.0).armed is armed
 
 
 @pytest.mark.parametrize("site", list(GateSite))
@@ -63,7 +63,7 @@ def test_a_closed_gate_refuses_at_every_site_and_counts(
     site: GateSite, limits: MemoryLimits | None, reading: MemoryReading, code: RefusalCode
 ):
     under_test = gate(limits)
-    answer = under_test.check(site, under_test.memory(USE, reading, 128 * GIB, 100.0), 1)
+    answer = under_test.check(site, under_test.build_memory(USE, reading, 128 * GIB, 100.0), 1)
     assert isinstance(answer, Refused)
     assert answer.code is code
     assert (under_test.checks[site], under_test.refusals[site]) == (1, 1)
@@ -71,7 +71,7 @@ def test_a_closed_gate_refuses_at_every_site_and_counts(
 
 def test_the_answer_is_the_verdicts_to_the_byte():
     under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "dynamic", leases=7))
-    memory = under_test.memory(USE, READING, 128 * GIB, 100.5)
+    memory = under_test.build_memory(USE, READING, 128 * GIB, 100.5)
     assert memory.current == 12 * GIB
     assert memory.headroom == 4 * GIB
     assert (memory.leases, memory.bound_by, memory.age, memory.total) == (7, "dynamic", 0.5, 128 * GIB)
@@ -83,7 +83,7 @@ def test_the_answer_is_the_verdicts_to_the_byte():
 
 def test_the_guard_passes_everything_only_when_it_is_off_by_name():
     under_test = gate(MemoryLimits(0, 0, 0, "", guard=False))
-    memory = under_test.memory(USE, MemoryReading(None, "statm", 0.0), 0, 100.0)
+    memory = under_test.build_memory(USE, MemoryReading(None, "statm", 0.0), 0, 100.0)
     assert isinstance(under_test.check(GateSite.PREFILL, memory, 2**50), Fits)
     assert under_test.describe()["state"] == "OFF"
 
@@ -92,23 +92,23 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     under_test = gate(None)
     assert under_test.limits_number == 0
     assert under_test.describe() == {"state": "closed"}
-    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    memory = under_test.build_memory(USE, READING, 128 * GIB, 100.0)
     assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
     assert memory.headroom == -15 * GIB
-    refused = under_test.not_ready_refusal()
+    refused = under_test.refuse_unless_ready()
     assert refused is not None
     assert refused.retry_after == 1.0
-    under_test.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
+    under_test.set_limits(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
     assert under_test.limits_number == 7
-    assert under_test.not_ready_refusal() is None
+    assert under_test.refuse_unless_ready() is None
 
 
 def test_a_missing_value_is_reported_as_nothing_and_a_given_one_as_it_is():
     under_test = gate(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
-    plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    plain = under_test.build_memory(USE, READING, 128 * GIB, 100.0)
     assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)
     assert (plain.cap, plain.ceiling, plain.active, plain.source) == (64 * GIB, 64 * GIB, USE.active, READING.source)
-    told = under_test.memory(
+    told = under_test.build_memory(
         MlxCounters(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4
     )
     assert (told.base, told.cache, told.peak) == (4, 5, 6)
@@ -116,7 +116,7 @@ def test_a_missing_value_is_reported_as_nothing_and_a_given_one_as_it_is():
 
 
 def test_a_reading_from_a_clock_ahead_is_of_no_age():
-    assert gate(None).memory(USE, READING, 0, 99.5).age == 0.0
+    assert gate(None).build_memory(USE, READING, 0, 99.5).age == 0.0
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
     automatic: bool, residual: int | None, margin: int
 ):
     under_test = MemoryGate(lambda: residual)
-    under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
-    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    under_test.set_limits(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
+    memory = under_test.build_memory(USE, READING, 128 * GIB, 100.0)
     assert memory.margin == margin
     assert memory.headroom == 100 * GIB - margin - 12 * GIB - 3 * GIB
     decided = "setting" if not automatic else "no profile" if residual is None else "profiles"
@@ -137,9 +137,9 @@ def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
 
 def test_gate_measures_count_checks_refusals_and_predicted_peaks():
     under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "dynamic"))
-    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
-    unreadable = under_test.memory(USE, MemoryReading(None, "statm", 100.0), 128 * GIB, 100.0)
-    empty = gate(None).memory(USE, READING, 128 * GIB, 100.0)
+    memory = under_test.build_memory(USE, READING, 128 * GIB, 100.0)
+    unreadable = under_test.build_memory(USE, MemoryReading(None, "statm", 100.0), 128 * GIB, 100.0)
+    empty = gate(None).build_memory(USE, READING, 128 * GIB, 100.0)
     for estimate in (GIB, 14 * GIB, 14 * GIB):
         under_test.check(GateSite.JOIN, memory, estimate)
     under_test.check(GateSite.PREFILL, unreadable, 1)
@@ -149,7 +149,7 @@ def test_gate_measures_count_checks_refusals_and_predicted_peaks():
     predicted.observe(1 + (1 - 4) / 20)
     predicted.observe(1 + (14 - 4) / 20, times=2)
     transient.observe(5)
-    measured = under_test.measures()
+    measured = under_test.get_measures()
     assert measured == GateMeasures(
         (("join", 3), ("prefill", 2)),
         ((RefusalCode.NO_ROOM.value, 3), (RefusalCode.UNREADABLE.value, 1)),
@@ -161,14 +161,14 @@ def test_gate_measures_count_checks_refusals_and_predicted_peaks():
 def test_gate_counts_a_predicted_peak_under_a_ceiling_of_one_byte():
     under_test = gate(MemoryLimits(1, 1, 0, ""))
     under_test.check(
-        GateSite.GROW, under_test.memory(MlxCounters(0, 0, 0), MemoryReading(0, "statm", 100.0), GIB, 100.0), 1
+        GateSite.GROW, under_test.build_memory(MlxCounters(0, 0, 0), MemoryReading(0, "statm", 100.0), GIB, 100.0), 1
     )
-    assert under_test.measures().predicted.total == 1.0
+    assert under_test.get_measures().predicted.total == 1.0
 
 
 def test_gate_judges_a_load_without_the_margin():
     under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "static"))
-    memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
+    memory = under_test.build_memory(USE, READING, 128 * GIB, 100.0)
     assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB, load=True), Fits)
     assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB + 1, load=True), Refused)
     assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB), Refused)
@@ -177,9 +177,9 @@ def test_gate_judges_a_load_without_the_margin():
 @pytest.mark.parametrize(("residual", "narrowed"), [(None, 0), (0, 13 * GIB), (50 * GIB, 0)])
 def test_gate_reports_by_how_much_profiles_narrow_the_margin(residual: int | None, narrowed: int):
     under_test = MemoryGate(lambda: residual)
-    assert under_test.narrowed_bytes() == 0
-    under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
-    assert under_test.narrowed_bytes() == narrowed
+    assert under_test.compute_narrowed_bytes() == 0
+    under_test.set_limits(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
+    assert under_test.compute_narrowed_bytes() == narrowed
 
 
 def test_the_cap_in_force_is_zero_before_the_first_limits():

@@ -48,7 +48,7 @@ def forwards(clock: Later) -> GatedForwards:
 
 def expected(forwards: GatedForwards, doing: NativeCallKind, model: str = "large", own: float = 0.5) -> float:
     """Make a call and return its expected seconds minus its own time."""
-    with forwards.native(doing, model, 1, own) as call:
+    with forwards.run_native(doing, model, 1, own) as call:
         assert forwards.call is call
         return call.expected - own
 
@@ -100,17 +100,17 @@ def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_hang_rule_leaves_time_to_read_the_weights_again(forwards: GatedForwards):
-    with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
+    with forwards.run_native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
         assert not SupervisorTimeouts().is_hung(READ_AGAIN, call.expected)
-    with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
+    with forwards.run_native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
         assert SupervisorTimeouts().is_hung(10.1, call.expected)
 
 
 def test_once_halted_no_call_begins(forwards: GatedForwards):
     forwards.halted = True
-    with pytest.raises(Halted), forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5):
+    with pytest.raises(Halted), forwards.run_native(NativeCallKind.PREFILL, "large", 1, 0.5):
         raise AssertionError("it began")
-    assert forwards.counts().forwards == 0
+    assert forwards.get_counts().forwards == 0
 
 
 def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
@@ -155,10 +155,10 @@ class Asked:
 
     def hold(self, room: int, *, cap: int = 1024 * GIB, guard: bool = True) -> None:
         """Leave `room` bytes under the ceiling."""
-        self.forwards.gate.hold(MemoryLimits(GIB, GIB, 0, ""))
-        current = self.forwards.memory(time.monotonic()).current
+        self.forwards.gate.set_limits(MemoryLimits(GIB, GIB, 0, ""))
+        current = self.forwards.read_memory(time.monotonic()).current
         assert current is not None
-        self.forwards.gate.hold(MemoryLimits(cap, current + room, 0, "dynamic", guard))
+        self.forwards.gate.set_limits(MemoryLimits(cap, current + room, 0, "dynamic", guard))
 
     def _make_room(self, site: GateSite, need: int) -> bool:
         self.made_room.append((site, need))
@@ -175,7 +175,7 @@ def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
     asked = Asked(256 * MIB)
     assert asked.forwards.check(GateSite.PREFILL, MIB) is None
     assert asked.made_room == []
-    assert (asked.forwards.counts().checks, asked.forwards.counts().refusals) == (1, 0)
+    assert (asked.forwards.get_counts().checks, asked.forwards.get_counts().refusals) == (1, 0)
 
 
 @pytest.mark.parametrize("makes_room", [False, True])
@@ -186,12 +186,12 @@ def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_ro
     assert refused.code is RefusalCode.NO_ROOM, "the gate decides after the attempt to free memory"
     assert asked.made_room == [(GateSite.JOIN, GIB)]
     assert asked.forwards.gate.checks == {GateSite.JOIN: 1 + makes_room}
-    assert asked.forwards.counts().refusals == 1 + makes_room
+    assert asked.forwards.get_counts().refusals == 1 + makes_room
 
 
 def test_nothing_is_given_back_where_the_gate_is_closed():
     asked = Asked(256 * MIB)
-    asked.forwards.gate.hold(MemoryLimits(0, 0, 0, ""))
+    asked.forwards.gate.set_limits(MemoryLimits(0, 0, 0, ""))
     refused = asked.forwards.check(GateSite.GROW, 1)
     assert refused is not None
     assert refused.code is RefusalCode.NOT_READY
@@ -203,7 +203,7 @@ def test_the_largest_chunk_that_passes_is_taken_and_each_smaller_one_counted(fit
     asked = Asked(GIB)
     need = {512: 1, 256: 1, 128: 1} | {size: 64 * GIB for size in (512, 256, 128) if size > fits}
     assert asked.forwards.check_shrinking(GateSite.PREFILL, (512, 256, 128), need.__getitem__) == fits
-    assert asked.forwards.counts().shrinks == shrinks
+    assert asked.forwards.get_counts().shrinks == shrinks
     assert asked.made_room == [], "kept prefixes stay as long as a smaller chunk fits"
 
 
@@ -214,13 +214,13 @@ def test_room_is_made_for_the_smallest_chunk_only_and_it_may_be_refused():
     assert refused.numbers is not None
     assert refused.numbers.estimate == 256 * GIB
     assert asked.made_room == [(GateSite.PREFILL, 256 * GIB)]
-    assert asked.forwards.counts().shrinks == 1
+    assert asked.forwards.get_counts().shrinks == 1
 
 
 def test_what_is_reserved_at_this_moment_is_off_the_room():
     asked = Asked(256 * MIB)
     asked.reserved = 192 * MIB
-    assert asked.forwards.memory(time.monotonic()).reserved == 192 * MIB
+    assert asked.forwards.read_memory(time.monotonic()).reserved == 192 * MIB
     assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is not None
     asked.reserved = 0
     assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is None
@@ -228,32 +228,32 @@ def test_what_is_reserved_at_this_moment_is_off_the_room():
 
 def test_a_forward_over_the_cap_ends_a_request_with_the_numbers_whatever_the_ceiling():
     asked = Asked(GIB, cap=MIB)
-    refused = asked.forwards.over()
+    refused = asked.forwards.check_cap()
     assert refused is not None
     assert refused.code is RefusalCode.NO_ROOM
     assert refused.numbers is not None
     assert refused.numbers.cap == MIB
-    assert asked.forwards.counts().overs == 1
+    assert asked.forwards.get_counts().overs == 1
     asked.hold(GIB)
-    assert asked.forwards.over() is None
-    assert asked.forwards.counts().overs == 1
+    assert asked.forwards.check_cap() is None
+    assert asked.forwards.get_counts().overs == 1
 
 
 def test_over_the_cap_a_load_is_given_up_first_and_that_may_not_be_enough():
     asked = Asked(GIB, cap=MIB)
     asked.loads = True
-    assert asked.forwards.over() is not None, "still over"
+    assert asked.forwards.check_cap() is not None, "still over"
     (given_up,) = asked.given_up
     assert "over its cap" in given_up.message
     asked.frees = True
-    assert asked.forwards.over() is None, "no request is ended where the load was enough"
-    assert asked.forwards.counts().overs == 2
+    assert asked.forwards.check_cap() is None, "no request is ended where the load was enough"
+    assert asked.forwards.get_counts().overs == 2
 
 
 def test_with_the_guard_off_by_name_no_forward_is_over():
     asked = Asked(GIB, cap=MIB, guard=False)
-    assert asked.forwards.over() is None
-    assert asked.forwards.counts().overs == 0
+    assert asked.forwards.check_cap() is None
+    assert asked.forwards.get_counts().overs == 0
 
 
 def test_prefills_joins_and_steps_are_counted_apart_and_loads_are_neither():
@@ -265,9 +265,9 @@ def test_prefills_joins_and_steps_are_counted_apart_and_loads_are_neither():
         NativeCallKind.DECODE,
         NativeCallKind.LOAD,
     ):
-        with asked.forwards.native(doing, "small", 1, 0.5) as call:
+        with asked.forwards.run_native(doing, "small", 1, 0.5) as call:
             assert asked.forwards.call is call
             assert call.kind == doing.name.lower()
     assert asked.forwards.call is None
-    counts = asked.forwards.counts()
+    counts = asked.forwards.get_counts()
     assert (counts.forwards, counts.steps) == (3, 1)

@@ -73,7 +73,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
     """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
     release_free_memory()
-    driver.engine.parts.footprint.forget()  # a recent peak of earlier tests in this process
+    driver.engine.parts.footprint.reset_peak()  # a recent peak of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
     limits = MemoryLimits(cap, now.current + now.reserved + room, margin, "static")

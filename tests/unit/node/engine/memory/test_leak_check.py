@@ -22,19 +22,19 @@ BASE = 90 * MIB
 def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phys: int | None, missing: int):
     returns = LeakCheck()
     returns.on_unload(weights, 10.0)
-    assert returns.at == 10.0 + SETTLE_SECONDS
+    assert returns.next_check_at == 10.0 + SETTLE_SECONDS
     assert returns.check(phys, BASE) == missing == returns.unreturned
-    assert returns.at is None, "it looks once"
+    assert returns.next_check_at is None, "it looks once"
 
 
 def test_all_models_that_went_count_together_and_one_that_comes_ends_it():
     returns = LeakCheck()
     returns.on_unload(2 * GIB, 10.0)
     returns.on_unload(2 * GIB, 20.0)
-    assert returns.at == 20.0 + SETTLE_SECONDS
+    assert returns.next_check_at == 20.0 + SETTLE_SECONDS
     assert returns.check(BASE + 400 * MIB, BASE) == 0
     returns.on_unload(4 * MIB, 30.0)
     assert returns.check(BASE + 400 * MIB, BASE) == 400 * MIB, "nothing is left of what went before"
     returns.on_unload(4 * MIB, 40.0)
     returns.on_load()
-    assert (returns.at, returns.unreturned) == (None, 0)
+    assert (returns.next_check_at, returns.unreturned) == (None, 0)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.memory.least_squares import FitPoint, Floats, fit_from_above, non_negative
+from node.engine.memory.least_squares import FitPoint, Floats, fit_from_above, solve_non_negative
 
 NUMBERS = st.one_of(st.just(0.0), st.floats(1e-3, 1e6))
 MATRICES = st.integers(1, 4).flatmap(
@@ -36,7 +36,7 @@ def best_of_all_subsets(matrix: Floats, goal: Floats) -> float:
 def test_no_subset_of_terms_fits_better_and_no_term_is_negative(samples: list[tuple[list[float], float]]):
     matrix = np.array([row for row, _ in samples])
     goal = np.array([value for _, value in samples])
-    terms = non_negative(matrix, goal)
+    terms = solve_non_negative(matrix, goal)
     assert (terms >= 0).all()
     assert error(matrix, goal, terms) <= best_of_all_subsets(matrix, goal) * (1 + 1e-6) + 1e-9 * float(goal @ goal)
 

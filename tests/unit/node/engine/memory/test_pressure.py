@@ -9,7 +9,7 @@ import time
 import mlx.core as mx
 import pytest
 
-from node.engine.kv.kv_cache import nbytes_of
+from node.engine.kv.kv_cache import sum_nbytes
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
@@ -64,7 +64,7 @@ def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
     estimator = driver.resident().estimator
     number = driver.ask(prompt, wide)
     assert driver.admitted(number)
-    squeeze(driver, (estimator.chunk(64, 1500) + estimator.chunk(512, 1500)) // 2)
+    squeeze(driver, (estimator.estimate_chunk(64, 1500) + estimator.estimate_chunk(512, 1500)) // 2)
     before = counts(driver).shrinks
     assert isinstance(driver.end(number), Finished)
     assert counts(driver).shrinks > before
@@ -96,11 +96,11 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
         driver.turn()
     assert driver.ended(number) is None, "it waits"
     assert driver.engine.gate.refusals[GateSite.PREFILL] > 0
-    assert driver.engine.parts.scheduler.required_bytes() > 0, "and newcomers let it pass"
+    assert driver.engine.parts.scheduler.compute_required_bytes() > 0, "and newcomers let it pass"
     driver.take(MemoryLimits(8 * GIB, held, 0, "dynamic"))
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.end(first), Finished)
-    assert driver.engine.parts.scheduler.required_bytes() == 0
+    assert driver.engine.parts.scheduler.compute_required_bytes() == 0
 
 
 def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
@@ -202,9 +202,9 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
     release_free_memory()
     held = mx.get_active_memory() + mx.get_cache_memory()
     number = driver.ask("word " * 1500, endless(4))
-    driver.until(lambda: any(one.written > 700 for one in driver.engine.parts.scheduler.prefills))
+    driver.until(lambda: any(one.stored_tokens > 700 for one in driver.engine.parts.scheduler.prefills))
     (prefill,) = driver.engine.parts.scheduler.prefills
-    written = nbytes_of(prefill.cache or [])
+    written = sum_nbytes(prefill.cache or [])
     driver.cancel(number)
     assert written > MIB
     assert mx.get_active_memory() + mx.get_cache_memory() < held + written // 2
@@ -214,7 +214,7 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
     first = driver.ask(SHORT[0]["prompt"], endless(60))
     driver.until(lambda: driver.ids[first, 0])
     number = driver.ask("word " * 1500, endless(4))
-    driver.until(lambda: driver.engine.parts.scheduler.load()[1])
+    driver.until(lambda: driver.engine.parts.scheduler.measure_load()[1])
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(MemoryLimits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
     driver.until(lambda: driver.ended(number))
@@ -231,10 +231,10 @@ def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
-    wanted = driver.engine.parts.scheduler.required_bytes()
+    wanted = driver.engine.parts.scheduler.compute_required_bytes()
     assert wanted > 0
     report = driver.engine.report(time.monotonic())
     assert report.memory.reserved >= wanted, "the router sees the bytes as reserved"
     for number in numbers:
         driver.cancel(number)
-    assert driver.engine.parts.scheduler.required_bytes() == 0
+    assert driver.engine.parts.scheduler.compute_required_bytes() == 0

@@ -10,7 +10,7 @@ from node.engine.memory.reserve import (
     HEADROOM_BEFORE_REFILL_SECONDS,
     MAX_RESERVE_BYTES,
     EmergencyReserve,
-    reserve_bytes,
+    compute_reserve_bytes,
 )
 from node.memory.sensor import open_sensor
 from tests import models
@@ -31,7 +31,7 @@ from wire.units import GIB, MIB
     ],
 )
 def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int, size: int):
-    assert reserve_bytes(setting, cap) == size
+    assert compute_reserve_bytes(setting, cap) == size
 
 
 def held(canary: EmergencyReserve, now: float = 0.0) -> float:
@@ -46,7 +46,7 @@ def held(canary: EmergencyReserve, now: float = 0.0) -> float:
 def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
     sensor = open_sensor(os.getpid())
     canary = EmergencyReserve("64MiB", lambda: Memory(headroom=GIB))
-    canary.hold(GIB)
+    canary.resize(GIB)
     before = sensor.phys().phys
     held(canary)
     during = sensor.phys().phys
@@ -61,7 +61,7 @@ def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
 
 def test_it_is_random_page_by_page():
     canary = EmergencyReserve("3MiB", lambda: Memory(headroom=GIB))
-    canary.hold(GIB)
+    canary.resize(GIB)
     held(canary)
     assert canary.mapping is not None
     assert all(len(set(canary.mapping[start : start + 4096])) > 200 for start in range(0, 3 * MIB, 4096))
@@ -70,10 +70,10 @@ def test_it_is_random_page_by_page():
 def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     room = [4 * MIB]
     canary = EmergencyReserve("2MiB", lambda: Memory(headroom=room[0]))
-    assert canary.next_check_at() is None, "not before there is a cap"
-    canary.hold(GIB)
+    assert canary.find_next_check() is None, "not before there is a cap"
+    canary.resize(GIB)
     canary.maintain(0.0)
-    assert canary.next_check_at() == HEADROOM_BEFORE_REFILL_SECONDS, "without headroom the check is delayed"
+    assert canary.find_next_check() == HEADROOM_BEFORE_REFILL_SECONDS, "without headroom the check is delayed"
     room[0] += 1
     canary.maintain(HEADROOM_BEFORE_REFILL_SECONDS)
     for second in range(1, 10):
@@ -86,24 +86,24 @@ def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     end = held(canary, 3 * HEADROOM_BEFORE_REFILL_SECONDS)
     assert canary.nbytes == 2 * MIB
     assert end - 3 * HEADROOM_BEFORE_REFILL_SECONDS >= HEADROOM_BEFORE_REFILL_SECONDS
-    assert canary.next_check_at() is None
+    assert canary.find_next_check() is None
 
 
 def test_an_unknown_footprint_is_no_room():
     canary = EmergencyReserve("2MiB", lambda: Memory(headroom=None))
-    canary.hold(GIB)
+    canary.resize(GIB)
     held(canary)
     assert canary.nbytes == 0
 
 
 def test_under_a_smaller_cap_it_goes():
     canary = EmergencyReserve("auto", lambda: Memory(headroom=GIB))
-    canary.hold(GIB)
+    canary.resize(GIB)
     held(canary)
     assert canary.nbytes > 10 * MIB
-    canary.hold(GIB)
+    canary.resize(GIB)
     assert canary.nbytes > 0, "the same cap again changes nothing"
-    canary.hold(GIB // 2)
+    canary.resize(GIB // 2)
     assert canary.nbytes == 0
 
 
@@ -147,7 +147,7 @@ def test_the_enforcers_word_takes_it_first():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
-    driver.engine.gate.hold(MemoryLimits(tight, tight, 0, "static"))
+    driver.engine.gate.set_limits(MemoryLimits(tight, tight, 0, "static"))
     driver.take(ReduceMemory(1, MemoryLevel.OVER_SOFT))
     assert driver.engine.parts.emergency_reserve.nbytes == 0
     assert driver.engine.parts.prefix_cache.nbytes == kept

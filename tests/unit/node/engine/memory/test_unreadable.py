@@ -123,7 +123,7 @@ def test_one_failed_reading_refuses_no_request_and_follows_commitments_and_relea
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
     assert memory.age == pytest.approx(1.0, abs=0.5), "the reading has its age"
     weights = two.resident("a").weights
-    two.engine.parts.unloader.drop("a")
+    two.engine.parts.unloader.unload("a")
     less = report(two).memory.phys
     assert less is not None
     assert good.phys - less > weights / 2

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.memory.footprint import MetalMemory, WiredLimit
-from node.engine.memory.wired_limit import MAX_METAL_SHARE, MIN_WEIGHT_BYTES, WireMode, wired_bytes
+from node.engine.memory.wired_limit import MAX_METAL_SHARE, MIN_WEIGHT_BYTES, WireMode, compute_wired_bytes
 from node.engine.models.loaded_model import LoadStep, load
 from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
@@ -52,18 +52,18 @@ PAGE = 16 * 1024
 )
 def test_what_is_wired(wire: str, weights: float, limit: float, size: float):
     weigh = int(weights * GIB)
-    assert wired_bytes(WireMode(wire), weigh, weigh, int(limit * GIB)) == int(size * GIB)
+    assert compute_wired_bytes(WireMode(wire), weigh, weigh, int(limit * GIB)) == int(size * GIB)
 
 
 def test_all_that_the_weights_take_is_wired_in_whole_pages_and_no_more():
-    assert wired_bytes(WireMode.ON, 40 * GIB, 40 * GIB + 5 * MIB, LIMIT) == 40 * GIB + 5 * MIB
+    assert compute_wired_bytes(WireMode.ON, 40 * GIB, 40 * GIB + 5 * MIB, LIMIT) == 40 * GIB + 5 * MIB
 
 
 @given(st.sampled_from(WireMode), SIZES, SIZES, SIZES)
 def test_it_is_never_above_metals_limit_and_auto_never_wires_what_is_small(
     wire: WireMode, weights: int, active: int, limit: int
 ):
-    size = wired_bytes(wire, weights, active, limit)
+    size = compute_wired_bytes(wire, weights, active, limit)
     assert 0 <= size <= min(active, limit)
     assert not size or wire is not WireMode.OFF
     assert not size or wire is WireMode.ON or (weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit)
@@ -191,7 +191,7 @@ def test_the_weights_are_wired_before_the_first_forward(tmp_path: Path):
     mx.reset_peak_memory()
     pieces = list(load(found, lambda weights: told.append((weights, mx.get_peak_memory()))))
     ((weights, peak),) = told
-    assert weights == found.weights == max(piece.left for piece in pieces if isinstance(piece, LoadStep))
+    assert weights == found.weights == max(piece.bytes_left for piece in pieces if isinstance(piece, LoadStep))
     assert mx.get_peak_memory() > peak, "what a forward takes came later"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.engine.models.context_search import ATTEMPTS, ContextSearchResult, diagnosis, search_context
+from node.engine.models.context_search import ATTEMPTS, ContextSearchResult, describe_failed_search, search_context
 
 
 def run(tokens: int, passing: int, *, search: bool = True) -> tuple[ContextSearchResult, list[int]]:
@@ -37,7 +37,7 @@ def test_after_four_attempts_the_failure_names_every_knob():
     settled, tried = run(1000, 100)
     assert not settled.ok
     assert len(tried) == settled.attempts == ATTEMPTS == 4
-    text = diagnosis("a/b", settled)
+    text = describe_failed_search("a/b", settled)
     assert "a/b" in text
     assert "4 attempts" in text
     assert "856" in text

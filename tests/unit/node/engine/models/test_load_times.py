@@ -17,22 +17,22 @@ from wire.units import GIB, MIB
 
 def test_until_something_is_measured_weights_kernels_and_profile_count():
     times = LoadTimes(None)
-    assert times.expected("a", 10 * GIB, 0.0) == 10 * GIB / MIN_LOAD_BYTES_PER_SECOND + ASSUMED_WARMUP_SECONDS
-    assert times.expected("a", 10 * GIB, 8.0) == times.expected("a", 10 * GIB, 0.0) + 8.0
+    assert times.estimate_seconds("a", 10 * GIB, 0.0) == 10 * GIB / MIN_LOAD_BYTES_PER_SECOND + ASSUMED_WARMUP_SECONDS
+    assert times.estimate_seconds("a", 10 * GIB, 8.0) == times.estimate_seconds("a", 10 * GIB, 0.0) + 8.0
 
 
 def test_a_model_is_expected_to_take_what_it_took_and_others_what_its_parts_took():
     times = LoadTimes(None)
     times.record("a", 10 * GIB, read=5.0, warm=1.0, probe=4.0)
-    assert times.expected("a", 10 * GIB, 0.0) == 6.0
-    assert times.expected("a", 10 * GIB, PROBE_SECONDS) == 10.0
-    assert times.expected("b", 20 * GIB, PROBE_SECONDS) == pytest.approx(10.0 + 1.0 + 4.0)
+    assert times.estimate_seconds("a", 10 * GIB, 0.0) == 6.0
+    assert times.estimate_seconds("a", 10 * GIB, PROBE_SECONDS) == 10.0
+    assert times.estimate_seconds("b", 20 * GIB, PROBE_SECONDS) == pytest.approx(10.0 + 1.0 + 4.0)
     times.record("tiny", MIB, read=5.0, warm=1.0, probe=0.0)
-    assert times.expected("b", 20 * GIB, 0.0) == pytest.approx(11.0), (
+    assert times.estimate_seconds("b", 20 * GIB, 0.0) == pytest.approx(11.0), (
         "a small model does not change the measured disk speed"
     )
     times.record("a", 10 * GIB, read=2.0, warm=1.0, probe=0.0)
-    assert times.expected("a", 10 * GIB, 0.0) == 3.0
+    assert times.estimate_seconds("a", 10 * GIB, 0.0) == 3.0
 
 
 def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
@@ -40,8 +40,8 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
     for number in range(MAX_MODELS + 5):
         times.record(str(number), GIB, read=float(number), warm=1.0, probe=0.0)
     again = LoadTimes(tmp_path)
-    assert again.expected(str(MAX_MODELS), GIB, 0.0) == MAX_MODELS + 1.0
-    assert len(again.kept.models) == MAX_MODELS
+    assert again.estimate_seconds(str(MAX_MODELS), GIB, 0.0) == MAX_MODELS + 1.0
+    assert len(again.measured.models) == MAX_MODELS
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
@@ -61,14 +61,14 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
 )
 def test_a_file_that_makes_no_sense_is_ignored(tmp_path: Path, text: bytes):
     (tmp_path / FILE).write_bytes(text)
-    assert LoadTimes(tmp_path).expected("a", 0, 0.0) == ASSUMED_WARMUP_SECONDS
+    assert LoadTimes(tmp_path).estimate_seconds("a", 0, 0.0) == ASSUMED_WARMUP_SECONDS
 
 
 def test_a_disk_that_cannot_be_written_costs_nothing_else(tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
     times = LoadTimes(tmp_path / "file")
     times.record("a", GIB, read=1.0, warm=1.0, probe=0.0)
-    assert times.expected("a", GIB, 0.0) == 2.0
+    assert times.estimate_seconds("a", GIB, 0.0) == 2.0
 
 
 def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tmp_path: Path):
@@ -87,7 +87,7 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
     assert isinstance(driver.end(1), Finished)
     whole = model(driver).load_seconds
     driver.take(UnloadModel(2, "one"))
-    kept = driver.engine.parts.times.kept
+    kept = driver.engine.parts.times.measured
     assert kept.probe > 0
     assert kept.warm > 0
     assert 0 < model(driver).load_seconds == pytest.approx(whole - kept.probe, abs=0.5)

@@ -44,7 +44,7 @@ def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
     first, second = (driver.resident(name).usage.used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.parts.unloader.idle_unload_at() == first < second
+    assert driver.engine.parts.unloader.find_next_idle_unload() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
@@ -74,7 +74,7 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.parts.unloader.idle_unload_at() is None
+    assert driver.engine.parts.unloader.find_next_idle_unload() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
@@ -104,9 +104,9 @@ def test_an_illegal_event_of_a_load_ends_that_load_alone(tmp_path: Path, monkeyp
     load(driver, "one")
     number = driver.ask("Hello!", GenerationParams(max_tokens=8, logit_bias=((2, -100.0),)), model="one")
     waits, table = driver.ask("Hello!", GenerationParams(max_tokens=4), model="two"), driver.engine.parts.models
-    driver.until(lambda: table.load is not None and table.load.read > 0)
+    driver.until(lambda: table.load is not None and table.load.loaded_bytes > 0)
     assert table.load is not None
-    table.set_load(replace(table.load, phase=LoadPhase.QUEUED, total=0, left=0))
+    table.set_load(replace(table.load, phase=LoadPhase.QUEUED, total=0, bytes_left=0))
     end = driver.end(waits)
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.LOAD_FAILED

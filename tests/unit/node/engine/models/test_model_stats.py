@@ -3,7 +3,7 @@ from node.engine.models.model_stats import (
     MIN_MEASURED_TOKENS,
     ModelStats,
     ModelUsage,
-    warmed_up,
+    create_warmed_stats,
 )
 
 
@@ -14,11 +14,11 @@ def test_a_model_is_in_use_until_its_last_hold_is_released():
     first.release()
     first.release()
     assert usage.users == 1
-    assert usage.idle_seconds(100.0) == 0.0
+    assert usage.compute_idle_seconds(100.0) == 0.0
     second.release()
     usage.mark_used(90.0)
     usage.mark_used(80.0)
-    assert usage.idle_seconds(100.0) == 10.0
+    assert usage.compute_idle_seconds(100.0) == 10.0
 
 
 def test_a_hold_ends_with_its_context():
@@ -30,14 +30,14 @@ def test_a_hold_ends_with_its_context():
 
 def test_a_first_prefill_is_expected_to_be_slow():
     stats = ModelStats()
-    assert stats.expected_prefill_seconds(100) == 100 / FIRST_PREFILL_TOKENS_PER_SECOND
+    assert stats.estimate_prefill_seconds(100) == 100 / FIRST_PREFILL_TOKENS_PER_SECOND
     stats.record_prefill(100, 0.5, 50.0)
-    assert stats.expected_prefill_seconds(100) == 0.5
+    assert stats.estimate_prefill_seconds(100) == 0.5
 
 
 def test_a_warm_up_gives_the_first_speeds():
-    stats = warmed_up(200.0, 0.1)
-    assert (stats.reads.late, stats.writes.late, stats.step_seconds) == (200.0, 10.0, 0.1)
+    stats = create_warmed_stats(200.0, 0.1)
+    assert (stats.prefill_speed.late, stats.decode_speed.late, stats.step_seconds) == (200.0, 10.0, 0.1)
     assert stats.pace.seconds(10, 0) == 0.1 + 10 / 200
 
 

@@ -118,8 +118,8 @@ def test_others_decode_between_its_forwards_and_every_forward_asks_the_gate():
 def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.MonkeyPatch):
     driver = a_driver()
     ran: list[int] = []
-    whole = memory_probe.forward
-    monkeypatch.setattr(memory_probe, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
+    whole = memory_probe.run_forward
+    monkeypatch.setattr(memory_probe, "run_forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
     driver.gate.refuses = lambda site, need: site is GateSite.PROBE
     end = swept(driver)
     assert isinstance(end, Refusal)

@@ -53,7 +53,7 @@ def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
     again = loaded(kept)
     assert again.engine.gate.checks[GateSite.PROBE] == 0, "nothing is measured twice"
     assert resident(again).stats.profile == found
-    assert resident(again).estimator.chunk(200, 700) == prefill_transient(found.transient, 200, 700)
+    assert resident(again).estimator.estimate_chunk(200, 700) == prefill_transient(found.transient, 200, 700)
     (model,) = again.engine.report(time.monotonic()).models
     assert model.profiled
     assert model.forward.pair == found.transient.pair
@@ -151,20 +151,20 @@ def test_a_chunk_that_no_profile_covers_is_refused_by_the_full_margin(kept: Path
     gate, estimator = driver.engine.gate, resident(driver).estimator
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
-    assert gate.narrowed_bytes() == 512 * MIB - memory.margin > 0
+    assert gate.compute_narrowed_bytes() == 512 * MIB - memory.margin > 0
     assert memory.headroom is not None
-    tight = GIB - memory.headroom + estimator.estimate(257, 0)
+    tight = GIB - memory.headroom + estimator.estimate_prefill(257, 0)
     driver.take(MemoryLimits(GIB, tight, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
-    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.chunk(200, 0)), Fits)
-    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.chunk(257, 0)), Refused)
+    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.estimate_chunk(200, 0)), Fits)
+    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.estimate_chunk(257, 0)), Refused)
 
 
 def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
     driver = loaded(kept)
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     before = driver.engine.report(time.monotonic())
-    resident(driver).estimator.observe(128, 0, resident(driver).estimator.estimate(128, 0) + 100 * MIB)
+    resident(driver).estimator.observe_prefill(128, 0, resident(driver).estimator.estimate_prefill(128, 0) + 100 * MIB)
     after = driver.engine.report(time.monotonic())
     assert after.memory.margin == profiled_margin(GIB, 100 * MIB) > before.memory.margin
     assert after.models[0].residual == 100 * MIB

@@ -14,7 +14,7 @@ import pytest
 
 from node.engine.memory.footprint import release_free_memory
 from node.engine.process.interface import Halted
-from node.engine.process.main import EXIT_FAILED, settings_message
+from node.engine.process.main import EXIT_FAILED, encode_settings
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
@@ -56,7 +56,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     driver.take(LoadModel(60, "c"))
     driver.turn()
     engine = driver.engine
-    assert engine.parts.model_manager.reading == "c"
+    assert engine.parts.model_manager.next_name == "c"
     assert any(one.cache for one in engine.parts.scheduler.prefills)
     assert engine.parts.sweeps.measuring == "b"
     assert mx.get_active_memory() > before + 2 * engine.parts.models.loaded["a"].weights
@@ -86,7 +86,7 @@ class Process:
             )
         theirs.close()
         settings = ModelSettings(folders=(str(folder),), use_huggingface_cache=False, profile="off", trial=False)
-        self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))
+        self.line.sendall(encode_settings(NodeSettings(engine=EngineSettings(), models=settings)))
         self._splitter = Splitter(longest=MAX_JOINED_BYTES)
         self.send(LIMITS)
 
@@ -136,15 +136,15 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 SLOW = textwrap.dedent("""
     import os, time
     from node.engine.scheduling import prefill_runner as generation
-    forward = generation.forward
+    run_forward = generation.run_forward
 
     def slow(*args, **more):
         time.sleep({seconds})
-        found = forward(*args, **more)
+        found = run_forward(*args, **more)
         os.write(2, b"the forward returned\\n")
         return found
 
-    generation.forward = slow
+    generation.run_forward = slow
 """)
 """Forwards of prompts that take this number of seconds: native calls, during which Python runs no signal handler."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from node.engine.memory.gate import GateSite
 from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.process.interface import ROUTES, Engine, UnknownKindError, builder
+from node.engine.process.interface import ROUTES, Engine, EngineKindError, import_builder
 from node.engine.process.kinds import KINDS
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.settings import EngineSettings, ModelSettings, NodeSettings
@@ -25,7 +25,7 @@ def made(kind: str) -> Engine:
     settings = NodeSettings(
         engine=EngineSettings(kind=kind), models=ModelSettings(use_huggingface_cache=False, trial=False)
     )
-    return builder(kind)(settings, CrashRecorder())
+    return import_builder(kind)(settings, CrashRecorder())
 
 
 def ask(engine: Engine, route: str, number: int) -> list[Frame]:
@@ -34,7 +34,7 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     assert work is not None
     said: list[Frame] = []
     for answer in engine.handle(work, 0.0):
-        said += engine.handle(answer.read(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
+        said += engine.handle(answer.tokenize(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
     while not said:
         said += engine.step(0.0)
     return said[:1]
@@ -88,5 +88,5 @@ def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
 
 
 def test_an_unknown_kind_is_named_with_those_that_exist():
-    with pytest.raises(UnknownKindError, match="scripted"):
-        builder("metal")
+    with pytest.raises(EngineKindError, match="scripted"):
+        import_builder("metal")

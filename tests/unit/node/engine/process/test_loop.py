@@ -88,7 +88,7 @@ def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
 def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
     running.loop.put(LIMITS)
     running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.armed)
-    assert running.loop.busy(time.monotonic()) == (0.0, 0.0)
+    assert running.loop.measure_busy_seconds(time.monotonic()) == (0.0, 0.0)
     turns = threading.Event()
     due = running.engine.next_step_at
 
@@ -118,7 +118,7 @@ def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
     engine = Stuck()
     loop = EngineLoop(engine, lambda frame: None)
     engine.running_call = lambda: NativeCall("prefill", 100.0, 7.0)
-    assert loop.busy(103.0) == (3.0, 7.0)
+    assert loop.measure_busy_seconds(103.0) == (3.0, 7.0)
 
 
 def test_a_turn_that_does_not_end_is_told_by_its_length():
@@ -129,7 +129,7 @@ def test_a_turn_that_does_not_end_is_told_by_its_length():
     loop.put(LIMITS)
     loop.put(generate(1, 5))
     assert engine.inside.wait(WAIT)
-    busy, expected = loop.busy(time.monotonic() + 30.0)
+    busy, expected = loop.measure_busy_seconds(time.monotonic() + 30.0)
     assert busy >= 30.0
     assert expected == 0.0
     loop.stop()

@@ -14,7 +14,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, settings_message
+from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, encode_settings
 from node.settings import EngineSettings, NodeSettings, ScriptedSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
@@ -78,7 +78,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     def make(first: bytes | None = None, **scripted: object) -> Process:
         engine = EngineSettings(kind="scripted", scripted=ScriptedSettings(**scripted))  # type: ignore[arg-type]
         settings = NodeSettings(engine=engine)
-        started.append(Process(settings_message(settings) if first is None else first, tmp_path / "errors"))
+        started.append(Process(encode_settings(settings) if first is None else first, tmp_path / "errors"))
         return started[-1]
 
     yield make
@@ -133,7 +133,7 @@ def test_it_exits_when_the_socket_ends_before_any_settings(start: Callable[..., 
 @pytest.mark.parametrize(
     ("first", "words"),
     [
-        (settings_message(NodeSettings(engine=EngineSettings(kind="metal"))), "unknown engine kind"),
+        (encode_settings(NodeSettings(engine=EngineSettings(kind="metal"))), "unknown engine kind"),
         (b"\0\0\0\2[]", "settings"),
         (b"\xff\xff\xff\xff", "4294967295"),
     ],

@@ -130,17 +130,17 @@ class Io:
         )
         library = ModelCatalogue(settings.models)
         library.scan()
-        self.model = next(iter(library.known()))
+        self.model = next(iter(library.get_models()))
         self.engine = compose(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
         self.said: queue.Queue[Frame] = queue.Queue()
         self.loop = EngineLoop(self.engine, self.said.put)
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)
-        for name, work in (("prompts", self.loop.read), ("long prompts", self.loop.read_long)):
+        for name, work in (("prompts", self.loop.tokenize_prompts), ("long prompts", self.loop.tokenize_long_prompts)):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_in(self, frame: Frame) -> None:
         """Process a frame like `main.read_frames`."""
-        self.loop.busy(time.monotonic())
+        self.loop.measure_busy_seconds(time.monotonic())
         work = self.engine.prepare(frame)
         if work is not None:
             self.loop.put(work)

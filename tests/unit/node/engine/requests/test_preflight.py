@@ -4,7 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from node.engine.memory.gate import GateSite, MemoryGate
-from node.engine.requests.preflight import RequestShape, admit, never_fits, shape_of, too_large
+from node.engine.requests.preflight import (
+    RequestShape,
+    compute_shape,
+    refuse_impossible,
+    refuse_too_large,
+    refuse_without_room,
+)
 from wire.capacity import arithmetic
 from wire.frames import Generate, GenerationParams, GrammarSpec, MemoryLimits, Message
 from wire.refusals import RefusalCode
@@ -46,14 +52,14 @@ def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **f
 def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_is_known(
     asked: Generate, limit: int, promised: int
 ):
-    assert shape_of(asked, 7, 512, 4096) == RequestShape(7, limit, promised, asked.params.n)
+    assert compute_shape(asked, 7, 512, 4096) == RequestShape(7, limit, promised, asked.params.n)
 
 
 def test_without_a_limit_an_answer_ends_with_the_context():
-    assert shape_of(request(expected=400), 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
-    assert shape_of(request(expected=400), 4096, 512, 4096).limit == 1
+    assert compute_shape(request(expected=400), 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
+    assert compute_shape(request(expected=400), 4096, 512, 4096).limit == 1
     assert RequestShape(4000, 96, 90, 3).length == 4090
-    assert RequestShape(4000, 96, 90, 3).of(1) == RequestShape(4000, 96, 90, 1)
+    assert RequestShape(4000, 96, 90, 3).replace_choices(1) == RequestShape(4000, 96, 90, 1)
 
 
 @pytest.mark.parametrize(
@@ -75,17 +81,17 @@ def test_without_a_limit_an_answer_ends_with_the_context():
     ],
 )
 def test_what_no_memory_helps_is_refused(asked: Generate, shape: RequestShape, code: RefusalCode | None):
-    found = never_fits(asked, shape, MODEL, batch=8)
+    found = refuse_impossible(asked, shape, MODEL, batch=8)
     assert (found and found.code) == code
 
 
 def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_there_is():
     # margin 1 GiB and 128 MiB of the engine itself leave 10.875 GiB, of which the weights take 4
-    assert too_large(RequestShape(3000, 50, 40, 2), MEMORY, MODEL) is None
+    assert refuse_too_large(RequestShape(3000, 50, 40, 2), MEMORY, MODEL) is None
     for shape in (RequestShape(3000, 50, 40, 3), RequestShape(4000, 3096, 3000, 1)):
-        refused = too_large(shape, MEMORY, MODEL)
+        refused = refuse_too_large(shape, MEMORY, MODEL)
         assert refused is not None
-        needed = arithmetic.alone_bytes(MODEL, shape.prompt, shape.promised, shape.choices)
+        needed = arithmetic.alone_bytes(MODEL, shape.prompt, shape.answer_tokens, shape.choices)
         assert refused.code is RefusalCode.TOO_LARGE
         assert refused.numbers is not None
         assert refused.numbers.estimate == needed - MODEL.weights
@@ -110,16 +116,16 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
 )
 def test_what_does_not_fit_now_is_told_from_what_never_does(cost: int, shape: RequestShape, code: RefusalCode | None):
     gate = MemoryGate()
-    gate.hold(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
-    found = admit(shape, MEMORY, MODEL, cost, gate)
+    gate.set_limits(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+    found = refuse_without_room(shape, MEMORY, MODEL, cost, gate)
     assert (found and found.code) == code
     assert gate.checks == {GateSite.PREFLIGHT: 1}
 
 
 def test_where_the_memory_cannot_be_read_nothing_is_called_too_large():
     gate = MemoryGate()
-    gate.hold(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+    gate.set_limits(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
     blind = replace(MEMORY, phys=None, current=None, headroom=None)
-    found = admit(RequestShape(4000, 3096, 3000, 1), blind, MODEL, GIB, gate)
+    found = refuse_without_room(RequestShape(4000, 3096, 3000, 1), blind, MODEL, GIB, gate)
     assert found is not None
     assert found.code is RefusalCode.UNREADABLE

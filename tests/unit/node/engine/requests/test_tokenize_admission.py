@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from node.engine.requests.prepared import PreparedRequest
-from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, text_bytes
+from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, count_text_bytes
 from node.engine.requests.tokenize_queue import TokenizeQueue
 from node.engine.text.tokenizer import LONG_TEXT_CHARS
 from node.engine.text.tokenizer_errors import TooLong
@@ -99,12 +99,14 @@ def test_all_text_of_a_request_is_counted():
     call = ToolCall("c", "name", "{}")
     messages = (Message("user", "ä" * 10, "bob", (call,), "", "thought"), Message("tool", "xyz"))
     everything = 20 + 3 + 4 + 2 + 7 + 3
-    assert text_bytes(CountTokens(1, "m", messages, 0, tools="[]")) == everything + 2
+    assert count_text_bytes(CountTokens(1, "m", messages, 0, tools="[]")) == everything + 2
     assert (
-        text_bytes(Generate(1, 1, "r", "m", messages, GenerationParams(), 0, text="text", ids=(1, 2, 3)))
+        count_text_bytes(Generate(1, 1, "r", "m", messages, GenerationParams(), 0, text="text", ids=(1, 2, 3)))
         == everything + 4 + 3
     )
-    assert text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate also counts
+    assert (
+        count_text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3
+    )  # a lone surrogate also counts
 
 
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
@@ -118,12 +120,12 @@ def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable
     driver = Driver(tiny_model("llama"))
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
     later = TOKENIZE_BYTES_PER_TOKEN * len(text)
-    first = driver.engine.parts.preparer.need(asked(driver, text))
+    first = driver.engine.parts.preparer.compute_need_bytes(asked(driver, text))
     assert first == later + TOKENIZER_LOAD_FACTOR * files + TOKENIZER_CODE_BYTES
     guided = asked(driver, text, grammar=GrammarSpec("regex", "a+"))
-    assert driver.engine.parts.preparer.need(guided) == first + TOKENIZER_GUIDE_FACTOR * files
+    assert driver.engine.parts.preparer.compute_need_bytes(guided) == first + TOKENIZER_GUIDE_FACTOR * files
     driver.answer("Hi", GenerationParams(max_tokens=2, grammar=GrammarSpec("regex", "a+")))
-    assert driver.engine.parts.preparer.need(guided) == later
+    assert driver.engine.parts.preparer.compute_need_bytes(guided) == later
 
 
 def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
@@ -131,7 +133,7 @@ def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
     assert list(driver.engine.handle(work, time.monotonic())) == [work]
     assert reserved(driver) == before + work.need
     assert driver.engine.report(time.monotonic()).waiting == 1
-    done = work.read()
+    done = work.tokenize()
     assert reserved(driver) == before + work.need  # the tokenizing thread commits nothing and ends nothing
     driver.put(done)
     driver.end(9)
@@ -181,8 +183,8 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     context = driver.engine.report(0.0).models[0].context
     whole = WORDS * (size // len(WORDS) + 4 * context // 10)
     work = unread(driver, whole)
-    assert work.long
-    assert work.need == reading_bytes(text_bytes(work.frame), context=context)
+    assert work.is_long
+    assert work.need == reading_bytes(count_text_bytes(work.frame), context=context)
     assert work.need < TOKENIZE_BYTES_PER_TOKEN * (context * 2 + TOKENIZE_SLICE_CHARS) + 16 * len(whole)
     counted: list[int] = []
     tokenizer = driver.tokenizer()
@@ -212,17 +214,19 @@ def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture:
     assert len(text) > LONG_TEXT_CHARS
     expected = tuple(tokenizer.wrapper.encode(text, add_special_tokens=plain))
     assert tokenizer.encode(text, plain=plain) == expected
-    assert tokenizer.encode(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
+    assert tokenizer.encode(text, plain=plain, max_tokens=len(expected)) == expected, (
+        "what fits exactly is never refused"
+    )
 
 
 def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver):
     tokenizer = driver.tokenizer()
     text = "the " * 160_000
     count = len(tokenizer.encode(text, plain=False))
-    assert len(tokenizer.encode(text, plain=False, most=count)) == count
+    assert len(tokenizer.encode(text, plain=False, max_tokens=count)) == count
     assert len(text) > 2 * count, "its slices are counted"
     with pytest.raises(TooLong, match=r"already has \d+ tokens"):
-        tokenizer.encode(text, plain=False, most=count // 2)
+        tokenizer.encode(text, plain=False, max_tokens=count // 2)
 
 
 def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
@@ -239,7 +243,7 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
     changed: Any = tokenizer
     changed.rust = Held()
     long = unread(driver, WORDS * 2_000)
-    reader = threading.Thread(target=long.read)
+    reader = threading.Thread(target=long.tokenize)
     reader.start()
     try:
         assert entered.wait(20.0), "a long text is being tokenized"
@@ -247,8 +251,8 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
             "a short prompt is prepared"
         )
         usual = unread(driver, LONG, 12)
-        assert not usual.long
-        assert isinstance(usual.read().work, PreparedRequest), "a prompt of usual length has a thread of its own"
+        assert not usual.is_long
+        assert isinstance(usual.tokenize().work, PreparedRequest), "a prompt of usual length has a thread of its own"
         assert driver.engine.prepare(Ping(1)) is None
         assert not alone.is_set(), "all of it while the long text was being tokenized"
     finally:
@@ -261,7 +265,7 @@ def test_the_io_thread_neither_loads_a_tokenizer_nor_compiles_a_grammar(tiny_mod
     driver = Driver(tiny_model("llama"))
     first = driver.engine.prepare(asked(driver, "Hi"))
     assert isinstance(first, UntokenizedPrompt)
-    assert isinstance(first.read().work, PreparedRequest)
+    assert isinstance(first.tokenize().work, PreparedRequest)
     assert isinstance(driver.engine.prepare(asked(driver, "Hi", 2)), PreparedRequest)
     guided = driver.engine.prepare(asked(driver, "Hi", 3, grammar=GrammarSpec("regex", "a+")))
     assert isinstance(guided, UntokenizedPrompt)
@@ -282,7 +286,7 @@ def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
     work, before = unread(driver), reserved(driver)
     driver.engine.handle(work, time.monotonic())
     driver.cancel(9)
-    driver.put(work.read())
+    driver.put(work.tokenize())
     assert driver.said[9] == []
     assert reserved(driver) == before
     early = unread(driver, number=10)
@@ -296,7 +300,7 @@ def test_the_same_request_is_read_once(driver: Driver):
     work = unread(driver)
     assert list(driver.engine.handle(work, time.monotonic())) == [work]
     assert list(driver.engine.handle(work, time.monotonic())) == []
-    done = work.read()
+    done = work.tokenize()
     assert isinstance(done, TokenizeResult)
     driver.put(done)
     driver.end(9)
@@ -353,8 +357,8 @@ MEASURE = textwrap.dedent("""
         text = ""
         while len(text) < size:
             text += "".join(kinds[kind]() for _ in range(500))
-        request = Generate(1, 1, "r", next(iter(library.known())), (Message("user", text),), GenerationParams(), 0)
-        needed, before = door.need(request), highest()
+        request = Generate(1, 1, "r", next(iter(library.get_models())), (Message("user", text),), GenerationParams(), 0)
+        needed, before = door.compute_need_bytes(request), highest()
         prepared = door.prepare(request)
         assert prepared.ids
         rows.append((kind, len(text), needed, highest() - before))

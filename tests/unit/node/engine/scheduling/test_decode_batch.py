@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import TextModel, kv_of, nbytes_of
+from node.engine.kv.kv_cache import TextModel, measure_kv_parameters, sum_nbytes
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
-from node.engine.scheduling.sampling import greedy
+from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import decoded_alone, prefilled
 from wire.capacity.arithmetic import padded
@@ -37,7 +37,10 @@ def llama() -> TextModel:
 
 def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
     """Add a row and return its first token."""
-    return [one.token for one in batch.join([JoiningRow(name, RowSampler(greedy, ()))], ids, *prefilled(model, ids))]
+    return [
+        one.token
+        for one in batch.join([JoiningRow(name, RowSampler(choose_greedily, ()))], ids, *prefilled(model, ids))
+    ]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -58,19 +61,21 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
         if step in joins:
             got[joins[step]] += join(batch, model, joins[step], prompts[joins[step]])
         if step in drops:
-            batch.drop([drops[step]])
+            batch.drop_rows([drops[step]])
         for token in batch.step():
             got[token.row].append(token.token)
     for name, tokens in got.items():
         assert len(tokens) >= 6
         assert tokens == wanted[name][: len(tokens)], name
-    assert sorted(batch.rows()) == ["c", "d"]
+    assert sorted(batch.list_rows()) == ["c", "d"]
 
 
 def test_equal_rows_share_one_prefill(model: TextModel):
     ids = prompt(5, 50)
     batch: DecodeBatch[str] = DecodeBatch(model)
-    first = batch.join([JoiningRow(name, RowSampler(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
+    first = batch.join(
+        [JoiningRow(name, RowSampler(choose_greedily, ())) for name in "xyz"], ids, *prefilled(model, ids)
+    )
     rows: dict[str, list[int]] = {token.row: [token.token] for token in first}
     for _ in range(8):
         for token in batch.step():
@@ -83,7 +88,7 @@ def test_for_the_last_tokens_no_step_is_launched_and_none_is_given_twice(model: 
     batch: DecodeBatch[str] = DecodeBatch(model)
     got = {name: join(batch, model, name, ids) for name, ids in prompts.items()}
     for on in (False, True, True, False, True, True):
-        for token in batch.step() if on else batch.last():
+        for token in batch.step() if on else batch.take_last_tokens():
             got[token.row].append(token.token)
     for name, ids in prompts.items():
         assert got[name] == decoded_alone(model, ids, len(got[name])), name
@@ -97,25 +102,25 @@ def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
 
 
 def test_a_cache_tells_what_a_row_takes(model: TextModel):
-    kv = kv_of(prefilled(model, prompt(1, 9))[0])
+    kv = measure_kv_parameters(prefilled(model, prompt(1, 9))[0])
     for length in (300, 700):
         cache, _ = prefilled(model, prompt(1, length))
-        assert nbytes_of(cache) <= padded(BatchGroup(1, length, length), kv)
-        assert nbytes_of(cache) >= 0.5 * padded(BatchGroup(1, length, length), kv)
+        assert sum_nbytes(cache) <= padded(BatchGroup(1, length, length), kv)
+        assert sum_nbytes(cache) >= 0.5 * padded(BatchGroup(1, length, length), kv)
 
 
 def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
-    kv = kv_of(prefilled(llama, prompt(1, 9))[0])
+    kv = measure_kv_parameters(prefilled(llama, prompt(1, 9))[0])
     batch: DecodeBatch[str] = DecodeBatch(llama)
     join(batch, llama, "long", prompt(0, 6000))
     for number in range(7):
         join(batch, llama, str(number), prompt(number, 40))
     batch.step()
     said = padded(BatchGroup(8, 6002), kv)
-    assert batch.nbytes() == pytest.approx(said, rel=0.02)
-    assert batch.nbytes() > 7 * padded(BatchGroup(1, 6000), kv), "padding is real: eight times the long row"
-    batch.drop(["long"])
-    assert batch.nbytes() < padded(BatchGroup(8, 600), kv), "the padding goes with the row that caused it"
+    assert batch.sum_nbytes() == pytest.approx(said, rel=0.02)
+    assert batch.sum_nbytes() > 7 * padded(BatchGroup(1, 6000), kv), "padding is real: eight times the long row"
+    batch.drop_rows(["long"])
+    assert batch.sum_nbytes() < padded(BatchGroup(8, 600), kv), "the padding goes with the row that caused it"
 
 
 def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
@@ -124,10 +129,10 @@ def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
         join(batch, llama, str(number), prompt(number, 2000))
     batch.step()
     mx.clear_cache()
-    held = mx.get_active_memory() - batch.nbytes()
-    batch.drop(["0", "1", "2"])
+    held = mx.get_active_memory() - batch.sum_nbytes()
+    batch.drop_rows(["0", "1", "2"])
     mx.clear_cache()
-    assert mx.get_active_memory() - batch.nbytes() <= held + 2**20, "nothing pins the old batch"
+    assert mx.get_active_memory() - batch.sum_nbytes() <= held + 2**20, "nothing pins the old batch"
 
 
 def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
@@ -139,10 +144,10 @@ def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.join([JoiningRow("new", RowSampler(greedy, ()))], prompt(9, 1500), cache, logits)
+    batch.join([JoiningRow("new", RowSampler(choose_greedily, ()))], prompt(9, 1500), cache, logits)
     batch.step()
     rose = mx.get_peak_memory() - before
-    assert rose < 0.7 * batch.nbytes(), "evaluated whole, the old and the new batch stand side by side"
+    assert rose < 0.7 * batch.sum_nbytes(), "evaluated whole, the old and the new batch stand side by side"
 
 
 def boom(*_: mx.array) -> mx.array:
@@ -154,14 +159,14 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     batch: DecodeBatch[str] = DecodeBatch(llama)
     good = join(batch, llama, "good", ids)
     batch.join([JoiningRow("sampler", RowSampler(boom, ()))], ids, *prefilled(llama, ids))
-    batch.join([JoiningRow("processor", RowSampler(greedy, (boom,)))], ids, *prefilled(llama, ids))
+    batch.join([JoiningRow("processor", RowSampler(choose_greedily, (boom,)))], ids, *prefilled(llama, ids))
     good += [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
     assert good == decoded_alone(llama, ids, 6)
-    assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]
+    assert sorted(row for row, error in batch.list_errors() if str(error) == "boom") == ["processor", "sampler"]
 
 
 def test_an_empty_batch_gives_nothing():
     batch: DecodeBatch[str] = DecodeBatch(boom)  # type: ignore[arg-type]
     assert batch.step() == []
-    assert batch.nbytes() == 0
-    batch.drop(["nobody"])
+    assert batch.sum_nbytes() == 0
+    batch.drop_rows(["nobody"])

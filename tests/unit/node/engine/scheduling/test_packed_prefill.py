@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import Layers, TextModel, is_plain, new_cache
+from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
@@ -19,7 +19,7 @@ from node.engine.scheduling import packed_prefill, row_join
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.rules import prefill_order
 from node.engine.scheduling.rules.chunk_policy import ChunkPace
-from node.engine.scheduling.sampling import greedy
+from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
@@ -51,13 +51,13 @@ def driver() -> Driver:
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the rows of every forward over several prompts."""
     rows: list[int] = []
-    write = packed_prefill.write
+    write = packed_prefill.prefill_rows
 
     def counted(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
         rows.append(len(pasts))
         write(model, pasts, cache)
 
-    monkeypatch.setattr(packed_prefill, "write", counted)
+    monkeypatch.setattr(packed_prefill, "prefill_rows", counted)
     return rows
 
 
@@ -148,7 +148,7 @@ def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
 
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    joined = len(numbers) - driver.engine.parts.scheduler.load()[1]
+    joined = len(numbers) - driver.engine.parts.scheduler.measure_load()[1]
     monkeypatch.setattr(driver.engine.parts.scheduler, "prefill", watched)
     driver.turn()
     assert sum(heard) == joined >= shared[0]
@@ -201,16 +201,18 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
 def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    write, asked = packed_prefill.write, driver.gate.asked
+    write, asked = packed_prefill.prefill_rows, driver.gate.asked
     asked.clear()
 
     def judged(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
         site, estimate = asked[-1]
         assert site is GateSite.PREFILL
-        assert estimate >= len(pasts) * driver.resident().estimator.chunk(len(pasts[0]), 0), "all of them, padded"
+        assert estimate >= len(pasts) * driver.resident().estimator.estimate_chunk(len(pasts[0]), 0), (
+            "all of them, padded"
+        )
         write(model, pasts, cache)
 
-    monkeypatch.setattr(packed_prefill, "write", judged)
+    monkeypatch.setattr(packed_prefill, "prefill_rows", judged)
     verbatim(driver, ask(driver, 6))
     assert shared
     joins = sum(site is GateSite.JOIN for site, _ in asked)
@@ -220,7 +222,7 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
     def tight(site: GateSite, estimate: int) -> bool:
         longest = max((len(one.ids) for one in driver.engine.parts.scheduler.prefills), default=0) - 1
-        return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
+        return site is GateSite.PREFILL and estimate > driver.resident().estimator.estimate_packed(2, longest)
 
     driver.gate.refuses = tight
     verbatim(driver, ask(driver, 6))
@@ -228,7 +230,7 @@ def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list
     assert driver.engine.report(0.0).counts.shrinks
     shared.clear()
     longest = max(len(one["prompt"]) for one in SHORT)
-    most = driver.resident().estimator.chunk(longest, 0, last=True)
+    most = driver.resident().estimator.estimate_chunk(longest, 0, last=True)
     driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL and estimate > most
     verbatim(driver, ask(driver, 6))
     assert shared == [], "one by one"
@@ -243,7 +245,7 @@ def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: l
 
 
 def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch):
-    guard_of = row_join.guard_of
+    guard_of = row_join.create_row_sampler
     guilty = driver.number + 3
 
     def raising(sequence: Sequence, row: Row) -> RowSampler:
@@ -251,7 +253,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
             raise RuntimeError("its guard is broken")
         return guard_of(sequence, row)
 
-    monkeypatch.setattr(row_join, "guard_of", raising)
+    monkeypatch.setattr(row_join, "create_row_sampler", raising)
     numbers = ask(driver, 6)
     ends = {number: driver.end(number) for number in numbers}
     failed = ends.pop(guilty)
@@ -264,16 +266,16 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
-@pytest.mark.parametrize("fault", ["write", "ready", "admit"])
+@pytest.mark.parametrize("fault", ["prefill_rows", "prepare_rows", "add_prepared"])
 def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str):
     """Neither the prefilled requests nor those that decode at the same time lose their answers."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])
-    whole: Any = packed_prefill if fault == "write" else DecodeBatch
+    whole: Any = packed_prefill if fault == "prefill_rows" else DecodeBatch
     plain_one, raised = getattr(whole, fault), list[int]()
 
     def broken(*past: Any) -> object:
-        if not raised and (fault != "admit" or len(past[1].rows) > 1):
+        if not raised and (fault != "add_prepared" or len(past[1].rows) > 1):
             raised.append(1)
             raise RuntimeError("native fault")
         return plain_one(*past)
@@ -342,16 +344,18 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
     batch: DecodeBatch[str] = DecodeBatch(model)
     order = list(prompts)
     for names in (order[:3], order[3:]):
-        cache, pasts = new_cache(model), [prompts[name] for name in names]
+        cache, pasts = create_cache(model), [prompts[name] for name in names]
         longest = max(map(len, pasts))
-        packed_prefill.write(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
-        newcomers = batch.ready([JoiningRow(name, RowSampler(greedy, ())) for name in names], pasts, cache)
+        packed_prefill.prefill_rows(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
+        newcomers = batch.prepare_rows(
+            [JoiningRow(name, RowSampler(choose_greedily, ())) for name in names], pasts, cache
+        )
         assert cache == []
-        batch.admit(newcomers)
+        batch.add_prepared(newcomers)
         for _ in range(9):
             for token in batch.step():
                 got[token.row].append(token.token)
     for name, ids in prompts.items():
         assert got[name] == decoded_alone(model, ids, len(got[name])), name
-        assert batch.ids(name) == ids + got[name]
+        assert batch.get_ids(name) == ids + got[name]
         assert len(got[name]) >= 8

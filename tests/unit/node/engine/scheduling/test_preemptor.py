@@ -68,7 +68,7 @@ def driver() -> Driver:
     )
     for model in (LLAMA, QWEN):
         made.answer("hello", endless(model, 2), model=model)
-        made.resident(model).ledger.bound_waste(0)
+        made.resident(model).ledger.set_waste(0)
     return made
 
 
@@ -136,7 +136,7 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
     sequence = driver.engine.parts.scheduler.live[number]
     with monkeypatch.context() as patch:
-        patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
+        patch.setattr(DecodeBatch, "drop_rows", lambda self, rows: 1 / 0)
         patch.setattr(batch_recovery, "MAX_REBUILDS", 0)
         sequence.rows[0].finish("stop")
         driver.turn()
@@ -162,7 +162,7 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
 def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    joining, refused = CommitmentLedger.joining, list[int]()
+    joining, refused = CommitmentLedger.compute_joined_bytes, list[int]()
 
     def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
         short = rows == 2
@@ -170,8 +170,8 @@ def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
         return joining(ledger, row, rows) + short * 1024 * GIB
 
     other = start(driver, "short", ANSWER)
-    monkeypatch.setattr(CommitmentLedger, "joining", dear)
-    monkeypatch.setattr(Row, "read", lambda self, token: 1 / 0)
+    monkeypatch.setattr(CommitmentLedger, "compute_joined_bytes", dear)
+    monkeypatch.setattr(Row, "add_token_text", lambda self, token: 1 / 0)
     number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
     end = driver.end(number)
     assert isinstance(end, Failed)

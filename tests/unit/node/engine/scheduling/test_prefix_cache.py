@@ -9,7 +9,7 @@ from random import Random
 import mlx.core as mx
 import pytest
 
-from node.engine.kv.kv_cache import Layers, nbytes_of
+from node.engine.kv.kv_cache import Layers, sum_nbytes
 from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from tests import models
@@ -161,10 +161,10 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     mx.clear_cache()
     held = mx.get_active_memory()
     size = sum(one.nbytes for one in kept)
-    assert all(one.nbytes == nbytes_of(one.value or []) for one in kept)
+    assert all(one.nbytes == sum_nbytes(one.value or []) for one in kept)
     short_row = min(kept, key=lambda one: one.length)
     assert short_row.nbytes < 256 * KIB, "its own tokens, without the padding"
-    driver.engine.parts.prefix_cache.drop(driver.default)
+    driver.engine.parts.prefix_cache.evict_model(driver.default)
     kept.clear()
     mx.clear_cache()
     assert held - mx.get_active_memory() == pytest.approx(size, abs=64 * KIB)
@@ -177,12 +177,12 @@ def endless() -> tuple[tuple[int, float], ...]:
 
 def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     ended(driver, driver.ask("warm", GenerationParams(max_tokens=2)))
-    driver.engine.parts.prefix_cache.drop(driver.default)
+    driver.engine.parts.prefix_cache.evict_model(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
     for number in range(50):
         ended(driver, driver.ask(f"{number} " + "word " * 60, GenerationParams(temperature=0.0, max_tokens=2)))
-        assert driver.engine.parts.prefix_cache.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
+        assert driver.engine.parts.prefix_cache.nbytes == sum(sum_nbytes(one.value or []) for one in entries(driver))
     assert len(entries(driver)) == 50
     mx.clear_cache()
     assert mx.get_active_memory() >= base + driver.engine.parts.prefix_cache.nbytes - 256 * KIB
@@ -267,7 +267,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     random = Random(3)
     fill(driver, 10 * MIB)
     release_free_memory()
-    driver.engine.parts.footprint.forget()
+    driver.engine.parts.footprint.reset_peak()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
     room(driver, need + MIB // 2 - driver.engine.parts.prefix_cache.nbytes)
     for number in range(300):
@@ -317,7 +317,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
 def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     fill(driver, MIB)
     with monkeypatch.context() as patch:
-        patch.setattr("node.engine.scheduling.prefill_runner.forward", lambda *_, **__: 1 / 0)
+        patch.setattr("node.engine.scheduling.prefill_runner.run_forward", lambda *_, **__: 1 / 0)
         driver.end(driver.ask("1 " + "word " * 100, GREEDY))
     assert entries(driver) == []
 

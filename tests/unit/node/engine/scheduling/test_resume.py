@@ -168,7 +168,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
         left = iter(ids[position:])
         return lambda logprobs: mx.array([next(left, EOS)])
 
-    monkeypatch.setattr(prefill, "sampler_of", forced)
+    monkeypatch.setattr(prefill, "create_sampler", forced)
     number = first.ask("What is the weather?", GREEDY, request_id="r", tools=TOOLS)
     end, deltas = end_of(first, number), first.deltas[number, 0]
     whole = heard(deltas)

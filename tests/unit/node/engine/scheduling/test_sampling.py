@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from node.engine.scheduling.sampling import (
     SamplingDefaults,
     SamplingParameters,
-    cut,
-    defaults_of,
-    draw_key,
-    greedy,
-    processors_of,
-    sampler_of,
-    sampling_of,
+    apply_cuts,
+    choose_greedily,
+    compute_draw_key,
+    create_processors,
+    create_sampler,
+    parse_defaults,
+    resolve_sampling,
 )
 from tests.support.engine.text_engine import likeliest
 from wire.frames import GenerationParams
@@ -26,7 +26,7 @@ ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))
 
 
 def kept(sampling: SamplingParameters) -> list[int]:
-    return [place for place, value in enumerate(np.array(cut(ROW, sampling)[0])) if value > -math.inf]
+    return [place for place, value in enumerate(np.array(apply_cuts(ROW, sampling)[0])) if value > -math.inf]
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_the_likeliest_token_is_never_cut(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ):
     row = mx.array([logits])
-    left = cut(row, SamplingParameters(temperature, top_p or 1.0, top_k, min_p))
+    left = apply_cuts(row, SamplingParameters(temperature, top_p or 1.0, top_k, min_p))
     assert np.array(left[0])[likeliest(row[0])] > -math.inf
 
 
 def drawn(seed: int, choice: int, start: int, count: int) -> list[int]:
-    sampler = sampler_of(SamplingParameters(), seed, choice, start)
+    sampler = create_sampler(SamplingParameters(), seed, choice, start)
     return [int(np.array(sampler(ROW)).item()) for _ in range(count)]
 
 
@@ -83,19 +83,19 @@ def test_draws_follow_the_probabilities():
 
 @given(st.integers(-(2**63), 2**63), st.integers(0, 127), st.integers(0, 10**6))
 def test_a_key_fits_and_neighbours_differ(seed: int, choice: int, position: int):
-    key = draw_key(seed, choice, position)
+    key = compute_draw_key(seed, choice, position)
     assert 0 <= key < 2**64
-    assert len({key, draw_key(seed, choice, position + 1), draw_key(seed, choice + 1, position)}) == 3
+    assert len({key, compute_draw_key(seed, choice, position + 1), compute_draw_key(seed, choice + 1, position)}) == 3
 
 
 def test_greedy_rows_share_one_function():
-    assert sampler_of(SamplingParameters(temperature=0.0), 1, 0, 0) is greedy
-    assert sampler_of(SamplingParameters(top_k=1), 2, 1, 5) is greedy
+    assert create_sampler(SamplingParameters(temperature=0.0), 1, 0, 0) is choose_greedily
+    assert create_sampler(SamplingParameters(top_k=1), 2, 1, 5) is choose_greedily
 
 
 def processed(sampling: SamplingParameters, tokens: list[int], prompt: int) -> list[float]:
     logits = mx.array([[2.0, -2.0, 1.0, 0.0]])
-    for processor in processors_of(sampling, prompt):
+    for processor in create_processors(sampling, prompt):
         logits = processor(mx.array(tokens), logits)
     return np.array(logits[0]).tolist()
 
@@ -115,18 +115,18 @@ def test_a_bias_is_added():
 
 
 def test_nothing_is_done_where_nothing_is_asked():
-    assert processors_of(SamplingParameters(), 3) == ()
+    assert create_processors(SamplingParameters(), 3) == ()
 
 
 def test_the_request_wins_over_the_models_defaults():
-    defaults = defaults_of({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1})
-    assert sampling_of(GenerationParams(), defaults) == SamplingParameters(0.6, 0.95, 20, 0.0, 0.0, 0.0, 1.1)
+    defaults = parse_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1})
+    assert resolve_sampling(GenerationParams(), defaults) == SamplingParameters(0.6, 0.95, 20, 0.0, 0.0, 0.0, 1.1)
     asked = GenerationParams(
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0
     )
-    assert sampling_of(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
+    assert resolve_sampling(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
 
 
 def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():
-    assert defaults_of({"temperature": "hot", "top_p": 7, "top_k": -1, "min_p": True}) == SamplingDefaults()
-    assert defaults_of({"do_sample": False, "temperature": 0.6}) == SamplingDefaults(temperature=0.0)
+    assert parse_defaults({"temperature": "hot", "top_p": 7, "top_k": -1, "min_p": True}) == SamplingDefaults()
+    assert parse_defaults({"do_sample": False, "temperature": 0.6}) == SamplingDefaults(temperature=0.0)

@@ -11,7 +11,7 @@ from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.sampling import SamplingParameters
-from node.engine.scheduling.step_output import finished
+from node.engine.scheduling.step_output import build_finished
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
@@ -53,7 +53,7 @@ def prepared(driver: Driver, content: str) -> PreparedRequest:
     asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
     work = driver.engine.prepare(asked)
     if isinstance(work, UntokenizedPrompt):
-        work = work.read().work
+        work = work.tokenize().work
     assert isinstance(work, PreparedRequest)
     return work
 
@@ -152,7 +152,7 @@ def test_the_end_of_a_request_is_told_from_its_times_and_rows():
         row = Row(sequence, choice, Commitment(0), _Silent())  # pyright: ignore[reportArgumentType]
         row.ids, row.reason = ids, ("stop", "length")[choice]
         sequence.rows.append(row)
-    assert finished(sequence, 22.0) == Finished(
+    assert build_finished(sequence, 22.0) == Finished(
         4, ("stop", "length"), 3, 3, sequence.prompt_cached, Timings(2.0, 3.0, 7.0), stops=(), reasoning_tokens=2
     )
 

@@ -63,9 +63,9 @@ def pipeline(
     parser=parse,
     one_call: bool = False,
 ) -> TextPipeline:
-    place = markup.beginning(thinking)
+    place = markup.get_start_place(thinking)
     calls = ToolCallParser("call_r_", parser if tools else None, [[{}]], markup.call[1])
-    cutter = MarkCutter(TextStateMachine(markup.transitions(tools)), place)
+    cutter = MarkCutter(TextStateMachine(markup.build_transitions(tools)), place)
     return TextPipeline(Spelled(pieces), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
 
@@ -287,7 +287,7 @@ def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
     model = tokenizer_loader.load(folder)
     text = "<tool_call>\n<function=look>\n<parameter=at>\n12\n</parameter>\n</function>\n</tool_call>"
     tools = json.dumps([{"type": "function", "function": typed}])
-    found = run(model.pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model.wrapper.get_vocab(), text))
+    found = run(model.create_pipeline("q", 2, (), tools, False), vocabulary.byte_ids(model.wrapper.get_vocab(), text))
     assert found.calls == ({"index": 0, "id": "call_q_2_0", "name": "look", "arguments": '{"at": 12}'},)
 
 
@@ -310,12 +310,12 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
     assert any(case["calls"] for case in record["cases"])
     for case, text in zip(record["cases"], whole, strict=True):
         found = [
-            run(model.pipeline("r", 0, (), json.dumps(record["tools"]), False), ids)
+            run(model.create_pipeline("r", 0, (), json.dumps(record["tools"]), False), ids)
             for ids in (model.wrapper.encode(text, add_special_tokens=False), vocabulary.byte_ids(words, text))
         ]
-        machine = TextStateMachine(model.markup.transitions(True))
-        place = model.markup.beginning(False)
-        calls = ToolCallParser("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markup.call[1])
+        machine = TextStateMachine(model.markers.build_transitions(True))
+        place = model.markers.get_start_place(False)
+        calls = ToolCallParser("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markers.call[1])
         found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, StopStrings(()), calls), [0]))
         assert found[0] == found[1] == found[2]
         assert found[0].content == case["content"]
@@ -383,7 +383,7 @@ IDS = st.lists(st.integers(-2, 410), max_size=60)
 def test_a_resumed_stream_goes_on_identically(
     models: list[Tokenizer], at: int, ids: list[int], data: st.DataObject, thinking: bool
 ):
-    lost, resumed = (models[at].pipeline("r", 0, ("o w", "\n"), TOOLS, thinking) for _ in range(2))
+    lost, resumed = (models[at].create_pipeline("r", 0, ("o w", "\n"), TOOLS, thinking) for _ in range(2))
     known = data.draw(st.integers(0, len(ids)))
     before = [lost.feed(token) for token in ids[:known]]
     assert [resumed.feed(token) for token in ids[:known]] == before
@@ -394,7 +394,7 @@ def test_a_resumed_stream_goes_on_identically(
 @given(st.lists(st.integers(5, 410), max_size=60))
 def test_what_is_shown_are_the_bytes_of_the_tokens(models: list[Tokenizer], ids: list[int]):
     ids = [token for token in ids if models[0].token_bytes(token) != b"\0"]  # mlx-lm returns its sign, not the byte
-    found = run(models[0].pipeline("r", 0, (), "", False), ids)
+    found = run(models[0].create_pipeline("r", 0, (), "", False), ids)
     plain = b"".join(map(models[0].token_bytes, ids)).decode(errors="replace")
     assert found.content in (plain, plain.removeprefix(" "))
 
@@ -402,16 +402,16 @@ def test_what_is_shown_are_the_bytes_of_the_tokens(models: list[Tokenizer], ids:
 def test_the_token_that_ends_an_answer_has_no_text(models: list[Tokenizer]):
     for each in models:
         (end,) = each.eos
-        assert run(each.pipeline("r", 0, (), "", False), [end, end]) == Read()
+        assert run(each.create_pipeline("r", 0, (), "", False), [end, end]) == Read()
 
 
 def test_a_character_in_several_tokens_is_never_shown_broken(models: list[Tokenizer]):
-    made = models[0].pipeline("r", 0, (), "", False)
+    made = models[0].create_pipeline("r", 0, (), "", False)
     ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a東é🙂")
     assert [piece for token in ids for _, piece in made.feed(token).pieces] == ["a", "東", "é", "🙂"]
 
 
 def test_what_stays_broken_is_replaced_at_the_end(models: list[Tokenizer]):
-    made = models[0].pipeline("r", 0, (), "", False)
+    made = models[0].create_pipeline("r", 0, (), "", False)
     ids = vocabulary.byte_ids(models[0].wrapper.get_vocab(), "a🙂")[:-1]
     assert run(made, ids).content == "a\ufffd"

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, new_page, read
+from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, create_page, read_crash_record
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.text import chat_template, tokenizer, tokenizer_loader
@@ -59,9 +59,9 @@ def a_model(folder: Path, template: str | None = None, expression: str = "") -> 
 def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
     model = a_model(tmp_path / "model")
     trials = TokenizerTrials(tmp_path / "kept")
-    assert trials.need("f1", 1000) > 512 * MIB, "the gate reserves it"
+    assert trials.compute_need_bytes("f1", 1000) > 512 * MIB, "the gate reserves it"
     trials.run(model, "f1", 1000)
-    assert trials.need("f1", 1000) == 0
+    assert trials.compute_need_bytes("f1", 1000) == 0
     shutil.rmtree(model)
     trials.run(model, "f1", 1000)
     TokenizerTrials(tmp_path / "kept").run(model, "f1", 1000)
@@ -106,8 +106,8 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
 def test_a_panic_of_the_native_tokenizer_fails_its_request_alone(tmp_path: Path, length: int):
     harmful = tokenizer_loader.load(a_model(tmp_path / "model", expression=EXPLODES))
     with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
-        harmful.prompt(ask(Message("user", "a" * length + "!")))
-    assert harmful.prompt(ask(Message("user", "a"))).ids
+        harmful.tokenize_request(ask(Message("user", "a" * length + "!")))
+    assert harmful.tokenize_request(ask(Message("user", "a"))).ids
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -115,7 +115,7 @@ def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monk
     harmful = tokenizer_loader.load(a_model(tmp_path / "model", FOREVER))
     began = time.monotonic()
     with pytest.raises(TemplateFailed, match="the chat template took more than"):
-        harmful.prompt(ask())
+        harmful.tokenize_request(ask())
     assert time.monotonic() - began < 5
     assert sum(range(1000)) == 499_500, "nothing is raised later"
 
@@ -157,21 +157,23 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
 
 
 def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the_forward():
-    page = new_page()
+    page = create_page()
     try:
         recorder = CrashRecorder(page)
-        with recorder.reading("hostile", 7):
+        with recorder.record_tokenization("hostile", 7):
             recorder.begin(NativeCallKind.DECODE, "good")
-            crashed, hung = read(page), read(page, hung=True)
-            assert recorder.oldest_read() == hung
+            crashed, hung = read_crash_record(page), read_crash_record(page, hung=True)
+            assert recorder.find_oldest_tokenization() == hung
         assert (crashed and crashed.model, hung and (hung.doing, hung.request, hung.model)) == (
             "good",
             (NativeCallKind.READ, 7, "hostile"),
         )
         recorder.end()
-        assert read(page, hung=True) is read(page) is recorder.oldest_read() is None
-        with recorder.reading("a"):
-            assert (read(page) or CrashRecord(NativeCallKind.LOAD, 0, "")).model == "a", (
+        assert (
+            read_crash_record(page, hung=True) is read_crash_record(page) is recorder.find_oldest_tokenization() is None
+        )
+        with recorder.record_tokenization("a"):
+            assert (read_crash_record(page) or CrashRecord(NativeCallKind.LOAD, 0, "")).model == "a", (
                 "no forward: a prompt was the last thing"
             )
     finally:
@@ -182,7 +184,7 @@ def test_more_threads_than_slots_are_no_error():
     recorder, models = CrashRecorder(), []
 
     def look(number: int) -> None:
-        with recorder.reading(f"m{number}"):
+        with recorder.record_tokenization(f"m{number}"):
             models.append(number)
 
     for number in range(9):
@@ -208,8 +210,8 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     driver = Driver(folder)
     door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=6))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    assert door.need(frame) > 512 * MIB
-    assert not door.inline(frame)
+    assert door.compute_need_bytes(frame) > 512 * MIB
+    assert not door.can_prepare_inline(frame)
     prepared = door.prepare(frame)
     assert prepared.refused is not None
     assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (RefusalCode.LOAD_FAILED, True)

@@ -28,7 +28,7 @@ def driver() -> Driver:
 
 def test_a_raw_prompt_that_spells_the_template_is_answered_alike(driver: Driver):
     folder = Path(models.path("llama"))
-    ids = tokenizer_loader.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, GenerationParams(), 0)).ids
+    ids = tokenizer_loader.load(folder).tokenize_request(Generate(1, 1, "r", "m", HELLO, GenerationParams(), 0)).ids
     by_ids = driver.ask(messages=(), ids=ids)
     whole = driver.end(by_ids)
     assert isinstance(whole, Finished)
@@ -47,14 +47,14 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
     library = Driver(models.path("llama")).engine.parts.catalogue
-    door, (name,) = RequestPreparer(library), library.known()
+    door, (name,) = RequestPreparer(library), library.get_models()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
     asked = Generate(1, 1, "r", name, (), GenerationParams(), 0, text="x", tools=tools)
     answer = "<think>well</think>yes"
-    ids = door.tokenizer(library.known()[name]).wrapper.encode(answer, add_special_tokens=False)
+    ids = door.load_tokenizer(library.get_models()[name]).wrapper.encode(answer, add_special_tokens=False)
 
     def heard(request: Generate) -> dict[Channel, str]:
-        voice = door.prepare(request).pipeline_of
+        voice = door.prepare(request).create_pipeline
         assert voice is not None
         made, said = voice(0), defaultdict[Channel, str](str)
         pieces = [piece for token in ids for piece in made.feed(token).pieces]

@@ -45,14 +45,14 @@ def text(of: Tokenizer, ids: tuple[int, ...]) -> str:
 
 
 def shown(of: Tokenizer, request: Generate) -> dict:
-    return json.loads(text(of, of.prompt(request).ids))
+    return json.loads(text(of, of.tokenize_request(request).ids))
 
 
 # prompts
 
 
 def test_a_prompt_is_what_the_template_writes(plain: Tokenizer):
-    prompt = plain.prompt(ask(Message("system", "be brief"), Message("user", "hello wörld 東京")))
+    prompt = plain.tokenize_request(ask(Message("system", "be brief"), Message("user", "hello wörld 東京")))
     assert text(plain, prompt.ids) == "<|system|>be brief<|user|>hello wörld 東京<|assistant|>"
     assert prompt.thinking is False
 
@@ -83,24 +83,26 @@ def test_without_tools_the_template_is_given_none(tmp_path: Path):
 
 
 def test_an_answer_is_begun_after_a_message_of_the_assistant_too(plain: Tokenizer):
-    prompt = plain.prompt(ask(USER, Message("assistant", "hello w")))
+    prompt = plain.tokenize_request(ask(USER, Message("assistant", "hello w")))
     assert text(plain, prompt.ids) == "<|user|>hello<|assistant|>hello w<|assistant|>"
 
 
 def test_the_last_message_is_continued_on_request(plain: Tokenizer):
-    prompt = plain.prompt(ask(USER, Message("assistant", "hello w"), template='{"continue_final_message": true}'))
+    prompt = plain.tokenize_request(
+        ask(USER, Message("assistant", "hello w"), template='{"continue_final_message": true}')
+    )
     assert text(plain, prompt.ids) == "<|user|>hello<|assistant|>hello w"
 
 
 @pytest.mark.parametrize("name", sorted(chat_template.RESERVED))
 def test_a_template_variable_cannot_change_the_call(plain: Tokenizer, name: str):
     with pytest.raises(TemplateFailed, match=f"cannot be called {name}"):
-        plain.prompt(ask(template=json.dumps({name: False})))
+        plain.tokenize_request(ask(template=json.dumps({name: False})))
 
 
 def test_the_clock_is_the_request_s(tmp_path: Path):
     model = with_template(tmp_path, "{{ strftime_now('%d %b %Y %H:%M') }}")
-    written = [text(model, model.prompt(ask(created=created)).ids) for created in (0, 86_400 * 365 + 60, 0)]
+    written = [text(model, model.tokenize_request(ask(created=created)).ids) for created in (0, 86_400 * 365 + 60, 0)]
     assert written == ["01 Jan 1970 00:00", "01 Jan 1971 00:01", "01 Jan 1970 00:00"]
 
 
@@ -111,19 +113,19 @@ def test_the_clock_is_the_request_s(tmp_path: Path):
 def test_a_thought_left_open_is_seen(tmp_path: Path, ending: str, thinking: bool):
     template = "{{ messages[0].content }}<|assistant|>" + ending.replace("\n", "{{ '\\n' }}")
     model = with_template(tmp_path, template, tokens=("<think>", "</think>"))
-    assert model.prompt(ask()).thinking is thinking
-    assert model.prompt(ask(Message("user", "what is <think>"))).thinking is thinking
+    assert model.tokenize_request(ask()).thinking is thinking
+    assert model.tokenize_request(ask(Message("user", "what is <think>"))).thinking is thinking
 
 
 def test_a_mark_of_several_tokens_is_seen(tmp_path: Path):
     model = with_template(tmp_path, "hi<|channel>thought{{ '\\n' }}", tokens=("<|channel>", "<channel|>"))
-    assert model.prompt(ask()).thinking is True
+    assert model.tokenize_request(ask()).thinking is True
 
 
 def test_a_renderer_in_python_is_given_arguments_as_text(tmp_path: Path):
     model = with_template(tmp_path, None, chat_template_type="deepseek_v32")
     call = Message("assistant", tool_calls=(ToolCall("c1", "look", '{"at": "here"}'),))
-    prompt = model.prompt(ask(USER, call, Message("tool", "sun", tool_call_id="c1"), tools=json.dumps(TOOLS)))
+    prompt = model.tokenize_request(ask(USER, call, Message("tool", "sun", tool_call_id="c1"), tools=json.dumps(TOOLS)))
     assert '<｜DSML｜parameter name="at" string="true">here</｜DSML｜parameter>' in text(model, prompt.ids)
 
 
@@ -148,7 +150,7 @@ def test_a_bad_template_fails_its_request_in_one_line(tmp_path: Path, template: 
     model = with_template(tmp_path, template)
     for _ in range(2):
         with pytest.raises(TemplateFailed) as failed:
-            model.prompt(ask())
+            model.tokenize_request(ask())
         assert told in str(failed.value)
         assert "\n" not in str(failed.value)
         assert len(str(failed.value)) <= MAX_ERROR_CHARS
@@ -157,8 +159,8 @@ def test_a_bad_template_fails_its_request_in_one_line(tmp_path: Path, template: 
 def test_after_a_request_that_fails_the_next_is_served(tmp_path: Path):
     model = with_template(tmp_path, "{{ raise_exception('no') if messages[0].content == 'bad' else 'fine' }}")
     with pytest.raises(TemplateFailed, match="TemplateError: no"):
-        model.prompt(ask(Message("user", "bad")))
-    assert text(model, model.prompt(ask()).ids) == "fine"
+        model.tokenize_request(ask(Message("user", "bad")))
+    assert text(model, model.tokenize_request(ask()).ids) == "fine"
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_after_a_request_that_fails_the_next_is_served(tmp_path: Path):
 def test_a_bad_request_fails_alone(tmp_path: Path, request_: Generate, told: str):
     model = with_template(tmp_path, "{{ strftime_now('%Y') }}{{ tools }}")
     with pytest.raises(TemplateFailed, match=told):
-        model.prompt(request_)
+        model.tokenize_request(request_)
 
 
 def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
@@ -184,16 +186,16 @@ def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
             vocabulary.words_only(tmp_path / "m", ["hello"]), chat_template="{{ messages[0].content }}"
         )
     )
-    assert model.prompt(ask()).ids
+    assert model.tokenize_request(ask()).ids
     with pytest.raises(TemplateFailed, match="UNK"):
-        model.prompt(ask(Message("user", "unheard")))
+        model.tokenize_request(ask(Message("user", "unheard")))
 
 
 def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
     model = tokenizer_loader.load(folder)
     model.size = 3
     with pytest.raises(TemplateFailed, match="the vocabulary has 3"):
-        model.prompt(ask())
+        model.tokenize_request(ask())
 
 
 # loading
@@ -251,7 +253,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path):
 @given(st.text(), st.text())
 def test_the_bytes_of_tokens_are_the_text(plain: Tokenizer, before: str, after: str):
     written = before + "hello \x00 世界" + after
-    ids = plain.prompt(ask(Message("user", written))).ids
+    ids = plain.tokenize_request(ask(Message("user", written))).ids
     assert b"".join(map(plain.token_bytes, ids)) == f"<|user|>{written}<|assistant|>".encode()
 
 
@@ -269,14 +271,14 @@ def test_pieces_and_byte_tokens_give_their_bytes(tmp_path: Path):
 
 def test_half_a_character_is_held_back_in_every_kind_of_vocabulary(tmp_path: Path):
     model = tokenizer_loader.load(vocabulary.pieces_with_byte_fallback(tmp_path / "m"))
-    pipeline = model.pipeline("r", 0, (), "", False)
+    pipeline = model.create_pipeline("r", 0, (), "", False)
     assert pipeline.feed(5 + 0xC3).pieces == ()
     assert pipeline.feed(5 + 0xA9).pieces == ((Channel.CONTENT, "é"),)
 
 
 def test_a_vocabulary_without_a_known_decoder_is_read_too(tmp_path: Path):
     model = tokenizer_loader.load(vocabulary.words_only(tmp_path / "m", ["hello", "world"]))
-    pipeline = model.pipeline("r", 0, (), "", False)
+    pipeline = model.create_pipeline("r", 0, (), "", False)
     given = [piece for token in (3, 4) for piece in pipeline.feed(token).pieces]
     assert "".join(piece for _, piece in [*given, *pipeline.finish("stop")[0]]) == "hello world"
     assert model.token_bytes(3) == b"hello"
@@ -287,19 +289,19 @@ def test_a_vocabulary_without_a_known_decoder_is_read_too(tmp_path: Path):
 
 def test_prompts_are_written_while_answers_are_read(plain: Tokenizer):
     words = "hello world 東京 " * 50
-    ids = plain.prompt(ask(Message("user", words))).ids
+    ids = plain.tokenize_request(ask(Message("user", words))).ids
     done = threading.Event()
     prompts: list[tuple[int, ...]] = []
 
     def render() -> None:
         while not done.is_set():
-            prompts.append(plain.prompt(ask(Message("user", words))).ids)
+            prompts.append(plain.tokenize_request(ask(Message("user", words))).ids)
 
     thread = threading.Thread(target=render)
     thread.start()
     try:
         for _ in range(20):
-            one, two = (plain.pipeline("r", choice, (), "", False) for choice in (0, 1))
+            one, two = (plain.create_pipeline("r", choice, (), "", False) for choice in (0, 1))
             read = [(one.feed(token).pieces, two.feed(token).pieces) for token in ids]
             assert all(left == right for left, right in read)
             whole = "".join(piece for left, _ in read for _, piece in left)
@@ -314,11 +316,11 @@ def test_what_mlx_lm_presumes_of_a_model_is_read_without_importing_it():
     module = "mlx_lm.models.muse_spark"
     known = sys.modules.pop(module, None)
     try:
-        found = tokenizer_loader.defaults("muse_spark")
+        found = tokenizer_loader.read_defaults("muse_spark")
         assert module not in sys.modules
         assert found is not None
         assert found == importlib.import_module(module).TOKENIZER_DEFAULTS
     finally:
         sys.modules |= {module: known} if known is not None else {}
     for other in ("llama", "mistral", "no_such_model", "../etc", "", None, 7):
-        assert tokenizer_loader.defaults(other) is None
+        assert tokenizer_loader.read_defaults(other) is None

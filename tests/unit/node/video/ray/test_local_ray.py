@@ -72,35 +72,35 @@ async def turns() -> None:
 
 @pytest.mark.slow
 async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: ObservedRay):
-    one.offer(wanted=True)
+    one.set_offered(wanted=True)
     await turns()
     assert (one.pid, one.node, one.active) == (None, "", False)
-    one.offer(wanted=False)
-    one.allow(on=True)
+    one.set_offered(wanted=False)
+    one.set_allowed(on=True)
     await turns()
     assert (one.pid, one.node, one.active) == (None, "", False)
-    one.offer(wanted=True)
+    one.set_offered(wanted=True)
     first = await changed(one, None)
-    one.allow(on=False)
+    one.set_allowed(on=False)
     assert await changed(one, first) == ""
     await one.stop()
 
 
 @pytest.mark.slow
 async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: ObservedRay):
-    one.offer(wanted=True)
-    one.allow(on=True)
+    one.set_offered(wanted=True)
+    one.set_allowed(on=True)
     first = await changed(one, None)
-    one.set_running(on=True)
-    one.allow(on=False)
+    one.set_has_lease(on=True)
+    one.set_allowed(on=False)
     await turns()
     assert one.node == first, "its actor holds the worker"
-    one.set_running(on=False)
+    one.set_has_lease(on=False)
     assert await changed(one, first) == ""
-    one.allow(on=True)
+    one.set_allowed(on=True)
     second = await changed(one, "")
-    one.set_running(on=True)
-    one.set_running(on=False)
+    one.set_has_lease(on=True)
+    one.set_has_lease(on=False)
     await turns()
     assert one.node == second, "the end of a job alone replaces nothing"
     await one.stop()
@@ -108,15 +108,15 @@ async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: Observe
 
 @pytest.mark.slow
 async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each_time(one: ObservedRay, tmp_path: Path):
-    one.offer(wanted=True)
-    one.allow(on=True)
+    one.set_offered(wanted=True)
+    one.set_allowed(on=True)
     node = await changed(one, None)
     token = tmp_path / "files" / "token"
     assert token.stat().st_mode & 0o777 == 0o600
     first = token.read_text()
-    one.allow(on=False)
+    one.set_allowed(on=False)
     await changed(one, node)
-    one.allow(on=True)
+    one.set_allowed(on=True)
     await changed(one, "")
     assert (len(first), first != token.read_text()) == (64, True)
     await one.stop()

@@ -4,17 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.video.worker.job_spec import JobSpec, read_spec
+from node.video.worker.job_spec import JobSpec, parse_spec
 from wire.video import VideoPackage
 
 LEAST = {"prompt": "a fox", "width": 64, "height": 48}
 
 
 def test_what_is_not_asked_is_the_packages_own():
-    spec = read_spec(json.dumps({**LEAST, "seed": 7, "guidance": 4.0, "timeout": 60, "stall": 9}).encode())
+    spec = parse_spec(json.dumps({**LEAST, "seed": 7, "guidance": 4.0, "timeout": 60, "stall": 9}).encode())
     assert isinstance(spec, JobSpec)
     assert (spec.timeout, spec.stall) == (60, 9)
-    assert spec.job(VideoPackage("wan", fps=24, steps=50, frames=121)) == {
+    assert spec.to_worker_input(VideoPackage("wan", fps=24, steps=50, frames=121)) == {
         **LEAST,
         "seed": 7,
         "guidance": 4.0,
@@ -46,11 +46,11 @@ def test_what_is_not_asked_is_the_packages_own():
     ids=str,
 )
 def test_what_no_worker_should_be_told_is_refused_with_a_sentence(change: dict[str, object]):
-    said = read_spec(json.dumps({**LEAST, **change}).encode())
+    said = parse_spec(json.dumps({**LEAST, **change}).encode())
     assert isinstance(said, str)
     assert len(said) > 20
 
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_be_refused(raw: bytes):
-    assert isinstance(read_spec(raw), str | JobSpec)
+    assert isinstance(parse_spec(raw), str | JobSpec)

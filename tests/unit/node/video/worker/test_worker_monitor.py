@@ -14,7 +14,13 @@ from node.memory.sensor import read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
 from node.video.worker.watchdog_policy import WorkerBounds
-from node.video.worker.worker_monitor import WorkerJob, WorkerMonitor, find_living_processes, kill, worker_environment
+from node.video.worker.worker_monitor import (
+    WorkerJob,
+    WorkerMonitor,
+    build_worker_environment,
+    find_living_processes,
+    kill_worker_group,
+)
 from tests.support.readings import Later
 from wire.video import LeaseEndCode
 
@@ -120,7 +126,7 @@ def test_nor_does_any_event(event: dict[str, object]):
 
 def test_a_worker_is_told_what_is_named_and_nothing_else(tmp_path: Path):
     inherited = {"PATH": "/bin", "OPENAI_API_KEY": "sk", "MACPOOL_X": "1", "HOME": "/nonexistent", "LANG": "C"}
-    told = worker_environment(inherited, tmp_path)
+    told = build_worker_environment(inherited, tmp_path)
     assert set(told) == {
         "PATH",
         "LANG",
@@ -142,9 +148,9 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     process.stdout.readline()
     other = WorkerGroup(pid=process.pid, born="another boot:1")
     assert find_living_processes(other) == ()
-    await kill(other, 0.0)
+    await kill_worker_group(other, 0.0)
     assert process.poll() is None
-    await kill(WorkerGroup(pid=process.pid, born=read_process_identity(process.pid)), 0.2)
+    await kill_worker_group(WorkerGroup(pid=process.pid, born=read_process_identity(process.pid)), 0.2)
     assert process.wait(30) == -9
 
 

@@ -93,8 +93,8 @@ def test_no_body_makes_a_parser_raise(name: str, data: st.DataObject):
     if isinstance(found, Problem):
         assert 400 <= found.status < 500
         json.loads(found.body("r"))
-    elif hasattr(found, "jobs"):
-        for job in cast("ParsedRequest", found).jobs("k", "r", 0):
+    elif hasattr(found, "to_specs"):
+        for job in cast("ParsedRequest", found).to_specs("k", "r", 0):
             frame = Generate(
                 1,
                 1,

@@ -195,7 +195,7 @@ def test_tools_arrive_as_they_were_written():
     assert json.loads(found.tools) == [TOOL]
     assert list(json.loads(found.tools)[0]["function"]["parameters"]) == ["type", "required", "properties"]
     assert found.demand.prompt_bytes == good(body()).demand.prompt_bytes + len(found.tools)
-    job = found.job("k", "r", 5)
+    job = found.to_spec("k", "r", 5)
     assert (job.tools, job.template, job.key, job.request_id, job.created) == (found.tools, "", "k", "r", 5)
 
 

@@ -293,7 +293,7 @@ def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bo
     ticket, maker = CollectedAnswer(2, logprobs), ChatChunks(job)
     for delta in said:
         ticket.add(delta)
-    whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.complete(), FINISHED)), strict=True)
+    whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.build_answer(), FINISHED)), strict=True)
     streamed = chunks(maker.deltas(said))
     for choice in whole.choices:
         mine = [one for one in streamed if one.choices[0].index == choice.index]

@@ -7,7 +7,7 @@ from router.dialects.ollama import models as ollama_models
 from router.dialects.openai import models
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView
-from router.placement.sanitize_report import view_of
+from router.placement.sanitize_report import build_node_view
 from tests.support.answers import CREATED
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
@@ -25,7 +25,7 @@ def view() -> ClusterView:
     held = (("a", (LOADED, ON_DISK)), ("b", (ON_DISK, BROKEN)))
     return ClusterView(
         tuple(
-            view_of(
+            build_node_view(
                 Report(0, a_memory(), EngineState("x", "ready"), known),
                 node=NodeId(name),
                 name=name,

@@ -50,7 +50,7 @@ def good(dialect: str, **fields: Any) -> Any:
 def test_an_unknown_field_is_ignored_and_named_or_refused(dialect: str):
     found = good(dialect, colour="red", top_n_sigma=1)
     assert found.ignored == ("colour", "top_n_sigma")
-    assert found.jobs("key", "id", 0)[0].ignored == found.ignored
+    assert found.to_specs("key", "id", 0)[0].ignored == found.ignored
     refused = parse(dialect, strict=True, colour="red")
     assert isinstance(refused, Problem)
     assert (refused.status, refused.param) == (400, "colour")
@@ -251,7 +251,7 @@ def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back(
         "type": "custom",
         "custom": {"name": "apply_patch", "input": "x"},
     }
-    (job,) = found.jobs("key", "id", 0)
+    (job,) = found.to_specs("key", "id", 0)
     events = ChatChunks(job, found.custom).deltas([Delta(0, 0, (), ((Channel.TOOL_CALL, call),))])
     assert b'"type":"custom","custom":{"name":"apply_patch","input":"x"}' in events
     broken = json.dumps({"id": "2", "name": "apply_patch", "arguments": "no JSON"})

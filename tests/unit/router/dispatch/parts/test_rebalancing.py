@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.dispatch.active_request import ActiveRequest
-from router.dispatch.parts import work_stealing
+from router.dispatch.parts import rebalancing
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
@@ -44,7 +44,7 @@ def batch(cluster: Cluster, count: int = 10) -> list[ActiveRequest]:
         tickets.append(cluster.submit())
         if number < ROWS:
             cluster.speak()
-    cluster.now += 2 * work_stealing.MIN_GAIN_SECONDS
+    cluster.now += 2 * rebalancing.MIN_GAIN_SECONDS
     cluster.report()
     assert {ticket.node for ticket in tickets} == {A}
     return tickets
@@ -80,7 +80,7 @@ async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_i
     comes(joining)
     moved = on(joining, tickets, B)
     for _ in range(3):
-        joining.now += 2 * work_stealing.MIN_GAIN_SECONDS
+        joining.now += 2 * rebalancing.MIN_GAIN_SECONDS
         joining.report()
         joining.dispatcher.sweep()
         assert on(joining, tickets, B) == moved, "it has prompts to read itself"
@@ -92,7 +92,7 @@ async def test_a_request_is_taken_over_once(joining: Cluster):
     moved = on(joining, tickets, B)
     for number in on(joining, tickets, A):
         joining.dispatcher.close(tickets[number])
-    joining.now += 10 * work_stealing.MIN_GAIN_SECONDS
+    joining.now += 10 * rebalancing.MIN_GAIN_SECONDS
     joining.models = (a_model(decode_speed=1.0),)
     comes(joining, A)
     assert on(joining, tickets, B) == moved
@@ -105,17 +105,21 @@ async def test_no_request_is_moved_to_gain_little(joining: Cluster):
 
 
 def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
-    here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them are its own
-    assert work_stealing.queue_wait(here) == pytest.approx(10)
-    assert work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.6))
-    assert not work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.7))
+    here = Candidate(
+        A, "a", "ready", expected_ttft=11.6, prefill_tokens=1000, model=a_model()
+    )  # 1.6 of them are its own
+    assert rebalancing.estimate_wait_seconds(here) == pytest.approx(10)
+    assert rebalancing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.6))
+    assert not rebalancing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.7))
 
 
 def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
     model = a_model(prefill_speed=1000.0)
-    here = Candidate(A, "a", "ready", expected_ttft=8.0, reading=0, model=model)
-    assert not work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.0))
-    assert work_stealing.queue_wait(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, "it has no model there"
+    here = Candidate(A, "a", "ready", expected_ttft=8.0, prefill_tokens=0, model=model)
+    assert not rebalancing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.0))
+    assert rebalancing.estimate_wait_seconds(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, (
+        "it has no model there"
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,10 +141,10 @@ def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
     for number in range(taken):
         ledger.reserve(A, number, number, 0)
         if not unread:
-            ledger.read(number)
+            ledger.mark_prefilled(number)
     node = NodeView(A, "a", state, engine=engine, models={"tiny": a_model(), "other": a_model("other")})
     view = ClusterView((node,))
-    assert work_stealing.idle_nodes(view, ledger) == ({"tiny": view, "other": view} if free else {})
+    assert rebalancing.find_idle_nodes(view, ledger) == ({"tiny": view, "other": view} if free else {})
 
 
 def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
@@ -148,10 +152,10 @@ def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
     tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
         send(ticket, "a")
-    assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.MIN_GAIN_SECONDS)] == [0], (
-        "they waited no longer"
-    )
-    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.MIN_GAIN_SECONDS)] == [
+    assert [one.number for one in rebalancing.list_movable_requests(tickets, 100.0 + rebalancing.MIN_GAIN_SECONDS)] == [
+        0
+    ], "they waited no longer"
+    assert [one.number for one in rebalancing.list_movable_requests(tickets, 100.1 + rebalancing.MIN_GAIN_SECONDS)] == [
         0,
         1,
         2,
@@ -160,7 +164,9 @@ def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
     speak(tickets[0], 101.0)
     send(tickets[1], "a", 2)
     tickets[2] = ActiveRequest(job, WeightedKey("k"), 2, 100.0)
-    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.MIN_GAIN_SECONDS)] == [0]
+    assert [one.number for one in rebalancing.list_movable_requests(tickets, 100.1 + rebalancing.MIN_GAIN_SECONDS)] == [
+        0
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +216,7 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
     assert joining.last()[0] == B
     joining.refuse(RefusalCode.NO_ROOM)
     assert tickets[moved[-1]].node == A, "it goes back, to wait there"
-    joining.now += 2 * work_stealing.MIN_GAIN_SECONDS
+    joining.now += 2 * rebalancing.MIN_GAIN_SECONDS
     joining.report()
     joining.dispatcher.sweep()
     assert tickets[moved[-1]].node == A
@@ -236,7 +242,7 @@ async def test_a_request_for_a_model_that_no_other_node_has_delays_no_other():
                 ResourceDemand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), GenerationParams(), 0, True
             )
         )
-        for n in range(work_stealing.MAX_JUDGED)
+        for n in range(rebalancing.MAX_JUDGED)
     ]
     tickets = batch(cluster)
     comes(cluster)

@@ -33,28 +33,28 @@ A large cluster handles the rest in later passes.
 """
 
 
-def idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
+def find_idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
     """Return the idle nodes by the models that they have, at most `MAX_TARGETS` for each model."""
     found: dict[str, list[NodeView]] = {}
     for node in view.nodes:
-        if _free(node, ledger):
+        if _is_idle(node, ledger):
             for name in node.models:
                 found.setdefault(name, []).append(node)
     return {name: ClusterView(tuple(nodes[:MAX_TARGETS])) for name, nodes in found.items()}
 
 
-def _free(node: NodeView, ledger: ReservationLedger) -> bool:
-    engine, account = node.engine, ledger.account(node.id)
-    if node.state != NodeState.READY or engine.waiting or engine.queued_tokens or account.unread:
+def _is_idle(node: NodeView, ledger: ReservationLedger) -> bool:
+    engine, account = node.engine, ledger.get_account(node.id)
+    if node.state != NodeState.READY or engine.waiting or engine.queued_tokens or account.pending_prefills:
         return False
     return not engine.rows or account.rows < engine.rows
 
 
-def waiting(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
-    """Return the requests that could be moved, the oldest first: on a node without a first token, and in their first
-    attempt.
+def list_movable_requests(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
+    """Return the requests that rebalancing may move, oldest first, at most `MAX_EXAMINED`.
 
-    They are older than `MIN_GAIN_SECONDS` at `now` (monotonic seconds). At most `MAX_EXAMINED` are returned.
+    They are in their first attempt, have no first token, and arrived more than `MIN_GAIN_SECONDS` before `now`
+    (monotonic seconds).
     """
     found = [
         one
@@ -64,7 +64,7 @@ def waiting(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest
     return sorted(found, key=lambda one: one.number)[:MAX_EXAMINED]
 
 
-def queue_wait(here: Candidate) -> float:
+def estimate_wait_seconds(here: Candidate) -> float:
     """Return the expected seconds to the first token of a request that waits on its current node; 0 for an unknown
     model.
 
@@ -72,7 +72,7 @@ def queue_wait(here: Candidate) -> float:
     front of it, and is subtracted once.
     """
     return (
-        here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.reading / here.model.prefill_speed
+        here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.prefill_tokens / here.model.prefill_speed
         if here.model
         else 0.0
     )
@@ -80,4 +80,4 @@ def queue_wait(here: Candidate) -> float:
 
 def is_worth_moving(here: Candidate, there: Candidate) -> bool:
     """Return whether a waiting request gains enough by a restart on the node `there`."""
-    return queue_wait(here) > MIN_SPEEDUP * there.expected_ttft + MIN_GAIN_SECONDS
+    return estimate_wait_seconds(here) > MIN_SPEEDUP * there.expected_ttft + MIN_GAIN_SECONDS
