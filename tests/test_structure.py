@@ -38,7 +38,6 @@ LARGE_MODULES: dict[str, int] = {
     "coordinator/state/database.py": 513,
     "node/models/catalogue.py": 622,
     "node/settings.py": 626,
-    "wire/capacity/arithmetic.py": 416,
 }
 """Modules above the limit, with their lines."""
 FOREIGN_WRITES: dict[str, int] = {

@@ -165,7 +165,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     weights: Estimate = 0
     """Bytes of the weights."""
     kv_per_token: Estimate = 0
-    """Bytes of a row for each of its tokens. See `wire.capacity.arithmetic.row_bytes` for all fields of a row."""
+    """Bytes of a row for each of its tokens. See `wire.capacity.batches.row_bytes` for all fields of a row."""
     transient: Estimate = 0
     """Transient bytes of the smallest prefill chunk at the start of a prompt. `forward` covers every forward."""
     context: Natural = 0
@@ -223,7 +223,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def kv(self) -> "KvParameters":
-        """Fields of this model from which `wire.capacity.arithmetic.row_bytes` computes the memory of a row."""
+        """Fields of this model from which `wire.capacity.batches.row_bytes` computes the memory of a row."""
         return KvParameters(
             self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
         )

@@ -1,8 +1,8 @@
-"""KV caches of one model on a simulated node, in padded batches, with the sums of `wire.capacity.arithmetic`."""
+"""KV caches of one model on a simulated node, in padded batches, with the sums of `wire.capacity.batches`."""
 
 from dataclasses import dataclass, field
 
-from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
+from wire.capacity.batches import join_bytes, joinable, padded, row_bytes
 from wire.report import BatchGroup, KvParameters
 
 

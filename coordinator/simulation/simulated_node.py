@@ -31,9 +31,8 @@ from wire.capacity.arithmetic import (
     headroom,
     judge,
     request_need,
-    row_bytes,
-    waste_bytes,
 )
+from wire.capacity.batches import row_bytes, waste_bytes
 from wire.capacity.fairness import PrefillFairness, WaitingRequest, WeightedKey, service_order
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.refusals import FailureCode, RefusalCode, Refused

@@ -5,7 +5,8 @@ from typing import NamedTuple, Protocol
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests import preflight
 from node.engine.requests.prepared import PreparedRequest
-from wire.capacity.arithmetic import request_transient, row_bytes
+from wire.capacity.arithmetic import request_transient
+from wire.capacity.batches import row_bytes
 from wire.frames import Generate
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model

@@ -37,7 +37,8 @@ from node.engine.requests.waiting_requests import WaitingRequests
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.scheduler import Scheduler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import excess, level, shed, waste_bytes
+from wire.capacity.arithmetic import excess, level, shed
+from wire.capacity.batches import waste_bytes
 from wire.frames import (
     Cancel,
     CountTokens,

@@ -18,7 +18,7 @@ from node.engine.request_admission import RequestAdmission
 from node.engine.requests.waiting_requests import WaitingRequests
 from node.engine.scheduling.scheduler import Scheduler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import waste_bytes
+from wire.capacity.batches import waste_bytes
 from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, RestoreModels, UnloadModel
 from wire.refusals import RefusalCode, Refused
 

@@ -12,7 +12,7 @@ from node.engine.models.model_manager import ModelManager
 from node.engine.models.model_table import ModelTable
 from node.engine.models.profiler import Profiler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import waste_bytes
+from wire.capacity.batches import waste_bytes
 from wire.report import Memory, Model
 
 

@@ -17,15 +17,14 @@ Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. The default margin come
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from wire.capacity.batches import choose_batch, row_bytes
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import (
-    MAX_WASTE_BYTES,
     BatchGroup,
-    KvParameters,
     Memory,
     MemoryLevel,
     Model,
@@ -42,9 +41,6 @@ UNREADABLE = "unreadable"
 RESIDUAL_FACTOR = 12 / 10.6
 """Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
 MIN_PROFILED_MARGIN_SHARE = 0.02
-WASTE_SHARE = 0.25
-WASTE_CAP_SHARE = 0.01
-"""Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
 KV_GROWTH_TOKENS = 64
 """Tokens by which the memory of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048
@@ -211,60 +207,6 @@ def shed(memory: Memory, over: int) -> Refused:
     return Refused(RefusalCode.NO_ROOM, message, numbers)
 
 
-def row_bytes(kv: KvParameters, tokens: int) -> int:
-    """Return the maximum KV bytes of a row of `tokens` tokens.
-
-    A cache grows `step` tokens at a time, and can have room for up to step − 1 unused tokens. A sliding-window cache
-    holds at most its window. A row with at least one token also takes `fixed` bytes. Without tokens, return 0.
-    """
-    if tokens <= 0:
-        return 0
-    rows = tokens + kv.step - 1
-    row = kv.fixed + kv.per_token * rows
-    return row + kv.window_per_token * min(rows, kv.window) if kv.window_per_token else row
-
-
-def waste_bytes(cap: int) -> int:
-    """Return the bytes of padding that a batch may always have, for a cap in bytes (`KvParameters.waste`)."""
-    return min(MAX_WASTE_BYTES, int(cap * WASTE_CAP_SHARE))
-
-
-def padded(group: BatchGroup, kv: KvParameters) -> int:
-    """Return the KV bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
-    return group.rows * row_bytes(kv, group.longest)
-
-
-def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
-    """Return whether a row of `length` tokens may join a batch.
-
-    The padding must stay within 25 % of the batch, or within `kv.waste` bytes.
-    """
-    total = max(group.longest, length) * (group.rows + 1)
-    waste = total - group.tokens - length
-    return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * total
-
-
-def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
-    """Return the KV bytes that a row of `length` tokens adds, with padding, in the batch where they are fewest.
-
-    The row forms a new batch if it may join none of `groups` (`joinable`).
-    """
-    return _joined(tuple(groups), length, kv)[1]
-
-
-def _joined(groups: Sequence[BatchGroup], length: int, kv: KvParameters) -> tuple[BatchGroup | None, int]:
-    """Return the batch in which a new row adds least (None for a new batch), and the bytes that it adds."""
-    if not groups:
-        return None, row_bytes(kv, length)
-    best, least = None, 0
-    for group in groups:
-        if joinable(group, length, kv):
-            grown = (group.rows + 1) * row_bytes(kv, max(group.longest, length)) - padded(group, kv)
-            if best is None or grown < least:
-                best, least = group, grown
-    return (None, row_bytes(kv, length)) if best is None else (best, least)
-
-
 def prefill_transient(
     transient: TransientModel, tokens: int, past: int, *, last: bool = False, grows: bool = True
 ) -> int:
@@ -306,7 +248,7 @@ def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choi
     transients of several requests therefore do not add up.
     """
     length = prompt_tokens + output_tokens
-    return _highest(model, prompt_tokens, length, choices, _joined(model.groups, length, model.kv)[0])
+    return _highest(model, prompt_tokens, length, choices, choose_batch(model.groups, length, model.kv)[0])
 
 
 def _highest(model: Model, prompt: int, length: int, choices: int, best: BatchGroup | None) -> int:
@@ -342,7 +284,7 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     cache is copied.
     """
     kv, length = model.kv, prompt_tokens + output_tokens
-    best, rows = _joined(model.groups, length, kv)
+    best, rows = choose_batch(model.groups, length, kv)
     if choices > 1:
         rows += (choices - 1) * row_bytes(kv, length)
     highest = _highest(model, prompt_tokens, length, choices, best)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
+from wire.capacity.batches import join_bytes, joinable, padded, row_bytes
 from wire.report import BatchGroup, KvParameters
 
 

@@ -26,7 +26,8 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_stats import ModelStats, ModelUsage, create_warmed_stats
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import SamplingDefaults, choose_greedily, parse_defaults
-from wire.capacity.arithmetic import prefill_transient, row_bytes, tail
+from wire.capacity.arithmetic import prefill_transient, tail
+from wire.capacity.batches import row_bytes
 from wire.report import KvParameters
 from wire.units import MIB
 

@@ -17,7 +17,7 @@ from node.engine.models.profile import MemoryProfile, MemoryProfileKey
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import choose_greedily
 from node.memory.sensor import Sensor
-from wire.capacity.arithmetic import row_bytes
+from wire.capacity.batches import row_bytes
 
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
 """Tokens of the first forwards of a probe, each of a separate row."""

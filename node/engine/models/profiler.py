@@ -21,7 +21,7 @@ from node.engine.models.context_search import ContextSearchResult, describe_fail
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, build_key
-from wire.capacity.arithmetic import row_bytes
+from wire.capacity.batches import row_bytes
 from wire.report import Hardware
 from wire.units import show_size
 

@@ -22,7 +22,8 @@ from node.engine.scheduling.rules.preemption import (
     should_preempt,
 )
 from node.engine.scheduling.rules.row_state import RowEvent
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS, row_bytes
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
+from wire.capacity.batches import row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.refusals import FailureCode, RefusalCode, Refused
 

@@ -46,7 +46,8 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
-from wire.capacity.arithmetic import Fits, exceeds_headroom, judge, row_bytes
+from wire.capacity.arithmetic import Fits, exceeds_headroom, judge
+from wire.capacity.batches import row_bytes
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, Memory
 from wire.units import parse_size

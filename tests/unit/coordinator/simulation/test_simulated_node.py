@@ -8,7 +8,8 @@ from coordinator.simulation.scenario import ModelSpec, NodeSpec
 from coordinator.simulation.simulated_kv import SimulatedRow, SimulatedRows
 from coordinator.simulation.simulated_node import SimulatedNode
 from coordinator.simulation.workload import ConversationTurn
-from wire.capacity.arithmetic import Fits, join_bytes, judge, request_need
+from wire.capacity.arithmetic import Fits, judge, request_need
+from wire.capacity.batches import join_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, GenerationParams, Refusal
 from wire.report import KvParameters

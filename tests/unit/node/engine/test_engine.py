@@ -15,7 +15,8 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.rules.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import padded, request_transient
+from wire.capacity.arithmetic import request_transient
+from wire.capacity.batches import padded
 from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import (
     Channel,

@@ -24,8 +24,6 @@ from wire.capacity.arithmetic import (
     excess,
     hard_line,
     headroom,
-    join_bytes,
-    joinable,
     judge,
     judge_load,
     level,
@@ -34,18 +32,16 @@ from wire.capacity.arithmetic import (
     most_bytes,
     most_weights,
     occupied,
-    padded,
     prefill_transient,
     profiled_margin,
     reading_bytes,
     request_need,
     request_transient,
-    row_bytes,
     shed,
     step_transient,
     tail,
-    waste_bytes,
 )
+from wire.capacity.batches import join_bytes, joinable, padded, row_bytes, waste_bytes
 from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
 from wire.report import BatchGroup, KvParameters, Memory, MemoryLevel, Model, TransientModel
 from wire.units import GIB, MIB

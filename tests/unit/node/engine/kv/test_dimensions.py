@@ -18,7 +18,7 @@ from node.models.catalogue import describe_folder, predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
 from tests.support.engine.text_engine import Driver
-from wire.capacity.arithmetic import row_bytes
+from wire.capacity.batches import row_bytes
 from wire.frames import Finished, GenerationParams
 from wire.report import KvParameters, TransientModel
 

@@ -14,7 +14,8 @@ from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import padded, request_transient
+from wire.capacity.arithmetic import request_transient
+from wire.capacity.batches import padded
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits, Refusal
 from wire.refusals import RefusalCode

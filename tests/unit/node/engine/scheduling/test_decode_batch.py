@@ -13,7 +13,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSamp
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import decoded_alone, prefilled
-from wire.capacity.arithmetic import padded
+from wire.capacity.batches import padded
 from wire.report import BatchGroup
 
 ARCHITECTURES = (

@@ -15,7 +15,7 @@ from node.engine.scheduling.step_output import build_finished
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
-from wire.capacity.arithmetic import row_bytes, waste_bytes
+from wire.capacity.batches import row_bytes, waste_bytes
 from wire.frames import (
     Admitted,
     Channel,
