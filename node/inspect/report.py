@@ -38,7 +38,7 @@ from node.inspect.running_settings import read_running_settings
 from node.memory.cap import MachineBounds, compute_safe_wired_limit, resolve_cap, resolve_margin, with_device
 from node.memory.metal_limit import read_metal_device
 from node.memory.sensor import open_machine
-from node.models.catalogue import get_hub_folder
+from node.models.folders import get_hub_folder
 from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve_settings
 from wire.certificate import read_certificate
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
-from node.models.catalogue import get_hub_folder
+from node.models.folders import get_hub_folder
 from node.settings import NodeSettings
 from node.video import environment, packages
 from node.video.packages import Package

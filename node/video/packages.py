@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from node.models.catalogue import PACKAGE, Digest, find_model_folders, find_snapshots, read_header
+from node.models.folders import PACKAGE, find_model_folders, find_snapshots
+from node.models.weight_files import Digest, read_header
 from wire.identity import valid_model
 from wire.video import VideoPackage
 

@@ -3,8 +3,8 @@
 The form is `wire.report.TransientModel`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the
 coefficients.
 
-- No samples: Without samples the estimate is the attention formula (`node.models.catalogue.predict_transient`). That
-  alone reaches 0.1 to 0.8 of the measured bytes.
+- No samples: Without samples the estimate is the attention formula
+  (`node.models.memory_prediction.predict_transient`). That alone reaches 0.1 to 0.8 of the measured bytes.
 - Few samples: With a few samples the formula is scaled up to the highest of them.
 - Many samples: With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares.
   Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no

@@ -13,19 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from node.models.catalogue import (
-    EMBEDDED,
-    MAX_DEPTH,
-    ModelCatalogue,
-    describe_folder,
-    find_model_folders,
-    find_snapshots,
-    find_unknown_dimensions,
-    get_hub_folder,
-    predict_kv,
-    predict_transient,
-    read_header,
-)
+from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
+from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder
+from node.models.memory_prediction import find_unknown_dimensions, predict_kv, predict_transient
+from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
 from wire.capacity.arithmetic import prefill_transient
@@ -562,7 +553,7 @@ def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_f
 def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in "abcd":
         model(tmp_path / name)
-    monkeypatch.setattr("node.models.catalogue.MAX_FOLDERS", 3)
+    monkeypatch.setattr("node.models.folders.MAX_FOLDERS", 3)
     assert [name for name, _ in find_model_folders(tmp_path)] == ["a", "b"], "the first is the folder of all"
 
 

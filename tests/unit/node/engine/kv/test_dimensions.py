@@ -14,7 +14,8 @@ from node.engine.memory.gate import GateSite
 from node.engine.models import loaded_model as loading
 from node.engine.models.loaded_model import run_forward
 from node.models import catalogue
-from node.models.catalogue import describe_folder, predict_kv
+from node.models.catalogue import describe_folder
+from node.models.memory_prediction import predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
 from tests.support.engine.text_engine import Driver

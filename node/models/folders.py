@@ -1,0 +1,89 @@
+"""Folders of models on this machine: below configured folders, and in Hugging Face's cache."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+MODEL, PACKAGE = "config.json", "model_index.json"
+"""Files that identify a model and a diffusers package."""
+MAX_DEPTH = 3
+"""Levels below a configured folder: FOLDER/publisher/model and one more."""
+MAX_FOLDERS = 20_000
+"""Maximum number of folders in one scan, because a home directory set by mistake must not hang a node."""
+
+
+def get_hub_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses."""
+    if "HF_HUB_CACHE" in environment:
+        return Path(environment["HF_HUB_CACHE"])
+    home = environment.get("HF_HOME") or os.path.join(
+        environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
+    )
+    return Path(home) / "hub"
+
+
+def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+    """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
+
+    A name is the path below `top`, or the folder name of `top` itself. The search ends at MAX_DEPTH levels and
+    MAX_FOLDERS folders, and does not enter a found folder. Folders with GGUF files count as models.
+    """
+    visited = 0
+    waiting: list[tuple[Path, int]] = [(top, 0)]
+    while waiting and visited < MAX_FOLDERS:
+        folder, depth = waiting.pop(0)
+        visited += 1
+        names = list_names(folder)
+        kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
+        if kind == marker or (kind is None and marker == MODEL and has_gguf(names)):
+            yield (folder.name if folder == top else str(folder.relative_to(top))), folder
+        if kind is None and depth < MAX_DEPTH:
+            waiting += [(folder / name, depth + 1) for name in names if _should_descend(folder / name)]
+
+
+def has_gguf(names: Iterable[str]) -> bool:
+    """Return whether a folder with these names has weights in GGUF, the format of llama.cpp."""
+    return any(name.lower().endswith(".gguf") for name in names)
+
+
+def _should_descend(path: Path) -> bool:
+    return not path.name.startswith((".", "models--")) and path.is_dir()
+
+
+def list_names(folder: Path) -> list[str]:
+    """Return the sorted names in a folder; empty if the folder cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
+    """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
+
+    The folder is `models--publisher--name/snapshots/REVISION` of the revision `main`, or of another complete revision.
+    With the marker PACKAGE, diffusers packages are yielded instead.
+    """
+    for entry in list_names(hub):
+        kind, _, rest = entry.partition("--")
+        if kind != "models" or not rest:
+            continue
+        folder = hub / entry
+        snapshot = _find_snapshot(folder, marker)
+        if snapshot is not None and (marker == PACKAGE or not (snapshot / PACKAGE).exists()):
+            yield rest.replace("--", "/"), snapshot
+
+
+def _find_snapshot(folder: Path, marker: str) -> Path | None:
+    try:
+        revision = (folder / "refs" / "main").read_text().strip()
+    except OSError:
+        revision = ""
+    named = folder / "snapshots" / revision
+    if revision and (named / marker).exists():
+        return named
+    snapshots = [folder / "snapshots" / name for name in list_names(folder / "snapshots")]
+    found = next((one for one in snapshots if (one / marker).exists()), None)
+    if found is None and marker == MODEL:
+        found = next((one for one in snapshots if has_gguf(list_names(one))), None)
+    return found

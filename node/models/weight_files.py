@@ -1,0 +1,134 @@
+"""Headers of a model's safetensors files: sizes, types and completeness, with samples of every tensor."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+MAX_HEADER_BYTES = 100 * 1024 * 1024
+"""Maximum bytes of a safetensors header (the format's own limit)."""
+SAMPLE_BYTES = 4096
+"""Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
+NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes of one number by the names of its type, in configs and in headers."""
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+
+Config = Mapping[str, Any]
+
+
+class Digest(Protocol):
+    """Hash that is updated with bytes, such as those of hashlib."""
+
+    def update(self, data: bytes, /) -> None:
+        """Add bytes to the hash."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHeaders:
+    """Sizes of a model's weights, from the headers of its safetensors files."""
+
+    size: int = 0
+    """Bytes of all tensors."""
+    float_size: int = 2
+    """Bytes of one unquantized number."""
+    cause: str = ""
+    """Reason why the weights cannot be used; empty if they can."""
+    fp8: int = 0
+    """Bytes of the tensors in fp8."""
+
+
+def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
+    """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
+
+    Missing or broken files are the `cause` of the result. Raise OSError if a file cannot be read.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    missing = sorted(_list_indexed_files(folder) - {file.name for file in files})
+    if missing:
+        return WeightHeaders(
+            cause=f"{len(missing)} of its weight files are missing, such as {missing[0]}: download the model again"
+        )
+    if not files:
+        return WeightHeaders(cause="it has no model*.safetensors")
+    found = WeightHeaders()
+    for file in files:
+        try:
+            size, float_size, fp8 = _read_tensor_sizes(file, digest)
+        except ValueError as error:
+            return WeightHeaders(cause=f"{file.name}: {error}")
+        found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
+    return found
+
+
+def _list_indexed_files(folder: Path) -> set[str]:
+    try:
+        index = parse_json_object((folder / "model.safetensors.index.json").read_bytes())
+    except (OSError, ValueError):
+        return set()
+    named = index.get("weight_map")
+    return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
+
+
+def _read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
+    """Read one header and samples of its tensors.
+
+    Return the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
+    Raise ValueError if the file is broken.
+    """
+    raw, end = read_header(file)
+    tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
+    digest.update(raw)
+    _hash_samples(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
+    fp8 = sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors if one.get("dtype") in _FP8)
+    return end, max((NUMBER_BYTES.get(str(one.get("dtype")), 0) for one in tensors), default=0), fp8
+
+
+def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
+    """Add the first, middle and last bytes of every tensor to `digest`, in the order of the header.
+
+    Extents count from `begin`, the end of the header.
+    """
+    with file.open("rb", buffering=0) as opened:
+        for first, last in extents:
+            size = last - first
+            starts = (
+                range(0, size, SAMPLE_BYTES)
+                if size <= 3 * SAMPLE_BYTES
+                else (0, (size - SAMPLE_BYTES) // 2, size - SAMPLE_BYTES)
+            )
+            for start in starts:
+                digest.update(os.pread(opened.fileno(), min(SAMPLE_BYTES, size - start), begin + first + start))
+
+
+def read_header(file: Path) -> tuple[bytes, int]:
+    """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
+
+    Raise ValueError if the header is broken or the file is incomplete, OSError if the file cannot be read.
+    """
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= MAX_HEADER_BYTES:
+            raise ValueError(f"not a safetensors file: its header claims {length} bytes")
+        raw = opened.read(length)
+        size = os.fstat(opened.fileno()).st_size
+    if len(raw) < length:
+        raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
+    tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
+    end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
+    if 8 + length + end > size:
+        raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
+    return raw, end
+
+
+def parse_json_object(raw: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raise ValueError for any other content."""
+    try:
+        found: object = json.loads(raw)
+    except RecursionError:
+        raise ValueError("its JSON has too many levels of nesting") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
+    return cast("dict[str, Any]", found)
