@@ -29,8 +29,8 @@ from coordinator.api.routes.prometheus import PrometheusRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
 from coordinator.api.server_info import ServerInfo
+from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
-from coordinator.cluster.registry import Registry
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
 from coordinator.observe.event_log import EventLog
@@ -69,7 +69,7 @@ class ControlApi:
 
     def __init__(
         self,
-        registry: Registry,
+        nodes: NodePool,
         admin: AccessAdmin,
         approvals: ApprovalQueue,
         ring: KeyRing,
@@ -83,27 +83,29 @@ class ControlApi:
     ) -> None:
         self._ring = ring
         self._store = admin.store
-        pool = PoolRoutes(facts, registry, traffic, seen.conditions, seen.load)
-        nodes = NodeRoutes(registry, traffic, admin.store)
-        models = ModelRoutes(registry, loads, ring)
+        pool = PoolRoutes(facts, nodes, traffic, seen.conditions, seen.load)
+        members = NodeRoutes(nodes, traffic, admin.store)
+        models = ModelRoutes(nodes, loads, ring)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
-        registry.readable = {
-            "/api/v1/status": pool.build_status_row,
-            "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.build_rows()},
-            "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
-        }
-        sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
+        nodes.queries.offer(
+            {
+                "/api/v1/status": pool.build_status_row,
+                "/api/v1/nodes": lambda: {"schema": 1, "nodes": members.build_rows()},
+                "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
+            }
+        )
+        sections = SnapshotSources(pool, members, models, joins, traffic, ring, WallClock(traffic.now))
         subjects: tuple[RouteGroup, ...] = (
             pool,
-            nodes,
+            members,
             models,
             joins,
-            VideoRoutes(registry, controller, ring),
+            VideoRoutes(nodes.registry, controller, ring),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
             LogRoutes(seen.log_file, seen.events, admin),
-            PrometheusRoutes(seen.metrics, registry),
+            PrometheusRoutes(seen.metrics, nodes.directory),
         )
         routes = [route for subject in subjects for route in subject.list_routes()]
         self.app = _create_application(facts.version)

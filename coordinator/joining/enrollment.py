@@ -79,16 +79,16 @@ class EnrollmentServer:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
-    def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
+    def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
 
-        `now` is in monotonic seconds.
+        `now` is in monotonic seconds. `wake` is that of `EnrollmentConnection`.
         """
         wait = self._limit.count_attempt(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too many attempts")
             return Denied("too_often", "too many attempts from this address: wait a minute", retry_after=wait)
-        return EnrollmentConnection(self._cluster, address, now)
+        return EnrollmentConnection(self._cluster, address, now, wake)
 
 
 class _Stage(Enum):
@@ -98,11 +98,15 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere."""
+    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
 
-    def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
+    `wake` is called when `poll` has frames to send before the deadline.
+    """
+
+    def __init__(self, cluster: EnrollmentContext, address: str, now: float, wake: Callable[[], object]) -> None:
         self._cluster = cluster
         self._address = address
+        self._wake = wake
         self._splitter = Splitter(MAX_CONNECTION_BYTES, MAX_CONNECTION_BYTES)
         self._received_bytes = 0
         self._stage = _Stage.START
@@ -115,8 +119,6 @@ class EnrollmentConnection:
         """Monotonic time at which `poll` is due."""
         self.closed = False
         """Whether the caller must close the connection after it has sent the frames of the last call."""
-        self.wake: Callable[[], None] = lambda: None
-        """Set by the caller; called when `poll` has frames to send before the deadline."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
         """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
@@ -268,12 +270,11 @@ class EnrollmentConnection:
         waiting = WaitingNode(
             code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
         )
-        approval = self._cluster.approvals.enqueue(waiting, now)
+        approval = self._cluster.approvals.enqueue(waiting, now, self._wake)
         if not isinstance(approval, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=approval)
         log.info("waiting for approval", name=frame.name, address=self._address)
-        approval.wake = lambda: self.wake()
         self._enroll, self._approval, self._stage, self.deadline = frame, approval, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 

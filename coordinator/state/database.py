@@ -194,11 +194,13 @@ class StateLock:
 class Database:
     """Database of a state folder, which is locked until `close`. Opening also finishes an interrupted restore.
 
+    The writer thread calls `on_death` if it cannot continue.
+
     Raise `StoreError` if the database cannot be opened, and `StateLockedError` if another process uses the folder.
     Methods that change the state raise `StoreError` after a failed write.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, on_death: Callable[[], object] = lambda: None) -> None:
         try:
             self._lock = StateLock(private_folder(folder))
         except OSError as error:
@@ -217,8 +219,7 @@ class Database:
             self._lock.release()
             raise
         self._failure: StoreError | None = None
-        self.on_death: Callable[[], object] = lambda: None
-        """Function that the writer thread calls if it cannot continue."""
+        self._on_death = on_death
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
         self._writer = threading.Thread(target=self._write_changes, name="store", daemon=True)
@@ -415,7 +416,7 @@ class Database:
             except BaseException as error:  # the thread must answer every later `flush`
                 log.critical("store writer died", error=f"{type(error).__name__}: {error}")
                 self._failure = StoreError(f"the state cannot be written any more ({type(error).__name__}: {error})")
-                self.on_death()
+                self._on_death()
 
     def _execute(self, statement: str, values: tuple[object, ...]) -> None:
         if self._failure is not None:

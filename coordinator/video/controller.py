@@ -9,15 +9,15 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from coordinator.state.database import StoreError
-from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
+from coordinator.video.artifacts import ArtifactFolder, FetchFromNode, FetchInterrupted
 from coordinator.video.metrics import VideoCounters, VideoSnapshot, take_video_snapshot
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
@@ -43,21 +43,6 @@ RETRY_SECONDS = 2.0
 LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 
-class VideoLinks(Protocol):
-    """Functions of the link server that the controller uses."""
-
-    def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame. Return False if the node is not linked."""
-        ...
-
-    def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yield the newest `max_bytes` bytes of a node's `source`, such as `artifact:LEASE/NAME`.
-
-        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class IdempotentJob:
     """Job of an earlier request with the same idempotency key. `same`: the request body was equal."""
@@ -67,20 +52,25 @@ class IdempotentJob:
 
 
 class VideoController:
-    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`."""
+    """Controller of video jobs.
+
+    `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
+    returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`.
+    """
 
     def __init__(
         self,
         folder: Path,
         settings: VideoSettings,
-        links: VideoLinks,
+        send: Callable[[NodeId, Frame], bool],
+        fetch: FetchFromNode,
         *,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.artifacts = ArtifactFolder(folder / "videos", links.fetch_source)
-        self._links = links
+        self.artifacts = ArtifactFolder(folder / "videos", fetch)
+        self._send = send
         self._wall = wall
         self._loop = asyncio.get_running_loop()
         self._clock = clock or self._loop.time
@@ -204,7 +194,7 @@ class VideoController:
         allowed = node.video_allowed and self.settings.enabled
         if node.video.allowed in (None, allowed) or self._sent_permissions.get(node.id) == (node.epoch, allowed):
             return
-        if self._links.send(node.id, AllowVideo(allowed)):
+        if self._send(node.id, AllowVideo(allowed)):
             self._sent_permissions[node.id] = node.epoch, allowed
 
     def _is_report_relevant(self, node: NodeView) -> bool:
@@ -307,7 +297,7 @@ class VideoController:
             case events.RequestLease(job):
                 self._request_lease(job)
             case events.ReleaseLease(node, lease, generation, cause):
-                self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
+                self._send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):
                 if job.id not in self._fetching:
                     task = self._fetching[job.id] = self._loop.create_task(self._fetch_files(job, artifacts))
@@ -328,7 +318,7 @@ class VideoController:
 
     def _request_lease(self, job: VideoJob) -> None:
         lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.encode_spec())
-        if not self._links.send(NodeId(job.node), lease):
+        if not self._send(NodeId(job.node), lease):
             why = "its node is not linked"
             refused = LeaseRefused(
                 job.lease, job.generation, "link_lost", why, retry_after=RETRY_SECONDS, waiting_for=why

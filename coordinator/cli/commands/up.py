@@ -16,7 +16,7 @@ from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import REFUSED, CommandError
 
 if TYPE_CHECKING:
-    from coordinator.run import RunOptions
+    from coordinator.startup.options import RunOptions
     from coordinator.state.settings import CoordinatorSettings
     from host.settings_loader import ResolvedSettings
 
@@ -81,7 +81,7 @@ def up(
     if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
-    from coordinator.run import RunOptions
+    from coordinator.startup.options import RunOptions
     from coordinator.state.config_file import redact_rows
     from host.settings_loader import build_setting_rows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.link_budgets import (
+from coordinator.cluster.links.link_budgets import (
     FRAMES_BURST,
     LINKS_BURST,
     LOGGED_BURST,
@@ -74,7 +74,7 @@ async def test_a_node_has_two_links_at_most(port: Port) -> None:
     async with port.undisturbed():
         lines = [await port.link(who, takeover=True) for _ in range(10)]
         await asyncio.gather(*(line.ended() for line in lines[:-2]))
-        links = port.application.registry.links
+        links = port.application.nodes.links.table
         assert links.retired == 1
         assert not any(line.reader.at_eof() for line in lines[-2:])
 

@@ -230,11 +230,11 @@ async def opened(
     """Open the cluster port of a coordinator whose state is in `folder`."""
     with capture_logs() as logs:
         async with application(folder / "state", limit, video=video) as made:
-            number = await made.registry.links.start("127.0.0.1", 0, made.authority.get_server_context())
+            number = await made.nodes.server.start("127.0.0.1", 0, made.authority.get_server_context())
             port = Port(made, folder, number, logs)
             try:
                 yield port
             finally:
                 for line in port.lines:
                     line.close()
-                await made.registry.links.close()
+                await made.nodes.server.close()

@@ -108,12 +108,11 @@ async def _note(door: Door, peer: PeerIdentity) -> None:
 
 
 async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic())
+    decided = asyncio.Event()
+    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic(), decided.set)
     if not isinstance(talk, EnrollmentConnection):
         await _send(door, writer, [talk])
         return
-    decided = asyncio.Event()
-    talk.wake = decided.set
     deciding = asyncio.create_task(decided.wait())
     reading = asyncio.create_task(reader.read(65536))
     try:

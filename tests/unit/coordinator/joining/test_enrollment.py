@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,8 +48,11 @@ def cluster(tmp_path: Path) -> Iterator[EnrollmentContext]:
     store.close()
 
 
-def talk(cluster: EnrollmentContext, now: float = 0.0) -> EnrollmentConnection:
-    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now)
+def ignore() -> None: ...
+
+
+def talk(cluster: EnrollmentContext, now: float = 0.0, wake: Callable[[], object] = ignore) -> EnrollmentConnection:
+    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now, wake)
     assert isinstance(conversation, EnrollmentConnection)
     return conversation
 
@@ -65,9 +68,11 @@ def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", mac
     return Enroll(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
 
 
-def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentConnection, str]:
+def pending(
+    cluster: EnrollmentContext, now: float = 0.0, wake: Callable[[], object] = ignore
+) -> tuple[EnrollmentConnection, str]:
     """Advance a conversation to the decision of an administrator."""
-    conversation, csr = talk(cluster, now), new_request("air").csr
+    conversation, csr = talk(cluster, now, wake), new_request("air").csr
     (authority,) = conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
     assert conversation.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
@@ -143,9 +148,8 @@ def test_slow_bytes_do_not_buy_time(cluster: EnrollmentContext) -> None:
 
 
 def test_a_code_is_approved(cluster: EnrollmentContext) -> None:
-    conversation, code = pending(cluster)
     woken: list[bool] = []
-    conversation.wake = lambda: woken.append(True)
+    conversation, code = pending(cluster, wake=lambda: woken.append(True))
     assert conversation.poll(1.0) == []
     cluster.approvals.approve(code, 1.0)
     assert woken == [True]
@@ -184,12 +188,12 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
 
 def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(30, 2))
-    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
-    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
-    answer = door.start_enrollment("10.0.0.7", 0.0)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
+    answer = door.start_enrollment("10.0.0.7", 0.0, ignore)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
-    assert isinstance(door.start_enrollment("10.0.0.8", 0.0), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.8", 0.0, ignore), EnrollmentConnection)
 
 
 def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
@@ -390,8 +394,8 @@ def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Enrol
 
 def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(240, 1))
-    door.start_enrollment("10.0.0.7", 0.0)
-    answer = door.start_enrollment("10.0.0.7", 0.0)
+    door.start_enrollment("10.0.0.7", 0.0, ignore)
+    answer = door.start_enrollment("10.0.0.7", 0.0, ignore)
     assert isinstance(answer, Denied)
     assert answer.retry_after == 0.25
 
