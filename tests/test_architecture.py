@@ -62,7 +62,7 @@ PERIODIC_SLEEPS = {
     "coordinator/startup/background.py": "the next look at our certificate",
     "coordinator/ui/live_stream.py": "the next look at the pool, while a page is open",
     "coordinator/http/server.py": "until a connection is accepted again after there was no descriptor for one",
-    "coordinator/video/controller.py": "until a node is asked again that did not answer",
+    "coordinator/video/job_files.py": "until a node is asked again that did not answer",
     "host/bonjour_announce.py": "looks at our own addresses, which nobody announces",
     "node/agent/discovery.py": "the time in which a second cluster may answer",
     "node/engine_process/supervisor.py": "the period of pings to a busy engine",
