@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from wire.certificate import read_certificate
 from wire.frames import Denied
@@ -30,7 +31,7 @@ class MemberAuthentication:
         row = self.store.members.get(NodeId(node))
         if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
-        if row is None or row.removed is not None or self.store.is_denied(row.node, serial):
+        if row is None or row.removed is not None or self.store.deny_list.is_denied(row.node, serial):
             return Denied("removed", "this node was removed from the cluster: join again with a new token", final=True)
         if row.machine != machine:
             log.warning("cloned identity", node=row.node, name=row.name)
@@ -48,11 +49,11 @@ class MemberAuthentication:
         """
         row = self.store.members[node]
         certificate = self.authority.sign_request(csr, node, row.name)
-        self.store.put_member(replace(row, serial=read_certificate(certificate).serial))
+        self.store.members.put(replace(row, serial=read_certificate(certificate).serial))
         return certificate
 
     def revoke(self, node: NodeId, why: str) -> None:
         """Revoke a member: its certificates and its membership."""
         row, now = self.store.members[node], self.wall()
-        self.store.deny_node(node, now, why)
-        self.store.put_member(replace(row, removed=now))
+        self.store.deny_list.add_node(node, now, why)
+        self.store.members.put(replace(row, removed=now))

@@ -34,16 +34,16 @@ class NodeAdministration:
         Raise `IllegalEventError` if it has left; nothing is stored then.
         """
         self.registry.apply_event(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
-        self.store.put_member(replace(self.store.members[node], cordoned=on))
+        self.store.members.put(replace(self.store.members[node], cordoned=on))
 
     def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
         """Allow or forbid video jobs on a node. A running video job is finished."""
-        self.store.put_member(replace(self.store.members[node], video=on))
+        self.store.members.put(replace(self.store.members[node], video=on))
         self.registry.publish_view()
 
     def set_labels(self, node: NodeId, labels: tuple[str, ...]) -> None:
         """Replace all labels of a node."""
-        self.store.put_member(replace(self.store.members[node], labels=labels))
+        self.store.members.put(replace(self.store.members[node], labels=labels))
         self.registry.publish_view()
 
     def remove_node(self, node: NodeId) -> None:

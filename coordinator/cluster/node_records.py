@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from coordinator.cluster.membership import Member
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from router.placement.cluster_view import NodeView
 from router.placement.sanitize_report import view_of
 from wire.bonjour_record import plain

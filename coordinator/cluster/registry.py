@@ -21,7 +21,8 @@ from coordinator.cluster.node_records import NodeRecords
 from coordinator.cluster.store_barrier import StoreBarrier
 from coordinator.joining.enrollment import sanitize_hardware
 from coordinator.observe.node_rows import can_answer
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import CertificateRenewed, Denied, Frame, Goodbye, Hello, RenewCertificate, Report
@@ -116,7 +117,7 @@ class Registry:
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], sanitize_hardware(hello.hardware)
         if row.hardware != hardware:
-            self._store.put_member(replace(row, hardware=hardware))
+            self._store.members.put(replace(row, hardware=hardware))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
         self.apply_event(node, membership.MemberConnected(number, hello.instance, hello.takeover))
         return number

@@ -35,7 +35,8 @@ from coordinator.joining.join_approvals import (
 )
 from coordinator.joining.join_tokens import MESSAGES, JoinTokens, Redemption
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, extract_public_key
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
@@ -220,7 +221,9 @@ class EnrollmentConnection:
         """Return the member whose machine a request names, unless the key of that member signed the request."""
         before = _find_member_on(frame.machine, self._cluster.store.members.values())
         proven = self._cluster.authority.identify_signer(frame.certificate, frame.csr, frame.proof)
-        if before is None or (proven and proven[0] == before.node and not self._cluster.store.is_denied(*proven)):
+        if before is None or (
+            proven and proven[0] == before.node and not self._cluster.store.deny_list.is_denied(*proven)
+        ):
             return None
         return before
 
@@ -232,7 +235,7 @@ class EnrollmentConnection:
         cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
         newest = cluster.store.audit[-1] if cluster.store.audit else None
         if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
-            cluster.store.add_audit_entry(cluster.clock(), "node", "refused to replace", subject, self._address)
+            cluster.store.audit.add(cluster.clock(), "node", "refused to replace", subject, self._address)
         address = cluster.get_link_address(before.node)
         if address:
             return self._deny(
@@ -288,9 +291,9 @@ class EnrollmentConnection:
         certificate = cluster.authority.sign_request(frame.csr, node, name)
         how = means if self._find_unproven_member(frame) else "its own key"
         if before:
-            store.deny_serial(before.serial, now, "the machine joined again")
+            store.deny_list.add_serial(before.serial, now, "the machine joined again")
             subject = f"{before.name} {before.node} from {self._address} by {how}"
-            store.add_audit_entry(now, "node", "replaced", subject, self._address)
+            store.audit.add(now, "node", "replaced", subject, self._address)
         row = MemberRow(
             node,
             name,
@@ -302,8 +305,8 @@ class EnrollmentConnection:
             labels=before.labels if before else (),
             video=before.video if before else False,
         )
-        store.put_member(row)
-        store.add_audit_entry(now, "node", "joined", f"{name} {node}", self._address)
+        store.members.put(row)
+        store.audit.add(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=means, again=before is not None)
         cluster.on_enrolled(row)
         self.closed = True

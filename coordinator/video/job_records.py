@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from coordinator.state.database import StoreError
+from coordinator.state.store_errors import StoreError
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.lease_placement import find_packages, get_profile
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key

@@ -16,7 +16,7 @@ from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
 from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import view_of
 from tests.browser.conftest import CHROMIUM
 from tests.support.cluster.loopback_cluster import a_model

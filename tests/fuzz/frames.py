@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from coordinator.cluster.links.link_budgets import NodeBudgets
 from coordinator.cluster.links.link_connection import Connection
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.enrolment import HARDWARE
@@ -176,7 +176,7 @@ def run(seed: int, count: int) -> list[str]:
 async def _run(folder: Path, seed: int, count: int) -> list[str]:
     surprises: list[str] = []
     async with application(folder, RateLimit(6e9, 10**9)) as made:
-        made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
+        made.store.members.put(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
         made.registry.add_member(made.store.members[NODE])
         for number, data in enumerate(inputs(seed, count)):
             for reader in (_decoded, _linked, _greeted) if number % CONNECTED == 0 else (_decoded,):
@@ -229,8 +229,8 @@ async def _settled(made: Application, where: str) -> list[str]:
     await asyncio.sleep(0)
     try:
         if NODE not in made.registry.pool.members:  # the node said goodbye
-            made.store._denied.clear()
-            made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
+            made.store.deny_list._subjects.clear()
+            made.store.members.put(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
             made.registry.add_member(made.store.members[NODE])
         json.dumps(made.nodes.directory.build_node_row(NODE, 0), allow_nan=False)
         msgspec.json.encode(made.registry.build_view().nodes)

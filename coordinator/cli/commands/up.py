@@ -198,7 +198,7 @@ def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], No
     from coordinator.backup.generation_fence import SupersededError
     from coordinator.cluster.local_node import LocalNodeElsewhereError
     from coordinator.run import serve
-    from coordinator.state.database import StoreError
+    from coordinator.state.store_errors import StoreError
     from coordinator.tls.cluster_ca import AuthorityError
     from host.settings_loader import SettingsError
 

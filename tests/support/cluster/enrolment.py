@@ -13,7 +13,8 @@ from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentConte
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from wire.codec import Splitter, decode, encode
 from wire.frames import Frame

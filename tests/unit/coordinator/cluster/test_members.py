@@ -101,7 +101,7 @@ async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_
         await port.application.store.flush()
     async with opened(tmp_path) as port:
         assert [node.id for node in port.application.registry.build_view().nodes] == [other.node]
-        assert port.application.store.is_denied(who.node, "")
+        assert port.application.store.deny_list.is_denied(who.node, "")
         late = await port.dial(who)
         late.send(hello(who))
         assert the_no(await late.ended()).reason == "removed"
@@ -115,7 +115,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_stays(port: 
         line.send(Goodbye(reason))
         await port.until(lambda who=who, state=state: port.state(who) == state)
     store = port.application.store
-    assert [store.is_denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
+    assert [store.deny_list.is_denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
     assert store.members[leaves.node].removed is not None
     assert [store.members[who.node].removed for who in (sleeps, stops)] == [None, None]
     await ready(port, sleeps)

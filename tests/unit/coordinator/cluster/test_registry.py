@@ -16,7 +16,8 @@ from coordinator.cluster.assembly import assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
@@ -96,7 +97,7 @@ class Coordinator:
         node, request = NodeId(f"id-{name}"), new_request(name)
         serial = read_certificate(self.authority.sign_request(request.csr, node, name)).serial
         row = MemberRow(node, name, f"machine of {name}", HARDWARE, serial, WALL, **fields)
-        self.store.put_member(row)
+        self.store.members.put(row)
         self.registry.add_member(row)
         return node
 
@@ -203,13 +204,13 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     assert first.state(studio) == "left"
     assert first.store.members[studio].removed == WALL
     serial = first.store.members[studio].serial
-    assert first.store.is_denied(studio, serial)
+    assert first.store.deny_list.is_denied(studio, serial)
     first.registry.on_link_down(studio, number, "connection ended")
     assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
     await first.stop()
     second = start()
     assert second.registry.pool.members == {}
-    assert second.store.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
+    assert second.store.deny_list.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
     denied = second.greet(studio)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("removed", True)
@@ -306,7 +307,7 @@ async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[]
     assert (stranger.reason, stranger.final) == ("removed", True)
     assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
     assert one.nodes.directory.describe_host(studio)[2] == "", "a version is believed with the node's own certificate"
-    one.store.deny_node(studio, WALL, "its certificate was lost")
+    one.store.deny_list.add_node(studio, WALL, "its certificate was lost")
     denied = one.greet(studio)
     assert isinstance(denied, Denied)
     assert denied.reason == "removed"
@@ -496,7 +497,7 @@ async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(s
     one.nodes.administration.remove_node(gone)
     here = NodeId("id-2")
     row = MemberRow(here, "studio", "m2", HARDWARE, "ab", WALL)
-    one.store.put_member(row)
+    one.store.members.put(row)
     one.registry.add_member(row)
     assert one.nodes.directory.find_member("studio") == here
     assert one.nodes.directory.find_member(gone) == gone

@@ -23,7 +23,8 @@ from coordinator.joining.join_approvals import (
 )
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import create, new_request, prove_identity
 from tests.support.cluster.enrolment import HARDWARE, Wall
@@ -217,7 +218,7 @@ def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> Non
         assert isinstance(enrolled, Enrolled)
         nodes.append(enrolled.node)
         row = cluster.store.members[list(cluster.store.members)[-1]]
-        cluster.store.put_member(
+        cluster.store.members.put(
             MemberRow(row.node, row.name, row.machine, row.hardware, row.serial, row.joined, removed=1.0)
         )
     assert nodes[0] != nodes[1]
@@ -239,7 +240,7 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     (enrolled,) = first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
-    cluster.store.put_member(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
+    cluster.store.members.put(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
     again, csr = talk(cluster), new_request("studio").csr
     again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
@@ -251,8 +252,8 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
     assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
     assert after.serial == read_certificate(other.certificate).serial != row.serial
-    assert cluster.store.is_denied(row.node, row.serial)
-    assert not cluster.store.is_denied(row.node, after.serial)
+    assert cluster.store.deny_list.is_denied(row.node, row.serial)
+    assert not cluster.store.deny_list.is_denied(row.node, after.serial)
     assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
 
@@ -319,7 +320,7 @@ def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_de
     assert isinstance(rejoined, Enrolled)
     assert rejoined.node == row.node
     assert "by its own key" in cluster.store.audit[-2].subject
-    cluster.store.deny_serial(row.serial, 1.0, "stolen")
+    cluster.store.deny_list.add_serial(row.serial, 1.0, "stolen")
     assert denied(again()) == "machine_taken"
 
 

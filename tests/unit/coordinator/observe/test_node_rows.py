@@ -15,7 +15,7 @@ from coordinator.observe.node_rows import (
     list_dangers,
     list_warnings,
 )
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.placement.cluster_view import NodeView
 from router.placement.sanitize_report import view_of
 from tests.support.cluster.cluster_port import a_report

@@ -121,12 +121,12 @@ def test_the_search_finds_what_is_kept():
 
 
 async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path: Path):
-    from coordinator.state.database import MemberRow
+    from coordinator.state.rows import MemberRow
     from wire.report import Hardware
 
     async with application(tmp_path) as made:
         row = MemberRow(A, "studio", "m", Hardware(), "", 1.0)
-        made.store.put_member(row)
+        made.store.members.put(row)
         made.registry.add_member(row)
         assert list(found(made.nodes, A, "nodes", set())) != []
         made.nodes.administration.remove_node(A)
