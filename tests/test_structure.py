@@ -25,8 +25,6 @@ LARGE_MODULES: dict[str, int] = {
     "coordinator/cli/commands/use.py": 413,
     "coordinator/cluster/membership.py": 500,
     "coordinator/doctor/pool_checks.py": 405,
-    "coordinator/metrics/node.py": 453,
-    "coordinator/metrics/pool.py": 542,
     "coordinator/simulation/cluster.py": 457,
     "coordinator/simulation/routers.py": 423,
     "coordinator/simulation/simulated_node.py": 678,

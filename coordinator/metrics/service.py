@@ -19,8 +19,10 @@ from coordinator.cluster.assembly import NodePool
 from coordinator.metrics.exposition import render_metrics
 from coordinator.metrics.families import CollectedFamily, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE, NodeSnapshot, sanitize_measures, sort_by_priority
-from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.metrics.node import NODE
+from coordinator.metrics.node_snapshot import NodeSnapshot, sanitize_measures, sort_by_priority
+from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
