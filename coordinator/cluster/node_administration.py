@@ -4,9 +4,9 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from coordinator.cluster import membership
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.member_authentication import MemberAuthentication
+from coordinator.cluster.member_state import MemberCordoned, MemberRemoved, MemberUncordoned
 from coordinator.cluster.node_records import NodeRecords
 from coordinator.cluster.registry import Registry
 from coordinator.state.database import Database
@@ -33,7 +33,7 @@ class NodeAdministration:
 
         Raise `IllegalEventError` if it has left; nothing is stored then.
         """
-        self.registry.apply_event(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
+        self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))
 
     def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
@@ -54,7 +54,7 @@ class NodeAdministration:
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
-        self.registry.apply_event(node, membership.MemberRemoved())
+        self.registry.apply_event(node, MemberRemoved())
         self.authentication.revoke(node, "it was removed")
 
     async def pause_node(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
 from router.placement.cluster_view import NodeView

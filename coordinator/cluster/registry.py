@@ -16,7 +16,19 @@ import structlog
 from coordinator.cluster import membership
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.member_authentication import MemberAuthentication
-from coordinator.cluster.membership import CloseLink, DeleteMember, PublishMember, ResumeRequests
+from coordinator.cluster.member_state import (
+    Action,
+    CloseLink,
+    DeleteMember,
+    Event,
+    MemberConnected,
+    MemberDisconnected,
+    MemberEnrolled,
+    MemberGoodbye,
+    MemberReported,
+    PublishMember,
+    ResumeRequests,
+)
 from coordinator.cluster.node_records import NodeRecords
 from coordinator.cluster.store_barrier import StoreBarrier
 from coordinator.joining.enrollment import sanitize_hardware
@@ -119,14 +131,14 @@ class Registry:
         if row.hardware != hardware:
             self._store.members.put(replace(row, hardware=hardware))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
-        self.apply_event(node, membership.MemberConnected(number, hello.instance, hello.takeover))
+        self.apply_event(node, MemberConnected(number, hello.instance, hello.takeover))
         return number
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
         """Record the end of the link with this number. Ignore a link that is not the newest of its node."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
-            self.apply_event(node, membership.MemberDisconnected(number, reason))
+            self.apply_event(node, MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
@@ -143,7 +155,7 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         self._records.record_report(node, report, self._loop.time())
-        event = membership.MemberReported(number, report.draining, report.sharing.paused)
+        event = MemberReported(number, report.draining, report.sharing.paused)
         self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
         self._perform_actions(actions)
         if not actions:
@@ -153,7 +165,7 @@ class Registry:
         if self._pool.members[node].link != number:
             return
         log.info("node signed off", node=node, reason=goodbye.reason)
-        self.apply_event(node, membership.MemberGoodbye(number, goodbye.reason))
+        self.apply_event(node, MemberGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
             self._authentication.revoke(node, "it left")
 
@@ -174,9 +186,9 @@ class Registry:
     def add_member(self, row: MemberRow) -> None:
         """Add a machine that has received a certificate to the members."""
         log.info("node enrolled", node=row.node, name=row.name)
-        self.apply_event(row.node, membership.MemberEnrolled())
+        self.apply_event(row.node, MemberEnrolled())
 
-    def apply_event(self, node: NodeId, event: membership.Event) -> None:
+    def apply_event(self, node: NodeId, event: Event) -> None:
         """Apply an event to the membership of a node and perform the actions.
 
         Raise `IllegalEventError` if the event is illegal in the node's state; nothing has changed then.
@@ -190,7 +202,7 @@ class Registry:
         self._pool, actions = membership.tick(self._pool, self._loop.time() if now is None else now)
         self._perform_actions(actions)
 
-    def _perform_actions(self, actions: tuple[membership.Action, ...]) -> None:
+    def _perform_actions(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             match action:
                 case CloseLink():

@@ -13,7 +13,7 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
 from coordinator.api.route import TEXT, Route
 from coordinator.cluster.assembly import NodePool
-from coordinator.cluster.membership import DELETE_AFTER_SECONDS
+from coordinator.cluster.member_transitions import DELETE_AFTER_SECONDS
 from coordinator.cluster.node_directory import NodeDirectory
 from coordinator.state.database import Database
 from router.errors import Problem

@@ -13,7 +13,7 @@ from rich.console import Console
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import view_of

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.backup.generation_fence import GenerationFence, SupersededMark
-from coordinator.cluster import membership
+from coordinator.cluster import member_transitions
 from coordinator.cluster.assembly import assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.joining.join_approvals import ApprovalQueue
@@ -375,13 +375,13 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
 async def test_a_node_that_reports_no_more_is_suspect_and_lost(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "SUSPECT_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(member_transitions, "SUSPECT_AFTER_SECONDS", 0.05)
     one = start()
     studio = one.join("studio")
     number = one.link(studio)
     await until(lambda: one.seen(studio).state == "suspect")
     assert one.placed.gone == []
-    monkeypatch.setattr(membership, "LOST_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(member_transitions, "LOST_AFTER_SECONDS", 0.1)
     one.registry.handle_frame(studio, number, a_report(2))
     await until(lambda: one.seen(studio).state == "lost")
     assert one.placed.gone == [(studio, "silent for 0.1 s")]
@@ -390,7 +390,7 @@ async def test_a_node_that_reports_no_more_is_suspect_and_lost(
 async def test_a_node_that_left_is_forgotten_after_a_while(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "DELETE_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(member_transitions, "DELETE_AFTER_SECONDS", 0.05)
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     one.link(mini)

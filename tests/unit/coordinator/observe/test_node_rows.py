@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import (
     NodeFacts,
     build_node_row,
