@@ -19,6 +19,7 @@ from coordinator.video.artifacts import ArtifactFolder, FetchFromNode
 from coordinator.video.job_files import RETRY_SECONDS, JobFiles
 from coordinator.video.job_history import JobHistory
 from coordinator.video.job_records import JobRecords
+from coordinator.video.job_timer import JobTimer
 from coordinator.video.metrics import VideoSnapshot, take_video_snapshot
 from coordinator.video.permissions import VideoPermissions
 from coordinator.video.settings import VideoSettings
@@ -35,10 +36,6 @@ from wire.identity import NodeId
 
 log = structlog.get_logger("coordinator.video")
 
-TICK_SECONDS = 0.5
-"""Seconds between two checks of the job table while a job is open."""
-IDLE_TICK_SECONDS = 60.0
-"""Seconds between two checks while no job is open."""
 LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 
@@ -71,8 +68,7 @@ class VideoController:
         self.artifacts = ArtifactFolder(folder / "videos", fetch)
         self._send = send
         self._wall = wall
-        self._loop = asyncio.get_running_loop()
-        self._clock = clock or self._loop.time
+        self._clock = clock or asyncio.get_running_loop().time
         store = VideoStore(folder)
         self._records = JobRecords(store)
         self._files = JobFiles(self.artifacts, self.apply_event, self._is_finalizing)
@@ -83,8 +79,7 @@ class VideoController:
         self._sequence = max((job.sequence for job in store.jobs), default=0)
         self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._timer = JobTimer(self._tick)
         self._running = False
         if self.table.jobs:
             self.apply_event(events.CoordinatorRestarted())
@@ -92,8 +87,7 @@ class VideoController:
 
     async def close(self) -> None:
         """Stop the controller and close the store. Jobs continue on their nodes."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         await self._files.close()
         self._records.close()
 
@@ -239,22 +233,12 @@ class VideoController:
             self._events.append(events.JobWaited(found.job.id, found.phase, found.busy))
 
     def _schedule_tick(self) -> None:
-        if not self.table.jobs and not self.table.holds:
-            self._cancel_tick()
-            return
-        busy = self.table.holds or any(job.open for job in self.table.jobs.values())
-        due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
-        if self._timer is None or due < self._due:
-            self._cancel_tick()
-            self._timer, self._due = self._loop.call_at(due, self._tick), due
-
-    def _cancel_tick(self) -> None:
-        if self._timer is not None:
+        if self.table.jobs or self.table.holds:
+            self._timer.schedule(busy=bool(self.table.holds) or any(job.open for job in self.table.jobs.values()))
+        else:
             self._timer.cancel()
-            self._timer = None
 
     def _tick(self) -> None:
-        self._timer = None
         self.apply_event(events.JobTick())
 
     def _perform_action(self, action: events.Action) -> None:
