@@ -153,6 +153,14 @@ def find_destinations(text: str) -> Sequence[Ip]:
     return [one]
 
 
+class _ConnectedHttp(http.client.HTTPConnection):
+    """HTTP connection over an open socket."""
+
+    def __init__(self, address: WebhookAddress, line: socket.socket) -> None:
+        super().__init__(address.host, address.port, timeout=TIMEOUT_SECONDS)
+        self.sock = line
+
+
 def post_message(
     address: WebhookAddress, body: bytes, resolve: Resolve = resolve_host, trust: ssl.SSLContext | None = None
 ) -> int:
@@ -162,12 +170,11 @@ def post_message(
     address is forbidden, and `OSError` if no valid answer arrives.
     """
     where = select_address(address, resolve(address.host, address.port))
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
     try:
         if address.tls:
             line = (trust or ssl.create_default_context()).wrap_socket(line, server_hostname=address.host)
-        connection.sock = line
+        connection = _ConnectedHttp(address, line)
         headers = {"Content-Type": "application/json", "User-Agent": "macpool", "Connection": "close"}
         connection.request("POST", address.path, body, headers)
         return connection.getresponse().status

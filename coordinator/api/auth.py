@@ -52,7 +52,7 @@ def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]
     @wraps(act)
     async def audited(**given: Any) -> Any:
         answer = await act(**given)
-        store.add_audit_entry(time.time(), ACTOR.get(), act.__name__, _describe_subject(given, answer), ADDRESS.get())
+        store.audit.add(time.time(), ACTOR.get(), act.__name__, _describe_subject(given, answer), ADDRESS.get())
         return answer
 
     return audited

@@ -4,7 +4,7 @@ Only this package uses FastAPI; the inference routes are plain ASGI in `router/h
 routes in a table with their scopes, and only `_add_route` adds a route.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +29,8 @@ from coordinator.api.routes.prometheus import PrometheusRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
 from coordinator.api.server_info import ServerInfo
+from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
-from coordinator.cluster.registry import Registry
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
 from coordinator.observe.event_log import EventLog
@@ -69,7 +69,7 @@ class ControlApi:
 
     def __init__(
         self,
-        registry: Registry,
+        nodes: NodePool,
         admin: AccessAdmin,
         approvals: ApprovalQueue,
         ring: KeyRing,
@@ -83,33 +83,34 @@ class ControlApi:
     ) -> None:
         self._ring = ring
         self._store = admin.store
-        pool = PoolRoutes(facts, registry, traffic, seen.conditions, seen.load)
-        nodes = NodeRoutes(registry, traffic, admin.store)
-        models = ModelRoutes(registry, loads, ring)
+        pool = PoolRoutes(facts, nodes, traffic, seen.conditions, seen.load)
+        members = NodeRoutes(nodes, traffic, admin.store)
+        models = ModelRoutes(nodes, loads, ring)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
-        registry.readable = {
-            "/api/v1/status": pool.build_status_row,
-            "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.build_rows()},
-            "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
-        }
-        sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.get_time))
+        nodes.queries.offer(
+            {
+                "/api/v1/status": pool.build_status_row,
+                "/api/v1/nodes": lambda: {"schema": 1, "nodes": members.build_rows()},
+                "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
+            }
+        )
+        sections = SnapshotSources(pool, members, models, joins, traffic, ring, WallClock(traffic.get_time))
         subjects: tuple[RouteGroup, ...] = (
             pool,
-            nodes,
+            members,
             models,
             joins,
-            VideoRoutes(registry, controller, ring),
+            VideoRoutes(nodes.registry, controller, ring),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
             LogRoutes(seen.log_file, seen.events, admin),
-            PrometheusRoutes(seen.metrics, registry),
+            PrometheusRoutes(seen.metrics, nodes.directory),
         )
         routes = [route for subject in subjects for route in subject.list_routes()]
-        self.app = _create_application(facts.version)
+        self.app = ControlApplication(facts.version, routes, paths)
         for route in routes:
             self._add_route(route)
-        _complete_openapi(self.app, routes, paths)
 
     def _add_route(self, route: Route) -> None:
         is_open = route.scope == PUBLIC_SCOPE
@@ -132,33 +133,34 @@ def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_
     return type("OpenedRoute", (StrictRoute,), {"check": opens, "max_body_bytes": max_body_bytes})
 
 
-def _create_application(version: str) -> FastAPI:
-    app = FastAPI(
-        title="Macpool",
-        version=version,
-        description="The pool's endpoint and its administration.",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        openapi_url="/api/v1/openapi.json",
-    )
-    install_error_handlers(app)
-    return app
+class ControlApplication(FastAPI):
+    """FastAPI application whose OpenAPI document also describes all answers of `routes`.
 
+    `paths` describes routes outside the application.
+    """
 
-def _complete_openapi(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
-    """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
-    plain = app.openapi
+    def __init__(self, version: str, routes: Sequence[Route], paths: Mapping[str, Any]) -> None:
+        super().__init__(
+            title="Macpool",
+            version=version,
+            description="The pool's endpoint and its administration.",
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            openapi_url="/api/v1/openapi.json",
+        )
+        self._described_routes = routes
+        self._other_paths = paths
+        install_error_handlers(self)
 
-    def full_document() -> dict[str, Any]:
-        document = plain()
-        for route in routes:
+    def openapi(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        document = super().openapi()
+        for route in self._described_routes:
             document["paths"][route.path][route.method.lower()]["responses"] = route.describe_responses()
         for unused in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(unused, None)
-        document["paths"].update(paths)
+        document["paths"].update(self._other_paths)
         document["components"]["schemas"].update(openapi_schemas())
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return document
-
-    app.openapi = full_document

@@ -8,7 +8,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from coordinator.state.database import StoreError
+from coordinator.state.store_errors import StoreError
 from router.errors import Problem, invalid, not_found, wrong_method
 
 

@@ -150,10 +150,9 @@ def _copy(database: Path, copy: Path) -> int:
 
 def _meta(database: Path) -> tuple[str, str, int, int]:
     with closing(sqlite3.connect(database)) as connection:
-        connection.row_factory = sqlite3.Row
-        row = connection.execute("SELECT * FROM meta").fetchone()
-        generation = row["generation"] if "generation" in row.keys() else 0  # noqa: SIM118  a Row is no mapping
-        return row["cluster"], row["name"], row["epoch"], generation
+        found = connection.execute("SELECT * FROM meta")
+        row = dict(zip((name for name, *_ in found.description), found.fetchone(), strict=True))
+        return row["cluster"], row["name"], row["epoch"], row.get("generation", 0)
 
 
 def _artifacts(state: Path) -> Iterator[tuple[str, Path]]:

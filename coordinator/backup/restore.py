@@ -33,7 +33,10 @@ from coordinator.backup.archive import (
 from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, discard_staging, finish_swap
 from coordinator.backup.encryption import FAMILIES, FORMER_MAGIC, DecryptingReader, EncryptionError, is_encrypted
 from coordinator.backup.generation_fence import MARK_FILE
-from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
+from coordinator.state.schema import MIGRATIONS
+from coordinator.state.sqlite_file import open_database
+from coordinator.state.state_lock import StateLock
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import create_private_folder

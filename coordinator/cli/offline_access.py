@@ -11,7 +11,8 @@ from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandEr
 from coordinator.client.member_client import read_member_identity
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.access_admin import AccessAdmin, NameTakenError, load_pepper
-from coordinator.state.database import Database, StoreError
+from coordinator.state.database import Database
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
@@ -50,9 +51,7 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
             admin.check_key_name(body["name"], name)
         except NameTakenError as error:
             raise CommandError(REFUSED, str(error)) from None
-    admin.store.add_audit_entry(
-        time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name"))
-    )
+    admin.store.audit.add(time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name")))
     if what:
         return _change_key(admin, name, what, body)
     if method == "POST":

@@ -9,7 +9,7 @@ commands pass. A screen that moves the cursor (`top`) bypasses the filter with `
 import re
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
 COLOURS = "0|1|2|31|32|33|34|35|36|1;31|1;33|1;32"
@@ -48,6 +48,10 @@ class SanitizedStream:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        """Flush the stream."""
+        self.stream.flush()
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
@@ -55,12 +59,9 @@ class SanitizedStream:
 @contextmanager
 def filter_output() -> Generator[None]:
     """Replace standard output and standard error by a `SanitizedStream` while the context is open."""
-    streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in streams)
-    try:
+    out, err = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = streams
 
 
 def get_raw_stream(stream: TextIO) -> TextIO:

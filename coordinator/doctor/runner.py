@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.doctor import machine_checks, pool_checks, service_checks
+from coordinator.doctor import machine_checks, network_checks, pool_checks, service_checks
 from coordinator.doctor.finding import Finding, warn
 from coordinator.doctor.host_probe import HostProbe
 
@@ -37,8 +37,8 @@ CHECKS = (
     Check("open-files", "Files and connections", machine_checks.check_open_files),
     Check("settings", "The settings", pool_checks.check_settings),
     Check("coordinator", "Coordinator reachable", pool_checks.check_coordinator),
-    Check("local-network", "Local network privacy", pool_checks.check_local_network),
-    Check("bonjour", "Multicast, on UDP 5353", pool_checks.check_bonjour),
+    Check("local-network", "Local network privacy", network_checks.check_local_network),
+    Check("bonjour", "Multicast, on UDP 5353", network_checks.check_bonjour),
     Check("firewall", "The application firewall", machine_checks.check_firewall),
     Check("certificates", "Expiry of the certificates", pool_checks.check_certificates),
     Check("clock", "The clock", pool_checks.check_clock),

@@ -201,8 +201,7 @@ class FastPathProtocol(DeadlineProtocol):
     # -- one request ------------------------------------------------------------------------------
 
     def _start_request(self, spec: RequestSpec) -> None:
-        if self._deadline is not None:
-            self._cancel_deadline()
+        self._deadline.cancel()
         if self.slot is not None:
             self.slot.mark_busy()
             if not self.slot.has_valid_key:
@@ -254,7 +253,8 @@ class FastPathProtocol(DeadlineProtocol):
         """Send the head with the first events, and start the pump for the rest."""
         chunks = chat_response.ChatChunks(request.spec, fingerprint=request.fingerprint)
         stream = self._stream = ChunkedStream(self.transport, _STREAM % _build_headers(request), self._end_stream)
-        stream.busy = self.flow.write_paused
+        if self.flow.write_paused:
+            stream.pause()
         answer.mark_opened()
         StreamPump(answer, chunks, stream)
 
@@ -313,7 +313,7 @@ class FastPathProtocol(DeadlineProtocol):
         """Stop sending to a slow client. Deltas wait in the request, whose limit ends the stream."""
         super().pause_writing()
         if self._stream is not None:
-            self._stream.busy = True
+            self._stream.pause()
 
     def resume_writing(self) -> None:
         """Resume the stream after the client has received enough."""
@@ -348,6 +348,10 @@ class ChunkedStream:
     def when_ready(self, then: Callable[[], None]) -> None:
         """Set the function that is called whenever the transport accepts writes again."""
         self._ready = then
+
+    def pause(self) -> None:
+        """Mark the transport as not writable."""
+        self.busy = True
 
     def resume(self) -> None:
         """Mark the transport as writable, and call the function of `when_ready`."""

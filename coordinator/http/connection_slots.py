@@ -64,6 +64,10 @@ class ConnectionSlot:
     has_valid_key: bool = False
     """Whether the client has presented a valid key."""
 
+    def bind(self, close: Callable[[], object]) -> None:
+        """Set the function that closes the connection for a new one."""
+        self.close_connection = close
+
     def record_handshake_end(self) -> None:
         """Record the end of this connection's TLS handshake."""
         self.slots.record_handshake_end(self)
@@ -90,7 +94,7 @@ class ConnectionSlot:
 class _Origin:
     """Connections of one origin; `idle` has the idle ones, longest idle first."""
 
-    count: int = 0
+    taken: set[ConnectionSlot] = field(default_factory=set[ConnectionSlot])
     idle: OrderedDict[ConnectionSlot, None] = field(default_factory=OrderedDict[ConnectionSlot, None])
 
 
@@ -130,7 +134,7 @@ class ConnectionSlots:
         """Reserve a slot for a new connection, if necessary by closing an idle one. Return None if no slot is free."""
         origin = get_origin(address)
         mine = self._origins.get(origin)
-        if mine is not None and mine.count >= self._get_limit(origin) and not self._close_oldest(mine.idle):
+        if mine is not None and len(mine.taken) >= self._get_limit(origin) and not self._close_oldest(mine.idle):
             self.refused += 1
             return None
         if len(self._handshaking) >= self._max_handshakes:
@@ -141,7 +145,7 @@ class ConnectionSlots:
         slot = ConnectionSlot(origin, self)
         self._taken.add(slot)
         self._handshaking[slot] = None
-        self._origins.setdefault(origin, _Origin()).count += 1
+        self._origins.setdefault(origin, _Origin()).taken.add(slot)
         self.mark_idle(slot)
         return slot
 
@@ -195,6 +199,6 @@ class ConnectionSlots:
         self.record_handshake_end(slot)
         self._taken.discard(slot)
         mine = self._origins[slot.origin]
-        mine.count -= 1
-        if not mine.count:
+        mine.taken.discard(slot)
+        if not mine.taken:
             del self._origins[slot.origin]

@@ -13,6 +13,7 @@ answer.
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
@@ -49,12 +50,37 @@ def build_problem_response(problem: Problem) -> bytes:
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
 
+class HeadDeadline:
+    """Deadline of a connection's request head. `abort` is called when it has passed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[], None]) -> None:
+        self._loop = loop
+        self._abort = abort
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start the deadline, unless it runs already."""
+        if self._timer is None:
+            self._timer = self._loop.call_later(HEAD_TIMEOUT_SECONDS, self._expire)
+
+    def cancel(self) -> None:
+        """Cancel the deadline, if it runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        self._abort()
+
+
 class DeadlineProtocol(HttpToolsProtocol):
-    """Connection of one HTTP client. `max_connections` keeps file descriptors free for the links of nodes."""
+    """Connection of one HTTP client, with its slot. `max_connections` keeps file descriptors free for the links of
+    nodes."""
 
     max_connections: ClassVar[int] = MAX_CONNECTIONS
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, slot: ConnectionSlot | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parsed = 0
         self._unparsed = 0
@@ -62,24 +88,24 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._in_head = self._in_body = self._upgrades = False
         self._pipelined = b""
         self._overrun = False
-        self._deadline: asyncio.TimerHandle | None = None
+        self._deadline = HeadDeadline(self.loop, self._abort)
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
-        self.slot: ConnectionSlot | None = None
+        self.slot = slot
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline of the first head. Above the limit of connections, answer 503 and close."""
         super().connection_made(transport)
         if self.slot is not None:
-            self.slot.close_connection = transport.abort
+            self.slot.bind(transport.abort)
             self.slot.record_handshake_end()
-        self._start_deadline()
+        self._deadline.start()
         if len(self.connections) > self.max_connections:
             self._refuse(TOO_MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadline, and disconnect every open request of this connection."""
-        self._cancel_deadline()
+        self._deadline.cancel()
         if self.slot is not None:
             self.slot.release()
         self._pipelined = b""
@@ -149,7 +175,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return None
         if in_body and not self._in_body:  # the end of a body, even of a refused one, is not part of a head
-            self._cancel_deadline()
+            self._deadline.cancel()
             return unparsed
         if self.cycle is before:
             return unparsed if self._expect_more(len(piece)) else None
@@ -163,7 +189,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         """
         if self._is_answering() or (self._in_body and not self.cycle.response_complete):
             return True
-        self._start_deadline()
+        self._deadline.start()
         if not self._in_body:
             self._unparsed += size
             if self._unparsed > MAX_HEAD_BYTES:
@@ -231,7 +257,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             return
         if version == "1.0":
             self.expect_100_continue = False
-        self._cancel_deadline()
+        self._deadline.cancel()
         self._in_head, self._in_body, self._unparsed = False, True, 0
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._mark_busy()
@@ -268,7 +294,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self.slot is not None and not self.pipeline:
             self.slot.mark_idle()
         if self._in_head:
-            self._start_deadline()
+            self._deadline.start()
         if self._pipelined:
             self.loop.call_soon(self._parse_held_bytes)
 
@@ -303,15 +329,5 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self._parsed > MAX_HEAD_BYTES:
             raise httptools.HttpParserError("the head is too long")
 
-    def _start_deadline(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._abort_late)
-
-    def _cancel_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _abort_late(self) -> None:
-        self._deadline = None
+    def _abort(self) -> None:
         self.transport.abort()

@@ -14,7 +14,7 @@ import uvicorn
 
 from coordinator.http.chat_fast_path import FastPath, create_protocol_class
 from coordinator.http.connection_slots import ConnectionSlot, ConnectionSlots
-from coordinator.http.http_protocol import MAX_HEAD_BYTES, DeadlineProtocol, build_problem_response
+from coordinator.http.http_protocol import MAX_HEAD_BYTES, build_problem_response
 from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
 
@@ -37,15 +37,21 @@ class Server(uvicorn.Server):
     connection before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
     """
 
-    def __init__(self, config: uvicorn.Config, slots: ConnectionSlots) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, slots: ConnectionSlots) -> None:
         super().__init__(config)
+        self._tls = tls
         self._slots = slots
-        self.ending = asyncio.Event()
+        self._ending = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `serve`."""
+        self.should_exit = True
+        self._ending.set()
 
     async def main_loop(self) -> None:
-        """Serve until `ending` is set."""
+        """Serve until `stop`."""
         await self.on_tick(0)
-        await self.ending.wait()
+        await self._ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections on each of the listening sockets."""
@@ -53,7 +59,7 @@ class Server(uvicorn.Server):
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        timeout = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
+        timeout = None if self._tls is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
             cast("asyncio.Server", Listener(one, self._slots, partial(self._connect, loop, protocol_class, timeout)))
@@ -64,18 +70,12 @@ class Server(uvicorn.Server):
     async def _connect(
         self,
         loop: asyncio.AbstractEventLoop,
-        make: Callable[[], asyncio.Protocol],
+        make: Callable[..., asyncio.Protocol],
         timeout: float | None,
         accepted: socket.socket,
         place: ConnectionSlot,
     ) -> None:
         """Set up one connection, beginning with its handshake."""
-
-        def create_protocol() -> DeadlineProtocol:
-            protocol = cast("DeadlineProtocol", make())
-            protocol.slot = place
-            return protocol
-
         if timeout is not None:
             began = loop.time()
             if await _is_plain_http(loop, accepted, timeout):
@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
                 raise ConnectionError("plain HTTP on a port for HTTPS")
             timeout = max(0.1, timeout - (loop.time() - began))
         await loop.connect_accepted_socket(
-            create_protocol, accepted, ssl=self.config.ssl, ssl_handshake_timeout=timeout
+            partial(make, slot=place), accepted, ssl=self._tls, ssl_handshake_timeout=timeout
         )
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class Listener:
             accepted.close()
             return
         task = asyncio.create_task(self._run_handshake(accepted, place))
-        place.close_connection = task.cancel
+        place.bind(task.cancel)
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
@@ -206,12 +206,10 @@ async def run_http_server(
         h11_max_incomplete_event_size=None,
     )
     config.load()
-    config.ssl = tls
-    server = Server(config, slots)
+    server = Server(config, tls, slots)
     task = asyncio.create_task(server.serve(sockets))
     try:
         yield
     finally:
-        server.should_exit = True
-        server.ending.set()
+        server.stop()
         await task

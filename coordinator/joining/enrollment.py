@@ -35,7 +35,8 @@ from coordinator.joining.join_approvals import (
 )
 from coordinator.joining.join_tokens import MESSAGES, JoinTokens, Redemption
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, extract_public_key
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
@@ -79,16 +80,16 @@ class EnrollmentServer:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
-    def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
+    def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
 
-        `now` is in monotonic seconds.
+        `now` is in monotonic seconds. `wake` is that of `EnrollmentConnection`.
         """
         wait = self._limit.count_attempt(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too many attempts")
             return Denied("too_often", "too many attempts from this address: wait a minute", retry_after=wait)
-        return EnrollmentConnection(self._cluster, address, now)
+        return EnrollmentConnection(self._cluster, address, now, wake)
 
 
 class _Stage(Enum):
@@ -98,11 +99,15 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere."""
+    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
 
-    def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
+    `wake` is called when `poll` has frames to send before the deadline.
+    """
+
+    def __init__(self, cluster: EnrollmentContext, address: str, now: float, wake: Callable[[], object]) -> None:
         self._cluster = cluster
         self._address = address
+        self._wake = wake
         self._splitter = Splitter(MAX_CONNECTION_BYTES, MAX_CONNECTION_BYTES)
         self._received_bytes = 0
         self._stage = _Stage.START
@@ -115,8 +120,6 @@ class EnrollmentConnection:
         """Monotonic time at which `poll` is due."""
         self.closed = False
         """Whether the caller must close the connection after it has sent the frames of the last call."""
-        self.wake: Callable[[], None] = lambda: None
-        """Set by the caller; called when `poll` has frames to send before the deadline."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
         """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
@@ -218,7 +221,9 @@ class EnrollmentConnection:
         """Return the member whose machine a request names, unless the key of that member signed the request."""
         before = _find_member_on(frame.machine, self._cluster.store.members.values())
         proven = self._cluster.authority.identify_signer(frame.certificate, frame.csr, frame.proof)
-        if before is None or (proven and proven[0] == before.node and not self._cluster.store.is_denied(*proven)):
+        if before is None or (
+            proven and proven[0] == before.node and not self._cluster.store.deny_list.is_denied(*proven)
+        ):
             return None
         return before
 
@@ -230,7 +235,7 @@ class EnrollmentConnection:
         cluster, subject = self._cluster, f"{before.name} {before.node} from {self._address}"
         newest = cluster.store.audit[-1] if cluster.store.audit else None
         if newest is None or (newest.action, newest.subject) != ("refused to replace", subject):
-            cluster.store.add_audit_entry(cluster.clock(), "node", "refused to replace", subject, self._address)
+            cluster.store.audit.add(cluster.clock(), "node", "refused to replace", subject, self._address)
         address = cluster.get_link_address(before.node)
         if address:
             return self._deny(
@@ -268,12 +273,11 @@ class EnrollmentConnection:
         waiting = WaitingNode(
             code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
         )
-        approval = self._cluster.approvals.enqueue(waiting, now)
+        approval = self._cluster.approvals.enqueue(waiting, now, self._wake)
         if not isinstance(approval, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=approval)
         log.info("waiting for approval", name=frame.name, address=self._address)
-        approval.wake = lambda: self.wake()
         self._enroll, self._approval, self._stage, self.deadline = frame, approval, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
@@ -287,9 +291,9 @@ class EnrollmentConnection:
         certificate = cluster.authority.sign_request(frame.csr, node, name)
         how = means if self._find_unproven_member(frame) else "its own key"
         if before:
-            store.deny_serial(before.serial, now, "the machine joined again")
+            store.deny_list.add_serial(before.serial, now, "the machine joined again")
             subject = f"{before.name} {before.node} from {self._address} by {how}"
-            store.add_audit_entry(now, "node", "replaced", subject, self._address)
+            store.audit.add(now, "node", "replaced", subject, self._address)
         row = MemberRow(
             node,
             name,
@@ -301,8 +305,8 @@ class EnrollmentConnection:
             labels=before.labels if before else (),
             video=before.video if before else False,
         )
-        store.put_member(row)
-        store.add_audit_entry(now, "node", "joined", f"{name} {node}", self._address)
+        store.members.put(row)
+        store.audit.add(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=means, again=before is not None)
         cluster.on_enrolled(row)
         self.closed = True

@@ -12,7 +12,7 @@ machine with a token does not wait here.
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from coordinator.joining.rate_limit import get_network
@@ -60,11 +60,21 @@ class ApprovalRequest:
     """Request for approval in the queue. `decision` is None until a person decides."""
 
     waiting: WaitingNode
+    wake: Callable[[], object]
+    """Called once, when `decision` or `displaced` is set."""
     decision: ApprovalDecision | None = None
     displaced: bool = False
     """Whether the request was removed in favour of a node from another address."""
-    wake: Callable[[], None] = field(default=lambda: None)
-    """Called once, when `decision` or `displaced` is set."""
+
+    def decide(self, decision: ApprovalDecision) -> None:
+        """Record a person's decision."""
+        self.decision = decision
+        self.wake()
+
+    def displace(self) -> None:
+        """Record that the request has lost its place in the queue."""
+        self.displaced = True
+        self.wake()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +114,12 @@ class ApprovalQueue:
         """Requests to join that wait for a decision, by code."""
         return self._requests
 
-    def enqueue(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
+    def enqueue(
+        self, waiting: WaitingNode, now: float, wake: Callable[[], object] = lambda: None
+    ) -> ApprovalRequest | float:
         """Enqueue a node at `now` (monotonic seconds). Return its request, or the seconds until a retry may succeed.
+
+        `wake` is called once, when a person has decided or the request has lost its place in the queue.
 
         Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
         requests loses its oldest one. It must have at least two more than this node's address.
@@ -126,7 +140,7 @@ class ApprovalQueue:
         full = by_address[here] >= MAX_WAITING_PER_ADDRESS
         if full or (len(self._requests) >= MAX_WAITING and not self._displace_oldest(by_address, by_address[here])):
             return max(1.0, min(request.waiting.expires for request in self._requests.values()) - now)
-        request = self._requests[waiting.code] = ApprovalRequest(waiting)
+        request = self._requests[waiting.code] = ApprovalRequest(waiting, wake)
         return request
 
     def _displace_oldest(self, by_address: Counter[str], fewer: int) -> bool:
@@ -135,9 +149,7 @@ class ApprovalQueue:
         if most <= fewer + 1:
             return False
         code = next(code for code, one in self._requests.items() if get_network(one.waiting.address) == address)
-        request = self._requests.pop(code)
-        request.displaced = True
-        request.wake()
+        self._requests.pop(code).displace()
         return True
 
     def withdraw(self, request: ApprovalRequest) -> None:
@@ -169,8 +181,7 @@ class ApprovalQueue:
         if request is None:
             return self._count_wrong_code(now)
         self._wrong = 0
-        request.decision = decision
-        request.wake()
+        request.decide(decision)
         return DecidedApproval(request.waiting, decision)
 
     def _count_wrong_code(self, now: float) -> WrongCode | ApprovalLock:

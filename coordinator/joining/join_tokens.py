@@ -12,7 +12,8 @@ from enum import StrEnum
 
 import structlog
 
-from coordinator.state.database import Database, TokenRow
+from coordinator.state.database import Database
+from coordinator.state.rows import TokenRow
 from wire.identity import JoinToken, new_token, request_mac, token_key
 
 log = structlog.get_logger()
@@ -85,7 +86,7 @@ class JoinTokens:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
         self._delete_expired()
         token, now = new_token(self._ca), self._clock()
-        self._store.put_token(TokenRow(token.id, token_key(token.secret), now, now + ttl, uses, name))
+        self._store.tokens.put(TokenRow(token.id, token_key(token.secret), now, now + ttl, uses, name))
         if replaces:
             self._replacing.add(token.id)
         log.info("token created", token=token.id, name=name, uses=uses, ttl=ttl)
@@ -100,7 +101,7 @@ class JoinTokens:
         """Revoke the token with this id. Return False if there is none."""
         row = self._store.tokens.get(token_id)
         if row is not None:
-            self._store.put_token(replace(row, revoked=True))
+            self._store.tokens.put(replace(row, revoked=True))
             log.info("token revoked", token=token_id)
         return row is not None
 
@@ -133,7 +134,7 @@ class JoinTokens:
         answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:
             row = self._store.tokens[token_id]
-            self._store.put_token(replace(row, uses_left=row.uses_left - 1))
+            self._store.tokens.put(replace(row, uses_left=row.uses_left - 1))
             log.info("token redeemed", token=token_id, uses_left=row.uses_left - 1)
         return answer
 
@@ -144,5 +145,5 @@ class JoinTokens:
     def _delete_expired(self) -> None:
         old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + EXPIRED_KEPT_SECONDS]
         for token in old:
-            self._store.delete_token(token)
+            self._store.tokens.delete(token)
             self._replacing.discard(token)

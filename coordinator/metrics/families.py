@@ -95,6 +95,21 @@ def build_single_row(value: float | HistogramValue | None) -> list[Row]:
     return [] if value is None else [((), value)]
 
 
+def create_gauge(name: str, meaning: str, read: Callable[[P], float | None], when: str = "") -> MetricFamily[P]:
+    """Return a gauge without labels, which has no series while `read` returns None."""
+    return MetricFamily(name, MetricKind.GAUGE, meaning, lambda snapshot: build_single_row(read(snapshot)), when=when)
+
+
+def create_counter(name: str, meaning: str, read: Callable[[P], float | None]) -> MetricFamily[P]:
+    """Return a counter without labels, which has no series while `read` returns None."""
+    return MetricFamily(name, MetricKind.COUNTER, meaning, lambda snapshot: build_single_row(read(snapshot)))
+
+
+def join_quoted(values: Iterable[str]) -> str:
+    """Return label values as a list for the manual."""
+    return ", ".join(f"`{value}`" for value in values)
+
+
 def limit_to_known(value: str, known: Collection[str]) -> str:
     """Return a label value, or `OTHER` if it is not in the closed set."""
     return value if value in known else OTHER

@@ -15,12 +15,14 @@ from typing import Any
 
 import msgspec
 
-from coordinator.cluster.registry import Registry
+from coordinator.cluster.assembly import NodePool
 from coordinator.metrics.exposition import render_metrics
 from coordinator.metrics.families import CollectedFamily, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE, NodeSnapshot, sanitize_measures, sort_by_priority
-from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.metrics.node import NODE
+from coordinator.metrics.node_snapshot import NodeSnapshot, sanitize_measures, sort_by_priority
+from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
@@ -50,13 +52,15 @@ class MetricsService:
 
     def __init__(
         self,
-        registry: Registry,
+        nodes: NodePool,
         dispatcher: Dispatcher,
         ring: KeyRing,
         version: str,
         read_validities: Callable[[], Validities],
+        get_conditions: Callable[[], Mapping[str, bool]],
+        get_video_snapshot: Callable[[], VideoSnapshot],
     ) -> None:
-        self._registry = registry
+        self._nodes = nodes
         self._dispatcher = dispatcher
         self._ring = ring
         self._version = version
@@ -65,8 +69,8 @@ class MetricsService:
         self._validities_at: float | None = None
         self._started = time.time()
         self._labels = AdmittedLabels()
-        self.get_conditions: Callable[[], Mapping[str, bool]] = dict
-        self.get_video_snapshot: Callable[[], VideoSnapshot] = VideoSnapshot
+        self._get_conditions = get_conditions
+        self._get_video_snapshot = get_video_snapshot
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
         """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
@@ -75,7 +79,7 @@ class MetricsService:
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
         """Return a node's metrics as `render_pool` does. Raise `NodeUnreachable` if the node does not answer."""
         measures = await self._fetch_measures(node)
-        view = self._registry.build_view().find_node(node)
+        view = self._nodes.registry.build_view().find_node(node)
         if view is None:
             raise NodeUnreachable("it is no member any more")
         return await asyncio.to_thread(render_metrics, self.collect_node(view, measures), accept)
@@ -95,7 +99,7 @@ class MetricsService:
                     "instance": node.name,
                 },
             }
-            for node in self._registry.build_view().nodes
+            for node in self._nodes.registry.build_view().nodes
             if node.state != NodeState.LEFT
         ]
 
@@ -107,7 +111,7 @@ class MetricsService:
         """Return the metrics snapshot of a node by its newest report and these measurements."""
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
-        about = self._labels.admit_host(view.id, self._registry.describe_host(view.id))
+        about = self._labels.admit_host(view.id, self._nodes.directory.describe_host(view.id))
         return NodeSnapshot(
             view, reported_at, wall, about, self._labels.admit_models(view.id, sort_by_priority(view)), measures
         )
@@ -117,7 +121,7 @@ class MetricsService:
 
         No request is sent to a node.
         """
-        views = self._registry.build_view().nodes
+        views = self._nodes.registry.build_view().nodes
         return [self.take_node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.reported_at]
 
     async def _fetch_measures(self, node: NodeId) -> NodeMeasures | None:
@@ -125,10 +129,10 @@ class MetricsService:
 
         Raise `NodeUnreachable` if the node does not answer.
         """
-        view = self._registry.build_view().find_node(node)
+        view = self._nodes.registry.build_view().find_node(node)
         if view is None or view.state not in SCRAPABLE or not view.reported_at:
             raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
-        pieces = self._registry.links.fetch_source(node, "metrics", MAX_MEASURES_BYTES)
+        pieces = self._nodes.links.fetches.fetch_source(node, "metrics", MAX_MEASURES_BYTES)
         try:
             async with asyncio.timeout(MEASURES_TIMEOUT_SECONDS):
                 return decode_measures(b"".join([piece async for piece in pieces]))
@@ -137,8 +141,8 @@ class MetricsService:
 
     def take_snapshot(self) -> PoolSnapshot:
         """Return the metrics snapshot of the coordinator, without requests to nodes."""
-        dispatcher, registry = self._dispatcher, self._registry
-        view, now, links = dispatcher.view, dispatcher.get_time(), registry.links
+        dispatcher, nodes = self._dispatcher, self._nodes
+        view, now, links, server = dispatcher.view, dispatcher.get_time(), nodes.links.table, nodes.server
         members = [node.id for node in view.nodes]
         self._labels.retain_members(members)
         keys = self._ring.names()
@@ -149,8 +153,8 @@ class MetricsService:
             wall=time.time(),
             now=now,
             view=view,
-            states=registry.count_states(),
-            self_suspect=registry.pool.self_suspect,
+            states=nodes.directory.count_states(),
+            self_suspect=nodes.registry.pool.self_suspect,
             counters=dispatcher.counters,
             keys=keys,
             in_flight={node: dispatcher.count_in_flight(node) for node in members},
@@ -164,10 +168,10 @@ class MetricsService:
             keys_refused=self._ring.refused,
             certificates=self._get_validities(now),
             node_certificates=links.get_certificate_validity(),
-            links=LinkCounts(links.count_links(), links.count_unlinked(), links.made, links.denied),
-            conditions=self.get_conditions(),
+            links=LinkCounts(len(links), server.count_unlinked(), server.made, server.denied),
+            conditions=self._get_conditions(),
             process=self._read_process_metrics(),
-            video=self.get_video_snapshot(),
+            video=self._get_video_snapshot(),
         )
 
     def _get_validities(self, now: float) -> Validities:

@@ -5,8 +5,8 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator.cluster.membership import Member
-from coordinator.state.database import MemberRow
+from coordinator.cluster.member_state import Member
+from coordinator.state.rows import MemberRow
 from coordinator.video.rows import build_video_row
 from router.placement.cluster_view import NodeView
 from wire.capacity.arithmetic import most_bytes

@@ -14,8 +14,9 @@ from random import Random
 from typing import Protocol
 
 from coordinator.cluster import membership
-from coordinator.cluster.membership import (
+from coordinator.cluster.member_state import (
     CloseLink,
+    Event,
     Member,
     MemberConnected,
     MemberDisconnected,
@@ -328,7 +329,7 @@ class SimulatedPool:
             report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
         )
 
-    def _step(self, node: NodeId, event: membership.Event) -> bool:
+    def _step(self, node: NodeId, event: Event) -> bool:
         member, actions = membership.step(self.members[node], event, self.loop.time())
         self.members[node] = member
         for action in actions:

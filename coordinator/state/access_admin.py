@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from coordinator.joining.join_tokens import JoinTokens
-from coordinator.state.database import Database, KeyRow
+from coordinator.state.database import Database
+from coordinator.state.rows import KeyRow
 from host.private_files import write_private
 from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
@@ -93,7 +94,7 @@ class AccessAdmin:
             self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl, limits=limits
         )
         self.ring.put(key)
-        self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
+        self.store.keys.put(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
         return {"schema": 1, "id": key.id, "key": text}
 
     def set_key_limits(self, key: str, limits: KeyLimits) -> bool:
@@ -118,7 +119,7 @@ class AccessAdmin:
         if row is None:
             return False
         row = replace(row, **changes)
-        self.store.put_key(row)
+        self.store.keys.put(row)
         self.ring.put(_to_api_key(row))
         return True
 
@@ -140,7 +141,7 @@ class AccessAdmin:
     def revoke_key(self, key: str) -> bool:
         """Revoke a key, effective at once. Return False if no key has the id `key`."""
         self.ring.drop(key)
-        return self.store.revoke_key(key, self.clock())
+        return self.store.keys.revoke(key, self.clock())
 
     def list_audit_entries(self, last: int) -> dict[str, Any]:
         """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
@@ -155,8 +156,8 @@ class AccessAdmin:
         """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days."""
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
-            self.store.add_usage(key, model, today.isoformat(), used)
-        self.store.delete_usage_before((today - timedelta(days=USAGE_DAYS)).isoformat())
+            self.store.usage.add(key, model, today.isoformat(), used)
+        self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def sum_usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
         """Sum the usage by key and model, and with `daily` also by day (UTC).
@@ -164,7 +165,7 @@ class AccessAdmin:
         `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
         """
         sums: dict[tuple[str, str, str], UsageTotals] = {}
-        for row in self.store.usage:
+        for row in self.store.usage.list_rows():
             if row.day >= since and key in (None, row.key):
                 sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
         names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from coordinator.state.access_admin import LOCAL_KEY_NAME
-from coordinator.state.database import StoreError
+from coordinator.state.store_errors import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
 from coordinator.video.controller import VideoController
 from coordinator.video.file_response import send_file

@@ -40,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
 FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
-"""Type of `coordinator.cluster.link_server.LinkServer.fetch_source`."""
+"""Type of `coordinator.cluster.links.node_fetches.NodeFetches.fetch_source`."""
 
 
 class FetchInterrupted(Exception):

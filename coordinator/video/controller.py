@@ -1,62 +1,43 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-The controller owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
-`apply_view`, requests of clients through `submit_job`, `cancel_job` and `delete_job`. `state.transitions` makes all
-decisions.
+The controller owns the job table (`JobTable`). Its parts own the effects: records on disk, files, permissions of nodes,
+and counts. Nodes' frames arrive through `handle_frame` and `apply_view`, requests of clients through `submit_job`,
+`cancel_job` and `delete_job`. `state.transitions` makes all decisions.
 """
 
 import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import structlog
 
-from coordinator.state.database import StoreError
-from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
-from coordinator.video.metrics import VideoCounters, VideoSnapshot, take_video_snapshot
+from coordinator.video.artifacts import ArtifactFolder, FetchFromNode
+from coordinator.video.job_files import RETRY_SECONDS, JobFiles
+from coordinator.video.job_history import JobHistory
+from coordinator.video.job_records import JobRecords
+from coordinator.video.job_timer import JobTimer
+from coordinator.video.metrics import VideoSnapshot, take_video_snapshot
+from coordinator.video.permissions import VideoPermissions
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
 from coordinator.video.state.job_table import JobTable, LeaseHold
-from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, VideoJob
-from coordinator.video.state.lease_placement import LeaseChoice, choose_node, find_packages, get_profile
-from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key
+from coordinator.video.state.jobs import JobState, RequestedClip, VideoJob
+from coordinator.video.state.lease_placement import LeaseChoice, choose_node
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
 from coordinator.video.state.transitions import advance
 from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
-from wire.frames import AllowVideo, Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
+from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.refusals import FailureCode
-from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
 
-TICK_SECONDS = 0.5
-"""Seconds between two checks of the job table while a job is open."""
-IDLE_TICK_SECONDS = 60.0
-"""Seconds between two checks while no job is open."""
-RETRY_SECONDS = 2.0
-"""Seconds until a node that did not answer is asked again."""
 LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
-
-
-class VideoLinks(Protocol):
-    """Functions of the link server that the controller uses."""
-
-    def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame. Return False if the node is not linked."""
-        ...
-
-    def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncIterator[bytes]:
-        """Yield the newest `max_bytes` bytes of a node's `source`, such as `artifact:LEASE/NAME`.
-
-        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,53 +49,53 @@ class IdempotentJob:
 
 
 class VideoController:
-    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`."""
+    """Controller of video jobs.
+
+    `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
+    returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`.
+    """
 
     def __init__(
         self,
         folder: Path,
         settings: VideoSettings,
-        links: VideoLinks,
+        send: Callable[[NodeId, Frame], bool],
+        fetch: FetchFromNode,
         *,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.artifacts = ArtifactFolder(folder / "videos", links.fetch_source)
-        self._links = links
+        self.artifacts = ArtifactFolder(folder / "videos", fetch)
+        self._send = send
         self._wall = wall
-        self._loop = asyncio.get_running_loop()
-        self._clock = clock or self._loop.time
-        self._store = VideoStore(folder)
-        self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = dict(self._store.profiles)
+        self._clock = clock or asyncio.get_running_loop().time
+        store = VideoStore(folder)
+        self._records = JobRecords(store)
+        self._files = JobFiles(self.artifacts, self.apply_event, self._is_finalizing)
+        self._permissions = VideoPermissions(send, enabled=settings.enabled)
+        self._history = JobHistory(wall)
         self.view = ClusterView()
-        self.counters = VideoCounters()
-        self.table = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
-        self._sequence = max((job.sequence for job in self._store.jobs), default=0)
+        self.table = JobTable(settings.rules, {job.id: job for job in store.jobs})
+        self._sequence = max((job.sequence for job in store.jobs), default=0)
         self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
-        self._fetching: dict[str, asyncio.Task[None]] = {}
-        self._sent_permissions: dict[NodeId, tuple[int, bool]] = {}
-        """By node: the epoch of its link, and the permission last sent over it."""
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._timer = JobTimer(self._tick)
         self._running = False
-        self.broken = ""
-        """Reason why changes cannot be stored any more; empty while writes succeed."""
         if self.table.jobs:
             self.apply_event(events.CoordinatorRestarted())
             self.artifacts.remove_unknown(set(self.table.jobs))
 
     async def close(self) -> None:
         """Stop the controller and close the store. Jobs continue on their nodes."""
-        if self._timer is not None:
-            self._timer.cancel()
-        tasks = [*self._fetching.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._store.close()
+        self._timer.cancel()
+        await self._files.close()
+        self._records.close()
+
+    @property
+    def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
+        """Measured memory of each package and engine."""
+        return self._records.profiles
 
     # -- requests of clients --------------------------------------------------------------
 
@@ -147,18 +128,18 @@ class VideoController:
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
         self.apply_event(events.JobSubmitted(job))
-        await self._wait_stored()
+        await self._records.flush()
         return self.table.jobs.get(job.id, job)
 
     async def cancel_job(self, job: str) -> None:
         """Cancel a job unless it has ended or is unknown. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobCancelled(job))
-        await self._wait_stored()
+        await self._records.flush()
 
     async def delete_job(self, job: str) -> None:
         """Cancel a job if it is open, and delete it with its files. Raise `StoreError` if that cannot be stored."""
         self.apply_event(events.JobDeleted(job))
-        await self._wait_stored()
+        await self._records.flush()
 
     def find_job(self, name: str) -> VideoJob | None:
         """Return the job with the id `name`; None if it is unknown."""
@@ -175,12 +156,7 @@ class VideoController:
     def take_snapshot(self) -> VideoSnapshot:
         """Return counters and current state of all jobs, for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
-        return take_video_snapshot(self.counters, self.table.jobs.values(), self._wall(), offered=offered)
-
-    async def _wait_stored(self) -> None:
-        if self.broken:
-            raise StoreError(self.broken)
-        await self._store.flush()
+        return take_video_snapshot(self._history.counters, self.table.jobs.values(), self._wall(), offered=offered)
 
     # -- events of nodes -------------------------------------------------------------------
 
@@ -188,7 +164,7 @@ class VideoController:
         """Apply a new cluster view: update permissions and leases of nodes, and try to place the first queued job."""
         self.view = view
         for node in view.nodes:
-            self._send_permission(node)
+            self._permissions.send_to(node)
             if (
                 node.reported_at
                 and self._reported_at.get(node.id) != node.reported_at
@@ -199,14 +175,6 @@ class VideoController:
         if not self._running:
             self._try_placement()
             self._process_events()
-
-    def _send_permission(self, node: NodeView) -> None:
-        """Send a node its video permission, unless the node has it already."""
-        allowed = node.video_allowed and self.settings.enabled
-        if node.video.allowed in (None, allowed) or self._sent_permissions.get(node.id) == (node.epoch, allowed):
-            return
-        if self._links.send(node.id, AllowVideo(allowed)):
-            self._sent_permissions[node.id] = node.epoch, allowed
 
     def _is_report_relevant(self, node: NodeView) -> bool:
         """Return whether a node's report about leases can change anything, including a report without leases."""
@@ -226,7 +194,7 @@ class VideoController:
     def delete_node_data(self, node: NodeId) -> None:
         """Delete the data of a node that is no longer a member, and requeue or fail its jobs."""
         self._reported_at.pop(node, None)
-        self._sent_permissions.pop(node, None)
+        self._permissions.delete(node)
         self.apply_event(events.NodeRemoved(node))
 
     # -- the job table ---------------------------------------------------------------------
@@ -254,27 +222,10 @@ class VideoController:
         self.table, actions = advance(before, event, self._wall())
         for action in actions:
             self._perform_action(action)
-        if before.jobs != self.table.jobs:
-            self._log_transitions(before)
-        if before.holds != self.table.holds:
-            self._count_grants(before)
-
-    def _count_grants(self, before: JobTable) -> None:
-        for hold in self.table.holds.values():
-            old = before.holds.get(hold.lease)
-            if hold.granted and old is not None and not old.granted:
-                self.counters.count_grant(self._wall() - hold.since)
-
-    def _log_transitions(self, before: JobTable) -> None:
-        for job in self.table.jobs.values():
-            old = before.jobs.get(job.id)
-            if old is not None and old.state != job.state:
-                self.counters.count_transition(old, job, self._wall())
-                fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
-                log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
+        self._history.record(before, self.table)
 
     def _try_placement(self) -> None:
-        found = choose_node(self.table, self.view, self.profiles, self._wall(), self._clock())
+        found = choose_node(self.table, self.view, self._records.profiles, self._wall(), self._clock())
         if found is None:
             return
         if isinstance(found, LeaseChoice):
@@ -283,92 +234,42 @@ class VideoController:
             self._events.append(events.JobWaited(found.job.id, found.phase, found.busy))
 
     def _schedule_tick(self) -> None:
-        if not self.table.jobs and not self.table.holds:
-            self._cancel_tick()
-            return
-        busy = self.table.holds or any(job.open for job in self.table.jobs.values())
-        due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
-        if self._timer is None or due < self._due:
-            self._cancel_tick()
-            self._timer, self._due = self._loop.call_at(due, self._tick), due
-
-    def _cancel_tick(self) -> None:
-        if self._timer is not None:
+        if self.table.jobs or self.table.holds:
+            self._timer.schedule(busy=bool(self.table.holds) or any(job.open for job in self.table.jobs.values()))
+        else:
             self._timer.cancel()
-            self._timer = None
 
     def _tick(self) -> None:
-        self._timer = None
         self.apply_event(events.JobTick())
 
     def _perform_action(self, action: events.Action) -> None:
         match action:
             case events.SaveJob(job):
-                self._write_to_store(lambda: self._store.put_job(job))
+                self._records.put_job(job)
             case events.RequestLease(job):
                 self._request_lease(job)
             case events.ReleaseLease(node, lease, generation, cause):
-                self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
+                self._send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):
-                if job.id not in self._fetching:
-                    task = self._fetching[job.id] = self._loop.create_task(self._fetch_files(job, artifacts))
-                    task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
+                self._files.start_fetch(job, artifacts)
             case events.RecordPeak(job, peak):
-                self._record_peak(job, peak)
+                self._records.add_peak(job, peak, self.view)
             case events.DeleteJob(job):
-                self._write_to_store(lambda: self._store.delete_job(job))
-                self._start_removal(job)
+                self._records.delete_job(job)
+                self._files.start_removal(job)
             case events.ExpireFiles(job):
-                self._start_removal(job)
-
-    def _write_to_store(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except StoreError as error:
-            self.broken = str(error)
+                self._files.start_removal(job)
 
     def _request_lease(self, job: VideoJob) -> None:
         lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.encode_spec())
-        if not self._links.send(NodeId(job.node), lease):
+        if not self._send(NodeId(job.node), lease):
             why = "its node is not linked"
             refused = LeaseRefused(
                 job.lease, job.generation, FailureCode.LINK_LOST, why, retry_after=RETRY_SECONDS, waiting_for=why
             )
             self._events.append(events.LeaseAnswered(job.node, refused))
 
-    async def _fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
-        while True:
-            try:
-                found = await self.artifacts.fetch_files(job, artifacts)
-                break
-            except FetchInterrupted as interrupted:
-                log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
-            await asyncio.sleep(RETRY_SECONDS)
-            now = self.table.jobs.get(job.id)
-            if now is None or (now.state, now.generation) != (JobState.FINALIZING, job.generation):
-                return
-        if isinstance(found, JobFault):
-            self.apply_event(events.FilesLost(job.id, job.generation, found))
-        else:
-            self.apply_event(events.FilesFetched(job.id, job.generation, found))
-
-    def _record_peak(self, job: VideoJob, peak: int) -> None:
-        package = next((one for node, one in find_packages(self.view, job.wanted.model) if node.id == job.node), None)
-        if package is None or peak <= 0:
-            return
-        key = get_profile_key(package)
-        profile = self.profiles[key] = get_profile(package, self.profiles).add_measurement(job.wanted.tokens, peak)
-        log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
-        self._write_to_store(lambda: self._store.put_profile(key, profile))
-
-    def _start_removal(self, job: str) -> None:
-        task = self._loop.create_task(self._remove_files(job))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _remove_files(self, job: str) -> None:
-        fetching = self._fetching.get(job)
-        if fetching is not None and not fetching.done():
-            fetching.cancel()
-            await asyncio.gather(fetching, return_exceptions=True)
-        await self.artifacts.remove_files(job)
+    def _is_finalizing(self, job: VideoJob) -> bool:
+        """Return whether a job of this generation still waits for its files."""
+        now = self.table.jobs.get(job.id)
+        return now is not None and (now.state, now.generation) == (JobState.FINALIZING, job.generation)

@@ -83,7 +83,7 @@ async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile)
         (b"cache-control", b"private"),
         (b"content-length", b"%d" % (piece.last - piece.first + 1)),
     ]
-    exchange.status = status
+    exchange.begin(status)
     await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
     await _send_chunks(exchange, descriptor, ByteRange(0, -1) if exchange.method == "HEAD" else piece)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from coordinator.state.database import StoreError, open_database
+from coordinator.state.sqlite_file import open_database
+from coordinator.state.store_errors import StoreError
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
 
@@ -27,7 +28,7 @@ MIGRATIONS = (
                            PRIMARY KEY (package, engine, bits));
     """,
 )
-"""One script per schema version, as in `coordinator.state.database`."""
+"""One script per schema version, as in `coordinator.state.schema`."""
 FILE = "videos.db"
 
 

@@ -1,4 +1,4 @@
-"""Node's end of the link: one TLS connection that the node dialed. Counterpart: `coordinator.cluster.link_server`."""
+"""Node's end of the link: one TLS connection that the node dialed. Counterpart: `cluster.links.link_server`."""
 
 import asyncio
 import ssl

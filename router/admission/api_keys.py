@@ -89,7 +89,9 @@ class KeyRing:
     `clock` returns Unix seconds.
     """
 
-    def __init__(self, pepper: bytes, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, pepper: bytes, clock: Callable[[], float] = time.time, *, anonymous: ApiKey | None = None
+    ) -> None:
         self._pepper = pepper
         self._clock = clock
         self._keys: dict[bytes, ApiKey] = {}
@@ -97,7 +99,7 @@ class KeyRing:
         self._proven: dict[bytes, ApiKey] = {}
         self.refused = 0
         """Number of presented keys that were unknown or expired."""
-        self.anonymous: ApiKey | None = None
+        self.anonymous = anonymous
         """Identity of a client without a Macpool key; None: such a client is refused."""
 
     def put(self, key: ApiKey) -> None:

@@ -56,9 +56,9 @@ class Exchange:
         """Return the headers that carry the id of the request, in the names of the dialect."""
         return [(name, self.request_id.encode()) for name in self.style.names]
 
-    def begin(self) -> None:
-        """Record that a streamed answer begins, with status 200."""
-        self.status = 200
+    def begin(self, status: int = 200) -> None:
+        """Record that an answer begins whose body the caller sends."""
+        self.status = status
 
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
         """Send a whole JSON answer; a HEAD request gets only its headers."""

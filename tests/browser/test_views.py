@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import build_node_view
 from tests.browser.conftest import CHROMIUM
 from tests.support.cluster.loopback_cluster import a_model

@@ -149,17 +149,17 @@ async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_pa
 
 async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_gets_a_job(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"permitted": False, "plays": False}) as one:
-        registry = one.port.application.registry
+        nodes = one.port.application.nodes
         first, second = one.peers
         assert [one.allowed for one in one.peers] == [False, False]
         assert second.who is not None
-        registry.set_video_allowed(second.who.node, on=True)
+        nodes.administration.set_video_allowed(second.who.node, on=True)
         await one.port.until(lambda: second.allowed)
         video = await asked(one)
         await one.until(video, "in_progress")
         assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [0, 1]
         waiting = await asked(one)
-        registry.set_video_allowed(second.who.node, on=False)
+        nodes.administration.set_video_allowed(second.who.node, on=False)
         await one.port.until(lambda: not second.allowed)
         second.finish(next(iter(second.leases)))
         await one.until(video, "completed")
@@ -167,7 +167,7 @@ async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_g
         assert first.of(AllowVideo) == [], "the node had been allowed before"
         assert [frame.allowed for frame in second.of(AllowVideo)] == [True, False]
         await second.cut()
-        registry.set_video_allowed(second.who.node, on=True)
+        nodes.administration.set_video_allowed(second.who.node, on=True)
         await second.link()
         await one.port.until(lambda: second.allowed)
 
@@ -243,7 +243,7 @@ async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
         who = one.peer.who
         assert who is not None
         assert list(found(one.conductor, who.node, "conductor", set())) != []
-        one.port.application.registry.remove_node(who.node)
+        one.port.application.nodes.administration.remove_node(who.node)
         one.conductor.delete_node_data(who.node)
         one.conductor.apply_view(
             type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node))

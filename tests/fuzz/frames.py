@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 from structlog.testing import capture_logs
 
-from coordinator.cluster.link_budgets import NodeBudgets
-from coordinator.cluster.link_server import Connection
+from coordinator.cluster.links.link_budgets import NodeBudgets
+from coordinator.cluster.links.link_connection import Connection
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.enrolment import HARDWARE
@@ -176,7 +176,7 @@ def run(seed: int, count: int) -> list[str]:
 async def _run(folder: Path, seed: int, count: int) -> list[str]:
     surprises: list[str] = []
     async with application(folder, RateLimit(6e9, 10**9)) as made:
-        made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
+        made.store.members.put(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
         made.registry.add_member(made.store.members[NODE])
         for number, data in enumerate(inputs(seed, count)):
             for reader in (_decoded, _linked, _greeted) if number % CONNECTED == 0 else (_decoded,):
@@ -202,15 +202,14 @@ def _decoded(data: bytes, _: Application) -> None:
 
 def _linked(data: bytes, made: Application) -> None:
     """Feed a linked node's connection, after an honest report."""
-    links = made.registry.links
-    connection = Connection(links)
+    server = made.nodes.server
+    connection = Connection(server)
     connection.connection_made(Pipe())
     connection._enrollment = None
     hello = Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE)
-    links._unlinked.discard(connection)
-    links._links[NODE] = connection
-    connection.budgets = NodeBudgets()
-    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello))
+    server._unlinked.discard(connection)
+    made.nodes.links.table.add(NODE, connection, hello)
+    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello), NodeBudgets())
     connection.data_received(encode(REPORT))
     connection.data_received(data)
     connection.connection_lost(None)
@@ -218,7 +217,7 @@ def _linked(data: bytes, made: Application) -> None:
 
 def _greeted(data: bytes, made: Application) -> None:
     """Feed a stranger's connection."""
-    connection = Connection(made.registry.links)
+    connection = Connection(made.nodes.server)
     connection.connection_made(Pipe())
     connection.data_received(data)
     connection.connection_lost(None)
@@ -230,10 +229,10 @@ async def _settled(made: Application, where: str) -> list[str]:
     await asyncio.sleep(0)
     try:
         if NODE not in made.registry.pool.members:  # the node said goodbye
-            made.store._denied.clear()
-            made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
+            made.store.deny_list._subjects.clear()
+            made.store.members.put(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
             made.registry.add_member(made.store.members[NODE])
-        json.dumps(made.registry.build_node_row(NODE, 0), allow_nan=False)
+        json.dumps(made.nodes.directory.build_node_row(NODE, 0), allow_nan=False)
         msgspec.json.encode(made.registry.build_view().nodes)
         await made.store.flush()
     except Exception as error:  # the harness reports every surprise

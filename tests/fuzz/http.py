@@ -198,8 +198,7 @@ class Recorded(FastPathProtocol):
 
     def _start(self, job: Any) -> None:
         self.seen.append((b"POST", b"/v1/chat/completions", HOT, bytes(job)))
-        if self._deadline is not None:
-            self._cancel_deadline()
+        self._deadline.cancel()
         self.transport.write(ANSWER)
         if self._pipelined:
             self.loop.call_soon(self._parse_held_bytes)

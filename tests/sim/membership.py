@@ -14,7 +14,7 @@ The number before a verb is the time. An event that is not allowed prints `illeg
 
 from collections.abc import Iterator
 
-from coordinator.cluster.membership import (
+from coordinator.cluster.member_state import (
     Action,
     CloseLink,
     DeleteMember,
@@ -27,15 +27,11 @@ from coordinator.cluster.membership import (
     MemberGoodbye,
     MemberRemoved,
     MemberReported,
-    Membership,
     MemberUncordoned,
     PublishMember,
     ResumeRequests,
-    advance,
-    next_deadline,
-    restore_membership,
-    tick,
 )
+from coordinator.cluster.membership import Membership, advance, next_deadline, restore_membership, tick
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventError
 

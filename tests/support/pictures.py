@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
-from coordinator.metrics.node import NodeSnapshot, sort_by_priority
-from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.metrics.node_snapshot import NodeSnapshot, sort_by_priority
+from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView

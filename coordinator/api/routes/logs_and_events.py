@@ -12,7 +12,7 @@ from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, TEXT, Route
 from coordinator.observe import log_reader
 from coordinator.observe.event_log import MAX_EVENTS, EventLog
 from coordinator.state.access_admin import AccessAdmin
-from coordinator.state.database import MAX_AUDIT_ENTRIES
+from coordinator.state.tables import MAX_AUDIT_ENTRIES
 from router.errors import Problem
 
 

@@ -9,8 +9,8 @@ from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
+from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
-from coordinator.cluster.registry import Registry
 from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
@@ -36,8 +36,8 @@ class ModelBody(Body):
 class ModelRoutes:
     """Routes of `cluster models`, `load`, `unload` and `profile`."""
 
-    def __init__(self, registry: Registry, loads: ModelOperations, ring: KeyRing) -> None:
-        self._registry = registry
+    def __init__(self, nodes: NodePool, loads: ModelOperations, ring: KeyRing) -> None:
+        self._nodes = nodes
         self._operations = loads
         self._ring = ring
 
@@ -57,7 +57,7 @@ class ModelRoutes:
         name.
         """
         found: dict[str, dict[str, Any]] = {}
-        view = visible(self._registry.build_view(), limits)
+        view = visible(self._nodes.registry.build_view(), limits)
         served = view.get_models()
         for node in view.nodes:
             for model in node.models.values():
@@ -103,7 +103,9 @@ class ModelRoutes:
 
     def _find_node_view(self, body: ModelBody) -> NodeView | None:
         return (
-            None if body.node is None else self._registry.build_view().find_node(find_node(self._registry, body.node))
+            None
+            if body.node is None
+            else self._nodes.registry.build_view().find_node(find_node(self._nodes.directory, body.node))
         )
 
 

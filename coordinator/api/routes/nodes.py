@@ -12,8 +12,9 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
 from coordinator.api.route import TEXT, Route
-from coordinator.cluster.membership import DELETE_AFTER_SECONDS
-from coordinator.cluster.registry import Registry
+from coordinator.cluster.assembly import NodePool
+from coordinator.cluster.member_transitions import DELETE_AFTER_SECONDS
+from coordinator.cluster.node_directory import NodeDirectory
 from coordinator.state.database import Database
 from router.errors import Problem
 from wire.identity import NodeId
@@ -42,9 +43,9 @@ class PauseBody(Body):
     seconds: Annotated[float | None, Field(gt=0, le=MAX_PAUSE_SECONDS)] = None
 
 
-def find_node(registry: Registry, node: str) -> NodeId:
+def find_node(directory: NodeDirectory, node: str) -> NodeId:
     """Return the id of the node with this id or name. Raise `ProblemError` (404) if there is none."""
-    found = registry.find_member(node)
+    found = directory.find_member(node)
     if found is None:
         raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
     return found
@@ -53,8 +54,8 @@ def find_node(registry: Registry, node: str) -> NodeId:
 class NodeRoutes:
     """Routes of `cluster nodes`, `cluster node`, `cluster pause` and `cluster resume`."""
 
-    def __init__(self, registry: Registry, traffic: DispatcherApi, store: Database) -> None:
-        self._registry = registry
+    def __init__(self, nodes: NodePool, traffic: DispatcherApi, store: Database) -> None:
+        self._nodes = nodes
         self._traffic = traffic
         self._store = store
 
@@ -77,10 +78,10 @@ class NodeRoutes:
 
     def build_rows(self) -> list[dict[str, Any]]:
         """Return a row for each member."""
-        return [self._build_row(node) for node in self._registry.pool.members]
+        return [self._build_row(node) for node in self._nodes.registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:
-        return self._registry.build_node_row(node, self._traffic.count_in_flight(node)) | {
+        return self._nodes.directory.build_node_row(node, self._traffic.count_in_flight(node)) | {
             "breaker": self._build_breaker_row(node)
         }
 
@@ -94,12 +95,12 @@ class NodeRoutes:
         return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
 
     def _find_node(self, node: str) -> NodeId:
-        return find_node(self._registry, node)
+        return find_node(self._nodes.directory, node)
 
     def _find_member(self, node: str) -> NodeId:
         """Return the id of a node that has not left. Raise `ProblemError` with 404 or 409."""
         found = self._find_node(node)
-        if self._registry.pool.members[found].state == NodeState.LEFT:
+        if self._nodes.registry.pool.members[found].state == NodeState.LEFT:
             minutes = DELETE_AFTER_SECONDS / 60
             text = f"{self._build_row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
             raise ProblemError(Problem(409, "node_left", text))
@@ -115,11 +116,11 @@ class NodeRoutes:
 
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
-        links, found = self._registry.links, self._find_node(node)
+        fetches, found = self._nodes.links.fetches, self._find_node(node)
         pieces = (
-            links.follow_source(found, "logs", size, FOLLOW_INTERVAL_SECONDS)
+            fetches.follow_source(found, "logs", size, FOLLOW_INTERVAL_SECONDS)
             if follow
-            else links.fetch_source(found, "logs", size)
+            else fetches.fetch_source(found, "logs", size)
         )
         return await stream_log(pieces)
 
@@ -135,7 +136,7 @@ class NodeRoutes:
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find_member(node)
-        self._registry.set_cordoned(found, on=on)
+        self._nodes.administration.set_cordoned(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "cordoned": on}
 
@@ -149,7 +150,7 @@ class NodeRoutes:
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
         found = self._find_member(node)
-        self._registry.set_video_allowed(found, on=on)
+        self._nodes.administration.set_video_allowed(found, on=on)
         await self._store.flush()
         return {"schema": 1, "node": found, "video_allowed": on}
 
@@ -158,7 +159,7 @@ class NodeRoutes:
 
         The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
         found = self._find_member(node)
-        self._registry.set_cordoned(found, on=True)
+        self._nodes.administration.set_cordoned(found, on=True)
         await self._store.flush()
         left = await self._traffic.wait_drained(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
@@ -176,7 +177,7 @@ class NodeRoutes:
     async def _set_pause(self, node: str, seconds: float | None) -> dict[str, Any]:
         found = self._find_member(node)
         try:
-            sharing = await self._registry.pause_node(found, seconds, "an administrator of the pool")
+            sharing = await self._nodes.administration.pause_node(found, seconds, "an administrator of the pool")
         except LookupError as error:
             raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
         if sharing is None:
@@ -189,13 +190,13 @@ class NodeRoutes:
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Set the labels of a node. Keys can be limited to labels."""
         found = self._find_member(node)
-        self._registry.set_labels(found, tuple(dict.fromkeys(body.labels)))
+        self._nodes.administration.set_labels(found, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
         return {"schema": 1, "node": found, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool."""
         found = self._find_member(node)
-        self._registry.remove_node(found)
+        self._nodes.administration.remove_node(found)
         await self._store.flush()
         return {"schema": 1, "node": found}

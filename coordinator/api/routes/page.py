@@ -63,7 +63,7 @@ class PageRoutes:
         entered = self._sessions.redeem_code(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
-        self._store.add_audit_entry(time.time(), PAGE_KEY_NAME, "entered", "")
+        self._store.audit.add(time.time(), PAGE_KEY_NAME, "entered", "")
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import PUBLIC_SCOPE, Content, Route
 from coordinator.api.server_info import ServerInfo
-from coordinator.cluster.registry import Registry
+from coordinator.cluster.assembly import NodePool
 from coordinator.observe.load_history import MAX_POINTS, LoadHistory
 from router.errors import Problem
 from wire.identity import PROTOCOL
@@ -27,13 +27,13 @@ class PoolRoutes:
     def __init__(
         self,
         facts: ServerInfo,
-        registry: Registry,
+        nodes: NodePool,
         traffic: DispatcherApi,
         conditions: ConditionEvaluator,
         load: LoadHistory,
     ) -> None:
         self._facts = facts
-        self._registry = registry
+        self._nodes = nodes
         self._traffic = traffic
         self._conditions = conditions
         self._load = load
@@ -65,13 +65,13 @@ class PoolRoutes:
             "uptime_seconds": round(time.monotonic() - facts.started, 3),
             "base_url": facts.base_url,
             "cluster_url": facts.cluster_url,
-            "nodes": self._registry.count_states(),
-            "models": sorted(self._registry.build_view().get_served_models()),
-            "in_flight": sum(self._traffic.count_in_flight(node) for node in self._registry.pool.members),
+            "nodes": self._nodes.directory.count_states(),
+            "models": sorted(self._nodes.registry.build_view().get_served_models()),
+            "in_flight": sum(self._traffic.count_in_flight(node) for node in self._nodes.registry.pool.members),
             "queued": self._traffic.count_queued(),
-            "self_suspect": self._registry.pool.self_suspect,
-            "warnings": self._registry.list_warnings(),
-            "dangers": self._registry.list_dangers(),
+            "self_suspect": self._nodes.registry.pool.self_suspect,
+            "warnings": self._nodes.directory.list_warnings(),
+            "dangers": self._nodes.directory.list_dangers(),
             "conditions": self.list_active_conditions(),
         }
 

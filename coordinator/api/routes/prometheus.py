@@ -7,7 +7,7 @@ from fastapi.responses import Response
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import LIST, TEXT, Route
 from coordinator.api.routes.nodes import find_node
-from coordinator.cluster.registry import Registry
+from coordinator.cluster.node_directory import NodeDirectory
 from coordinator.metrics.service import MetricsService, NodeUnreachable
 from router.errors import Problem
 
@@ -15,9 +15,9 @@ from router.errors import Problem
 class PrometheusRoutes:
     """Routes for Prometheus, the only control routes outside /api/v1."""
 
-    def __init__(self, metrics: MetricsService, registry: Registry) -> None:
+    def __init__(self, metrics: MetricsService, directory: NodeDirectory) -> None:
         self._metrics = metrics
-        self._registry = registry
+        self._directory = directory
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes for Prometheus."""
@@ -34,7 +34,7 @@ class PrometheusRoutes:
 
     async def node_metrics(self, node: str, request: Request) -> Response:
         """Return a node's metrics in Prometheus format. Service discovery lists the address."""
-        found, accepted = find_node(self._registry, node), request.headers.get("accept", "")
+        found, accepted = find_node(self._directory, node), request.headers.get("accept", "")
         try:
             text, kind = await self._metrics.render_node(found, accepted)
         except NodeUnreachable as error:

@@ -91,7 +91,7 @@ def restore(
     from coordinator.backup.restore import RestoreError
     from coordinator.backup.restore import inspect_backup as look_at
     from coordinator.backup.restore import restore as put_in_place
-    from coordinator.state.database import StateLockedError
+    from coordinator.state.store_errors import StateLockedError
 
     folder = state or get_default_state()
     passphrase = _read_needed_passphrase(file, passphrase_file)

@@ -147,7 +147,7 @@ def top(session: ApiSession, once: bool, every: float) -> None:
         return
     from rich.live import Live
 
-    console.file = get_raw_stream(sys.stdout)
+    console = Console(highlight=False, file=get_raw_stream(sys.stdout))
     pause = threading.Event()
     with Live(_render_pool(session, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:

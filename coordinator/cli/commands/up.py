@@ -16,7 +16,7 @@ from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import REFUSED, CommandError
 
 if TYPE_CHECKING:
-    from coordinator.run import RunOptions
+    from coordinator.startup.options import RunOptions
     from coordinator.state.settings import CoordinatorSettings
     from host.settings_loader import ResolvedSettings
 
@@ -81,7 +81,7 @@ def up(
     if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
-    from coordinator.run import RunOptions
+    from coordinator.startup.options import RunOptions
     from coordinator.state.config_file import redact_rows
     from host.settings_loader import build_setting_rows
 
@@ -198,7 +198,7 @@ def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], No
     from coordinator.backup.generation_fence import SupersededError
     from coordinator.cluster.local_node import LocalNodeElsewhereError
     from coordinator.run import serve
-    from coordinator.state.database import StoreError
+    from coordinator.state.store_errors import StoreError
     from coordinator.tls.cluster_ca import AuthorityError
     from host.settings_loader import SettingsError
 

@@ -14,9 +14,9 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.commands.models import show_spinner
+from coordinator.cli.request_table import print_placement, print_request, print_requests
 from coordinator.client.api_client import ApiSession, parse_base_url, print_table, raise_for_status, session_options
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
-from wire.units import show_size
 
 RETRY_INTERVAL_SECONDS = 1.0
 """Seconds between two checks whether a node is ready."""
@@ -40,26 +40,9 @@ def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int |
     """Show where a request would go now, with every node's numbers or refusal. Nothing is sent or reserved."""
     body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     answer = session.request_json("POST", "/api/v1/place", body)
-    session.print_answer(answer, _print_placement)
+    session.print_answer(answer, print_placement)
     if answer["node"] is None:
         raise CommandError(REFUSED, answer["refused"]["message"])
-
-
-def _print_placement(answer: dict[str, Any]) -> None:
-    sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
-    print_table(
-        ("NODE", *[size.upper() for size in sizes], "VERDICT"),
-        [
-            (
-                c["name"],
-                *[show_size(c.get(size)) for size in sizes],
-                c["why_not"] or ("chosen" if c["chosen"] else "fits"),
-            )
-            for c in answer["candidates"]
-        ],
-    )
-    if answer["node"] is not None:
-        click.echo(f"would go to {answer['name']}")
 
 
 @click.command("open")
@@ -89,60 +72,9 @@ def explain(session: ApiSession, request_id: str | None, last: int, export: Bina
         shutil.copyfileobj(response, export)
         return
     if request_id is None:
-        session.print_answer(session.request_json("GET", f"/api/v1/requests?last={last}"), _print_requests)
+        session.print_answer(session.request_json("GET", f"/api/v1/requests?last={last}"), print_requests)
         return
-    session.print_answer(session.request_json("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), _print_request)
-
-
-def _print_requests(answer: dict[str, Any]) -> None:
-    print_table(
-        ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
-        [
-            (
-                one["request_id"],
-                one["model"] or "-",
-                one["key"],
-                f"{one['seconds']:.2f}",
-                one["outcome"],
-                str(one["prompt_tokens"] or "-"),
-                str(one["cached_tokens"]),
-                str(one["completion_tokens"]),
-                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
-                or one["message"],
-            )
-            for one in answer["requests"]
-        ],
-        alarming=(),
-    )
-
-
-def _print_request(answer: dict[str, Any]) -> None:
-    for one in answer.get("under_way", ()):
-        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
-        _print_steps(one["steps"])
-    for one in answer["requests"]:
-        took = f"{one['outcome']} after {one['seconds']:.3f} s"
-        click.echo(f"{one['request_id']}  {one['model'] or 'no model'}, key {one['key']}: {took}")
-        if one["message"]:
-            click.echo(f"  {one['message']}")
-        if one["ignored"]:
-            click.echo(f"  ignored: {', '.join(one['ignored'])}")
-        _print_steps(one["steps"])
-        if one["timings"] is not None:
-            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
-            click.echo(f"  on the node: {times}")
-        click.echo(
-            f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
-            f"{one['completion_tokens']} generated"
-        )
-    for one in answer["decisions"]:
-        click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
-        _print_placement({"candidates": one["candidates"], "node": None})
-
-
-def _print_steps(steps: list[dict[str, Any]]) -> None:
-    for step in steps:
-        click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())
+    session.print_answer(session.request_json("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), print_request)
 
 
 @click.command()

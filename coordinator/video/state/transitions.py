@@ -132,10 +132,8 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
     if job is None or not job.open:
         return
     if job.state == JobState.FINALIZING:
-        turn.actions += [
-            ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED),
-            ExpireFiles(job.id),
-        ]
+        turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
+        turn.actions.append(ExpireFiles(job.id))
     turn.release_hold(job.lease, ReleaseCause.CANCELLED)
     turn.fail_job(replace(job, generation=job.generation + 1), JobFaultCode.CANCELLED, message)
 

@@ -20,8 +20,13 @@ from tests.support.cluster.enrolment import opened
 from wire.report import Hardware
 
 
-def _ask(line: ApprovalQueue, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
-    return line.enqueue(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
+def _ask(
+    line: ApprovalQueue, code: str, address: str, now: float = 0.0, woken: list[str] | None = None
+) -> ApprovalRequest | float:
+    """Ask for approval; `woken` gets the code when the request is decided or displaced."""
+    codes = list[str]() if woken is None else woken
+    waiting = WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS)
+    return line.enqueue(waiting, now, lambda: codes.append(code))
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
@@ -51,11 +56,9 @@ def test_one_address_takes_a_part_of_the_list() -> None:
 def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
     line, woken = ApprovalQueue(), list[str]()
     silent = [
-        _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}") for number in range(MAX_WAITING)
+        _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}", woken=woken)
+        for number in range(MAX_WAITING)
     ]
-    for ticket in silent:
-        assert isinstance(ticket, ApprovalRequest)
-        ticket.wake = lambda ticket=ticket: woken.append(ticket.waiting.code)
     mine = _ask(line, "777777", "10.0.0.200", 1.0)
     assert isinstance(mine, ApprovalRequest)
     assert woken == ["000000"]
@@ -82,8 +85,7 @@ async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
         def crowd(code: str) -> None:
             codes.append(code)
             (ticket,) = door.approvals.requests.values()
-            ticket.displaced = True
-            ticket.wake()
+            ticket.displace()
 
         with pytest.raises(EnrollDenied, match="use a token") as denied:
             await join(door, tmp_path / "n", None, on_code=crowd)

@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
-from coordinator.cluster import link_server, registry
-from coordinator.cluster.link_server import MAX_UNLINKED
+from coordinator.cluster.links import link_admission, link_server
+from coordinator.cluster.links.link_server import MAX_UNLINKED
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
@@ -180,8 +179,7 @@ async def test_the_name_must_be_that_of_the_certificate(port: Port) -> None:
 
 async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_path: Path) -> None:
     who, authority = port.member("studio"), port.application.authority
-    marks: list[SupersededMark] = []
-    port.application.registry.on_superseded = marks.append
+    marks = port.application.superseded
     stranger = ClusterCa(tmp_path / "stranger", time.time)
     for generation, seal in (
         (2**60, b""),
@@ -215,7 +213,7 @@ async def test_a_removed_node_is_told_so_at_its_next_hello(port: Port) -> None:
     gone = port.member("gone")
     link = await port.link(gone)
     await port.until(lambda: port.state(gone) == "ready")
-    port.application.registry.remove_node(gone.node)
+    port.application.nodes.administration.remove_node(gone.node)
     assert the_no(await link.ended()).reason == "removed"
     line = await port.dial(gone)
     line.send(hello(gone))
@@ -236,7 +234,7 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every older link as broken, as after three seconds without a report."""
-    monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
+    monkeypatch.setattr(link_admission, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
 async def test_a_second_process_with_a_nodes_identity_does_not_expel_the_first(port: Port) -> None:
@@ -450,7 +448,7 @@ async def test_large_prompts_at_once_cut_no_link(port: Port) -> None:
         text = "x" * (15 * MIB // 2)
         for number in range(1, 5):
             frame = Generate(number, number, "r", "tiny", (Message("user", text),), GenerationParams(), 0)
-            assert port.application.registry.links.send(who.node, frame)
+            assert port.application.nodes.links.table.send(who.node, frame)
         joined = [(await line.until(Generate, 30)).request for _ in range(4)]
         assert sorted(joined) == [1, 2, 3, 4]
         line.close()

@@ -275,7 +275,7 @@ async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) ->
         @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
         @given(st.lists(FRAMES, max_size=6))
         def garbage(pieces: list[bytes]) -> None:
-            talk = door.enrolment.start_enrollment("10.0.0.7", 0.0)
+            talk = door.enrolment.start_enrollment("10.0.0.7", 0.0, lambda: None)
             if not isinstance(talk, EnrollmentConnection):
                 return
             answers: list[Frame] = []

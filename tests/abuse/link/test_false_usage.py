@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.state.database import Database, StoreError
+from coordinator.state.database import Database
+from coordinator.state.store_errors import StoreError
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
@@ -86,7 +87,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
 async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:
     """Before this check the writer's thread ended, every later change hung, and a removal was in memory only."""
     store = Database(tmp_path)
-    store.add_usage("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
+    store.usage.add("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
     for _ in range(2):
         async with asyncio.timeout(30):
             with pytest.raises(StoreError, match="could not be written"):
@@ -105,8 +106,8 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
     async with port.client("admin") as client:
         answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
-    assert port.application.store.is_denied(who.node, "")
-    port.application.store._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
+    assert port.application.store.deny_list.is_denied(who.node, "")
+    port.application.store._writer._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
 
 
 async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> None:
@@ -125,12 +126,12 @@ async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> 
 
 
 DYING = """
-import coordinator.state.database as store
+import coordinator.state.store_writer as store
 def execute(self, statement, values):
     if "INSERT" in statement and "keys" in statement and "boom" in values:
         raise SystemExit(3)
     return plain(self, statement, values)
-plain, store.Database._execute = store.Database._execute, execute
+plain, store.StoreWriter._execute = store.StoreWriter._execute, execute
 from coordinator.cli import main
 main()
 """

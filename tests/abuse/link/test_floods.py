@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.cluster.link_budgets import (
+from coordinator.cluster.links import link_connection
+from coordinator.cluster.links.link_budgets import (
     FRAMES_BURST,
     LINKS_BURST,
     LOGGED_BURST,
@@ -74,7 +75,7 @@ async def test_a_node_has_two_links_at_most(port: Port) -> None:
     async with port.undisturbed():
         lines = [await port.link(who, takeover=True) for _ in range(10)]
         await asyncio.gather(*(line.ended() for line in lines[:-2]))
-        links = port.application.registry.links
+        links = port.application.nodes.links.table
         assert links.retired == 1
         assert not any(line.reader.at_eof() for line in lines[-2:])
 
@@ -102,8 +103,9 @@ async def _greeted(line: Line) -> list[Denied]:
     return []
 
 
-async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
+async def test_what_a_node_sent_before_it_left_is_taken(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that waits for the next turn of the loop still has frames when its peer closes the connection."""
+    monkeypatch.setattr(link_connection, "MAX_LINK_TURN_SECONDS", 1e-9)
     who = port.member("leaver")
     line = await port.link(who)
     await port.until(lambda: port.state(who) == "ready")

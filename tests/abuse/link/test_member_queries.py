@@ -13,7 +13,7 @@ import pytest
 from coordinator.client.api_client import MEMBER_PATHS
 from coordinator.client.errors import CommandError
 from coordinator.client.member_client import query_coordinator, read_member_identity
-from coordinator.cluster.link_budgets import QUERIES_BURST
+from coordinator.cluster.links.link_budgets import QUERIES_BURST
 from node.agent.identity import NodeIdentity, remember
 from tests.support.cluster.cluster_port import Ended, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_model
@@ -48,14 +48,14 @@ async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Po
     who = port.member("studio")
     link = await port.link(who, a_report(models=tuple(a_model(f"m{number}") for number in range(200))))
     await port.until(lambda: port.state(who) == "ready")
-    assert set(port.application.registry.readable) == MEMBER_PATHS
+    assert port.application.nodes.queries.paths == MEMBER_PATHS
     nodes = await ask(port, who, "/api/v1/nodes")
     assert [node["name"] for node in nodes["nodes"]] == ["studio"]
     assert len((await ask(port, who, "/api/v1/models"))["models"]) == 200
     assert (await ask(port, who, "/api/v1/status"))["nodes"]["ready"] == 1
     assert port.state(who) == "ready"
     assert not link.reader.at_eof()
-    await port.until(lambda: port.application.registry.links.count_unlinked() == 0)
+    await port.until(lambda: port.application.nodes.server.count_unlinked() == 0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_who_is_no_member_reads_nothing(port: Port):
     who, other = port.member("studio"), port.member("mini")
     assert await ask(port, who, "/api/v1/nodes", node=other.node) == "identity"
     assert await ask(port, who, "/api/v1/nodes", machine="another") == "cloned"
-    port.application.registry.remove_node(who.node)
+    port.application.nodes.administration.remove_node(who.node)
     assert await ask(port, who, "/api/v1/nodes") == "removed"
     stranger = await port.dial()
     stranger.send(MemberQuery(PROTOCOL, who.node, who.machine, "/api/v1/nodes"))

@@ -29,7 +29,7 @@ async def _linked(port: Port, name: str) -> Line:
 
 async def _all(port: Port, node: str, limit: int) -> bytes:
     return b"".join(
-        [piece async for piece in port.application.registry.links.fetch_source(NodeId(node), "logs", limit)]
+        [piece async for piece in port.application.nodes.links.fetches.fetch_source(NodeId(node), "logs", limit)]
     )
 
 

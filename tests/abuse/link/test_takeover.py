@@ -36,7 +36,7 @@ async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
                 await join(door, tmp_path / "thief", token)
             assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, victim) == before
-        assert not door.store.is_denied(victim.node, before[2])
+        assert not door.store.deny_list.is_denied(victim.node, before[2])
         assert door.store.tokens[token.id].uses_left == 2, "a refusal uses nothing up"
         assert _noted(door, "refused to replace") == [f"studio {victim.node} from 127.0.0.1"]
 
@@ -72,7 +72,7 @@ async def test_a_denied_certificate_proves_nothing(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create(uses=4)
         victim = await join(door, tmp_path / "victim", token)
-        door.store.deny_serial(door.store.members[victim.node].serial, 0.0, "stolen")
+        door.store.deny_list.add_serial(door.store.members[victim.node].serial, 0.0, "stolen")
         with pytest.raises(EnrollDenied):
             await join(door, tmp_path / "victim", token)
 
@@ -159,7 +159,7 @@ async def test_a_member_that_linked_before_the_code_was_approved_is_not_expelled
 async def test_a_removed_member_leaves_its_machine_free(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         first = await join(door, tmp_path / "a", door.tokens.create())
-        door.store.put_member(replace(door.store.members[first.node], removed=1.0))
+        door.store.members.put(replace(door.store.members[first.node], removed=1.0))
         second = await join(door, tmp_path / "b", door.tokens.create())
         assert second.node != first.node
         assert second.name == first.name

@@ -15,7 +15,7 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
     async with pool(tmp_path, "good", "hostile", peer={"plays": False}) as one, one.http() as http:
         good, hostile = one.peers
         assert hostile.who is not None
-        one.port.application.registry.set_video_allowed(hostile.who.node, on=False)
+        one.port.application.nodes.administration.set_video_allowed(hostile.who.node, on=False)
         await one.port.until(lambda: not hostile.allowed)
         hostile.video = {"allowed": True}  # and it has the most room
         hostile.room, good.room = 100 * 2**30, 60 * 2**30

@@ -11,10 +11,12 @@ from typing import Any
 from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
+from coordinator.backup.generation_fence import GenerationFence, SupersededMark
+from coordinator.cluster.assembly import NodePool, assemble_pool, create_links
+from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
-from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
@@ -47,10 +49,16 @@ class Application:
     admin: AccessAdmin
     authority: ClusterCa
     store: Database
-    registry: Registry
+    nodes: NodePool
     dispatcher: Dispatcher
     conductor: VideoController
     load: LoadHistory
+    superseded: list[SupersededMark]
+    """Proofs of newer coordinators that nodes have sent."""
+
+    @property
+    def registry(self) -> Registry:
+        return self.nodes.registry
 
     def document(self) -> dict[str, Any]:
         """Return the OpenAPI document."""
@@ -78,14 +86,11 @@ async def application(
         if over is not None:
             ring, pepper = over.keys, PEPPER
         admin = AccessAdmin(store, tokens, ring, pepper, time.time)
-        cluster = EnrollmentContext("home", authority, tokens, store, approvals, time.time, lambda _: None)
-        enrolment = EnrollmentServer(cluster, limit)
-        registry = Registry(store, authority, enrolment, name="home", version="0", epoch=1)
-        stack.callback(registry.close)
+        links, superseded = create_links(), list[SupersededMark]()
         settings = CoordinatorSettings()
         count = itertools.count(1)
         dispatcher = Dispatcher(
-            registry.links.send,
+            links.table.send,
             settings.router,
             clock=time.monotonic,
             numbers=lambda: (number := next(count), number),
@@ -94,20 +99,37 @@ async def application(
         if over is not None:
             dispatcher = over.dispatcher
             over.limits = ring.limits
-        conductor = VideoController(folder, video or VideoSettings(), registry.links)
-        registry.listener = ListenerFanout(dispatcher, conductor)
+        conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
+        nodes = assemble_pool(
+            store,
+            GenerationFence(authority, store.meta.generation),
+            CoordinatorIdentity("home", "0", 1),
+            tokens,
+            approvals,
+            links,
+            ListenerFanout(dispatcher, conductor),
+            wall=time.time,
+            on_superseded=superseded.append,
+            enrollment_limit=limit,
+        )
+        stack.callback(nodes.registry.close)
         facts = ServerInfo(
             "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
         )
         loads = ModelOperations(dispatcher, time.monotonic)
-        metrics, conditions = (
-            MetricsService(registry, dispatcher, ring, "0", authority.get_validity),
-            ConditionEvaluator(),
+        conditions = ConditionEvaluator()
+        metrics = MetricsService(
+            nodes,
+            dispatcher,
+            ring,
+            "0",
+            authority.get_validity,
+            conditions.get_flags,
+            conductor.take_snapshot,
         )
-        metrics.get_conditions = conditions.get_flags
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
-            registry,
+            nodes,
             admin,
             approvals,
             ring,
@@ -127,6 +149,6 @@ async def application(
         if over is not None:
             over.app = OriginCheck(door)
         try:
-            yield Application(door, api, admin, authority, store, registry, dispatcher, conductor, load)
+            yield Application(door, api, admin, authority, store, nodes, dispatcher, conductor, load, superseded)
         finally:
             await conductor.close()

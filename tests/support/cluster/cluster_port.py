@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from coordinator.video.settings import VideoSettings
 from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request
 from tests.support.cluster.application import Application, application
@@ -103,7 +103,7 @@ class Port:
         node, request = NodeId(f"node-{self.made}"), new_request(name)
         certificate = authority.sign_request(request.csr, node, name)
         row = MemberRow(node, name, f"m{self.made}", HARDWARE, read_certificate(certificate).serial, time.time())
-        store.put_member(row)
+        store.members.put(row)
         self.application.registry.add_member(row)
         return create(self.folder / name, request, certificate, authority.cluster, authority.ca, row.machine)
 
@@ -230,11 +230,11 @@ async def opened(
     """Open the cluster port of a coordinator whose state is in `folder`."""
     with capture_logs() as logs:
         async with application(folder / "state", limit, video=video) as made:
-            number = await made.registry.links.start("127.0.0.1", 0, made.authority.get_server_context())
+            number = await made.nodes.server.start("127.0.0.1", 0, made.authority.get_server_context())
             port = Port(made, folder, number, logs)
             try:
                 yield port
             finally:
                 for line in port.lines:
                     line.close()
-                await made.registry.links.close()
+                await made.nodes.server.close()

@@ -13,7 +13,8 @@ from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentConte
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from wire.codec import Splitter, decode, encode
 from wire.frames import Frame
@@ -108,12 +109,11 @@ async def _note(door: Door, peer: PeerIdentity) -> None:
 
 
 async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic())
+    decided = asyncio.Event()
+    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic(), decided.set)
     if not isinstance(talk, EnrollmentConnection):
         await _send(door, writer, [talk])
         return
-    decided = asyncio.Event()
-    talk.wake = decided.set
     deciding = asyncio.create_task(decided.wait())
     reading = asyncio.create_task(reader.read(65536))
     try:

@@ -80,7 +80,7 @@ class VideoPeer:
         """Join once, link, and answer from then on."""
         if self.who is None:
             self.who = self.port.member(self.name)
-            self.port.application.registry.set_video_allowed(self.who.node, on=self.permitted)
+            self.port.application.nodes.administration.set_video_allowed(self.who.node, on=self.permitted)
         self.line = await self.port.link(self.who, self.report())
         for ended in self.ended.values():
             self.line.send(ended)

@@ -125,7 +125,7 @@ async def test_status_counts_nodes_models_warnings_and_names_the_pool(port: Port
     second = await port.link(two, a_report(models=(a_model("tiny", loaded=False), a_model("qwen"))))
     await port.until(lambda: port.state(two) == "ready")
     second.send(a_report(2, engine=EngineState("mlx", "hung", "no step")))
-    await port.until(port.application.registry.list_warnings)
+    await port.until(port.application.nodes.directory.list_warnings)
     told = (await sections(port))["status"]
     assert {state: count for state, count in told["nodes"].items() if count} == {"ready": 2, "joining": 1}
     assert told["models"] == ["qwen", "tiny"], "what can be loaded counts, what failed does not"

@@ -14,7 +14,8 @@ import pytest
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import back_up
 from coordinator.backup.restore import inspect_backup, restore
-from coordinator.state.database import MIGRATIONS, open_database
+from coordinator.state.schema import MIGRATIONS
+from coordinator.state.sqlite_file import open_database
 from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 
 _STEPS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", "sqlite3.connect", "shutil.rmtree"}

@@ -31,7 +31,10 @@ from coordinator.backup.generation_fence import (
     record_superseded,
 )
 from coordinator.backup.restore import PassphraseNeeded, RestoreError, inspect_backup, restore
-from coordinator.state.database import MIGRATIONS, Database, KeyRow, MemberRow, StateLockedError, TokenRow
+from coordinator.state.database import Database
+from coordinator.state.rows import KeyRow, MemberRow, TokenRow
+from coordinator.state.schema import MIGRATIONS
+from coordinator.state.store_errors import StateLockedError
 from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.video.state.jobs import RequestedClip, VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
@@ -54,9 +57,9 @@ def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
     authority = ClusterCa(folder / "authority", time.time)
     store.create_cluster(authority.cluster, name)
     store.increment_epoch()
-    store.put_member(MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0))
-    store.put_token(TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab"))
-    store.put_key(KEY)
+    store.members.put(MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0))
+    store.tokens.put(TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab"))
+    store.keys.put(KEY)
     (folder / "pepper").write_bytes(b"p" * 32)
     (folder / "config.toml").write_text(f'[cluster]\nname = "{name}"\n[http]\ntls_cert_file = "/etc/cert.pem"\n')
     store.close()
@@ -105,7 +108,7 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
 ) -> None:
     folder, ident = home
     running = Database(folder)
-    running.put_key(KeyRow("k2", "late", ("infer",), b"e" * 32, 1.0))
+    running.keys.put(KeyRow("k2", "late", ("infer",), b"e" * 32, 1.0))
     asyncio.run(running.flush())
     made = back_up(folder, tmp_path / "b", artifacts=True, passphrase=passphrase)
     running.close()
@@ -401,7 +404,7 @@ def full_cluster(folder: Path) -> str:
     """Make a cluster with rows in every table, among them revoked, removed and spent ones; return its id."""
     ident = cluster(folder)
     store = Database(folder)
-    store.put_member(
+    store.members.put(
         MemberRow(
             NodeId("n2"),
             "mini",
@@ -414,15 +417,15 @@ def full_cluster(folder: Path) -> str:
             video=True,
         )
     )
-    store.put_member(MemberRow(NodeId("n3"), "gone", "m3", Hardware(), "ef56", 7.0, removed=8.0))
-    store.put_token(TokenRow("spent", b"s" * 32, 1.0, 2.0, 0, "spent", revoked=True))
-    store.put_key(KeyRow("k2", "bounded", ("infer", "admin"), b"e" * 32, 2.0, 3.0, KeyLimits(concurrency=2)))
-    store.put_key(KeyRow("k3", "revoked", ("infer",), b"f" * 32, 2.0))
-    store.revoke_key("k3", 9.0)
-    store.deny_node(NodeId("n3"), 8.0, "removed")
-    store.deny_serial("ef56", 8.0, "removed")
-    store.add_usage("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))
-    store.add_audit_entry(7.0, "k1", "cordon", "n2", "10.0.0.5")
+    store.members.put(MemberRow(NodeId("n3"), "gone", "m3", Hardware(), "ef56", 7.0, removed=8.0))
+    store.tokens.put(TokenRow("spent", b"s" * 32, 1.0, 2.0, 0, "spent", revoked=True))
+    store.keys.put(KeyRow("k2", "bounded", ("infer", "admin"), b"e" * 32, 2.0, 3.0, KeyLimits(concurrency=2)))
+    store.keys.put(KeyRow("k3", "revoked", ("infer",), b"f" * 32, 2.0))
+    store.keys.revoke("k3", 9.0)
+    store.deny_list.add_node(NodeId("n3"), 8.0, "removed")
+    store.deny_list.add_serial("ef56", 8.0, "removed")
+    store.usage.add("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))
+    store.audit.add(7.0, "k1", "cordon", "n2", "10.0.0.5")
     store.close()
     videos = VideoStore(folder)
     videos.put_job(VideoJob("video_abc", 1, "k1", 100.0, RequestedClip("m", "p", 64, 48, 16, 8, 4, 12), 36))
@@ -466,9 +469,9 @@ def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     )
     assert set(store.keys) == {"k1", "k2"}, "a revoked key stays revoked"
     assert store.keys["k2"].limits == KeyLimits(concurrency=2)
-    assert store.is_denied(NodeId("n3"), "")
-    assert store.is_denied(NodeId("other"), "ef56")
-    assert [(row.key, row.used) for row in store.usage] == [("k1", UsageTotals(1, 2, 3, 4, 5))]
+    assert store.deny_list.is_denied(NodeId("n3"), "")
+    assert store.deny_list.is_denied(NodeId("other"), "ef56")
+    assert [(row.key, row.used) for row in store.usage.list_rows()] == [("k1", UsageTotals(1, 2, 3, 4, 5))]
     assert [(row.action, row.address) for row in store.audit] == [("cordon", "10.0.0.5")]
     store.close()
     jobs = jobs_of(tmp_path / "other")

@@ -13,9 +13,9 @@ from rich.console import Console
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model

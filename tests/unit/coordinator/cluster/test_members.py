@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.registry import ALIVE_REPORT_AGE_SECONDS
+from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS
 from node.agent.identity import NodeIdentity, install, new_csr
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster.cluster_port import Port, a_report, hello, opened, the_no
@@ -39,15 +39,18 @@ def placed(port: Port) -> Placement | NoPlacement:
 async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncordoned(tmp_path: Path):
     async with opened(tmp_path) as port:
         one, two = port.member("one"), port.member("two")
-        port.application.registry.set_cordoned(one.node, on=True)
+        port.application.nodes.administration.set_cordoned(one.node, on=True)
         await port.application.store.flush()
     async with opened(tmp_path) as port:
-        registry = port.application.registry
-        assert {node.id: node.cordoned for node in registry.build_view().nodes} == {one.node: True, two.node: False}
+        nodes = port.application.nodes
+        assert {node.id: node.cordoned for node in nodes.registry.build_view().nodes} == {
+            one.node: True,
+            two.node: False,
+        }
         await ready(port, one)
         assert isinstance(placed(port), NoPlacement), "it is linked and ready, and gets nothing"
         assert (await port.get(f"/api/v1/nodes/{one.node}"))["node"]["cordoned"] is True
-        registry.set_cordoned(one.node, on=False)
+        nodes.administration.set_cordoned(one.node, on=False)
         assert isinstance(placed(port), Placement)
         await port.application.store.flush()
     async with opened(tmp_path) as port:
@@ -56,23 +59,23 @@ async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncord
 
 async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tmp_path: Path):
     async with opened(tmp_path) as port:
-        who, registry = port.member("one"), port.application.registry
+        who, nodes = port.member("one"), port.application.nodes
         for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
-            registry.set_labels(who.node, labels)
-            seen = registry.build_view().find_node(who.node)
+            nodes.administration.set_labels(who.node, labels)
+            seen = nodes.registry.build_view().find_node(who.node)
             assert seen is not None
             assert seen.labels == frozenset(labels)
-            registry.set_video_allowed(who.node, on=allowed)
-            seen = registry.build_view().find_node(who.node)
+            nodes.administration.set_video_allowed(who.node, on=allowed)
+            seen = nodes.registry.build_view().find_node(who.node)
             assert seen is not None
             assert seen.video_allowed is allowed
     async with opened(tmp_path) as port:
-        registry = port.application.registry
-        seen = registry.build_view().find_node(who.node)
+        nodes = port.application.nodes
+        seen = nodes.registry.build_view().find_node(who.node)
         assert seen is not None
         assert (seen.labels, seen.video_allowed) == (frozenset({"slow"}), True)
-        registry.set_video_allowed(who.node, on=False)
-        seen = registry.build_view().find_node(who.node)
+        nodes.administration.set_video_allowed(who.node, on=False)
+        seen = nodes.registry.build_view().find_node(who.node)
         assert seen is not None
         assert not seen.video_allowed
     async with opened(tmp_path) as port:
@@ -84,11 +87,11 @@ async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_
         who, other = port.member("one"), port.member("two")
         line, kept = await port.link(who), await port.link(other)
         await port.until(lambda: port.state(who) == port.state(other) == "ready")
-        port.application.registry.remove_node(who.node)
+        port.application.nodes.administration.remove_node(who.node)
         denied = the_no(await line.ended())
         assert (denied.reason, denied.final) == ("removed", True)
         assert "removed from the cluster by an administrator" in denied.message
-        await port.until(lambda: port.application.registry.links.count_links() == 1)
+        await port.until(lambda: len(port.application.nodes.links.table) == 1)
         kept.send(a_report(2))
         assert port.state(other) == "ready"
         assert port.application.store.members[who.node].removed == pytest.approx(time.time(), abs=60)
@@ -98,7 +101,7 @@ async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_
         await port.application.store.flush()
     async with opened(tmp_path) as port:
         assert [node.id for node in port.application.registry.build_view().nodes] == [other.node]
-        assert port.application.store.is_denied(who.node, "")
+        assert port.application.store.deny_list.is_denied(who.node, "")
         late = await port.dial(who)
         late.send(hello(who))
         assert the_no(await late.ended()).reason == "removed"
@@ -112,7 +115,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_stays(port: 
         line.send(Goodbye(reason))
         await port.until(lambda who=who, state=state: port.state(who) == state)
     store = port.application.store
-    assert [store.is_denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
+    assert [store.deny_list.is_denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
     assert store.members[leaves.node].removed is not None
     assert [store.members[who.node].removed for who in (sleeps, stops)] == [None, None]
     await ready(port, sleeps)
@@ -150,14 +153,15 @@ async def test_a_command_for_a_node_that_left_is_refused(
 
 
 async def test_welcome_tells_the_cluster_its_epoch_generation_and_addresses(port: Port):
-    registry, who = port.application.registry, port.member("one")
-    registry.addresses = ("10.0.0.5:8081", "studio.local:8081")
+    nodes, who = port.application.nodes, port.member("one")
+    addresses = ("10.0.0.5:8081", "studio.local:8081")
+    nodes.admission.set_addresses(addresses)
     line = await port.dial(who)
     line.send(hello(who))
     welcome = await line.until(Welcome)
     authority = port.application.authority
     assert (welcome.epoch, welcome.cluster, welcome.cluster_name) == (1, authority.cluster, "home")
-    assert (welcome.version, welcome.addresses) == ("0", registry.addresses)
+    assert (welcome.version, welcome.addresses) == ("0", addresses)
     assert abs(welcome.time - time.time()) < 60
     assert welcome.generation == 0
     assert authority.is_sealed(0, welcome.seal)
@@ -188,7 +192,7 @@ async def test_a_hello_that_does_not_fit_its_certificate_is_denied_for_good(
     line.send(hello(who, **changes))
     denied = the_no(await line.ended())
     assert (denied.reason, denied.final) == (reason, True)
-    assert port.application.registry.links.count_links() == 0
+    assert len(port.application.nodes.links.table) == 0
 
 
 async def test_a_second_process_waits_as_long_as_the_first_one_reports(port: Port):
@@ -210,7 +214,7 @@ async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
 ):
     who = port.member("one")
     await ready(port, who)
-    monkeypatch.setattr("coordinator.cluster.registry.ALIVE_REPORT_AGE_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.cluster.links.link_admission.ALIVE_REPORT_AGE_SECONDS", 0.0)
     other = await port.dial(who)
     other.send(hello(who, instance="restarted"))
     assert isinstance(await other.until(Welcome), Welcome)
@@ -249,62 +253,64 @@ async def test_a_renewal_that_cannot_be_signed_ends_that_link_and_keeps_the_cert
 
 
 async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_first(port: Port):
-    registry = port.application.registry
+    nodes = port.application.nodes
     old = port.member("studio")
-    registry.remove_node(old.node)
+    nodes.administration.remove_node(old.node)
     new = port.member("studio")
-    assert registry.find_member("studio") == new.node
-    assert registry.find_member(str(old.node)) == old.node
-    assert registry.find_member(str(new.node)) == new.node
-    assert registry.find_member("nothing") is None
+    assert nodes.directory.find_member("studio") == new.node
+    assert nodes.directory.find_member(str(old.node)) == old.node
+    assert nodes.directory.find_member(str(new.node)) == new.node
+    assert nodes.directory.find_member("nothing") is None
 
 
 async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port, monkeypatch: pytest.MonkeyPatch):
-    registry, who = port.application.registry, port.member("one")
+    nodes, who = port.application.nodes, port.member("one")
     with pytest.raises(LookupError, match="it has not reported yet"):
-        await registry.pause_node(who.node, 60.0, "boss")
+        await nodes.administration.pause_node(who.node, 60.0, "boss")
     line = await port.link(who, a_report(sharing=Sharing("always")))
     await port.until(lambda: port.state(who) == "ready")
-    pausing = asyncio.create_task(registry.pause_node(who.node, 60.0, "boss"))
+    pausing = asyncio.create_task(nodes.administration.pause_node(who.node, 60.0, "boss"))
     assert await line.until(PauseNode) == PauseNode(60.0, "boss")
     paused = Sharing("always", paused=True, why="paused by boss", until=time.time() + 60, by_hand=True)
     line.send(a_report(2, sharing=paused, draining=True))
     assert await pausing == paused
     await port.until(lambda: port.state(who) == "paused")
     assert isinstance(placed(port), NoPlacement)
-    resuming = asyncio.create_task(registry.pause_node(who.node, 0.0, "boss"))
+    resuming = asyncio.create_task(nodes.administration.pause_node(who.node, 0.0, "boss"))
     assert await line.until(PauseNode) == PauseNode(0.0, "boss")
     line.send(a_report(3, sharing=Sharing("always")))
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)
-    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_TIMEOUT_SECONDS", 0.05)
-    assert await registry.pause_node(who.node, None, "boss") is None, "the node's report does not confirm the pause"
-    assert await registry.pause_node(who.node, 0.0, "boss") == Sharing("always")
+    monkeypatch.setattr("coordinator.cluster.node_administration.PAUSE_TIMEOUT_SECONDS", 0.05)
+    assert await nodes.administration.pause_node(who.node, None, "boss") is None, (
+        "the node's report does not confirm the pause"
+    )
+    assert await nodes.administration.pause_node(who.node, 0.0, "boss") == Sharing("always")
     line.close()
     await port.until(lambda: port.state(who) == "lost")
     with pytest.raises(LookupError, match="it is not linked"):
-        await registry.pause_node(who.node, 60.0, "boss")
+        await nodes.administration.pause_node(who.node, 60.0, "boss")
 
 
 async def test_warnings_name_their_node_and_a_silent_half_of_the_pool(port: Port):
-    registry = port.application.registry
+    nodes = port.application.nodes
     lines = {name: await port.link(port.member(name)) for name in ("a", "b", "c", "d")}
-    await port.until(lambda: registry.count_states()["ready"] == 4)
-    assert registry.list_warnings() == []
+    await port.until(lambda: nodes.directory.count_states()["ready"] == 4)
+    assert nodes.directory.list_warnings() == []
     hung = a_report(2)
     lines["a"].send(replace(hung, engine=replace(hung.engine, state="hung", cause="no step for 60 s")))
-    await port.until(registry.list_warnings)
-    assert registry.list_warnings() == ["a: its engine is hung: no step for 60 s"]
-    assert registry.list_dangers() == []
+    await port.until(nodes.directory.list_warnings)
+    assert nodes.directory.list_warnings() == ["a: its engine is hung: no step for 60 s"]
+    assert nodes.directory.list_dangers() == []
     off = replace(hung.memory, guard=False)
     lines["b"].send(a_report(2, memory=off))
-    await port.until(registry.list_dangers)
-    assert registry.list_dangers() == ["b: memory.guard is off: its memory can exceed the cap"]
+    await port.until(nodes.directory.list_dangers)
+    assert nodes.directory.list_dangers() == ["b: memory.guard is off: its memory can exceed the cap"]
     for name in ("a", "b"):
         lines[name].close()
-    await port.until(lambda: registry.count_states()["lost"] == 2)
-    assert registry.list_warnings() == [
+    await port.until(lambda: nodes.directory.count_states()["lost"] == 2)
+    assert nodes.directory.list_warnings() == [
         "half of the nodes fell silent at once: look at this machine's own network first"
     ]
-    assert registry.list_dangers() == []
+    assert nodes.directory.list_dangers() == []

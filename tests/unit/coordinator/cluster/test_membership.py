@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.cluster.membership import (
-    DELETE_AFTER_SECONDS,
+from coordinator.cluster.member_state import (
     TABLE,
     CloseLink,
     DeleteMember,
@@ -16,17 +15,13 @@ from coordinator.cluster.membership import (
     MemberGoodbye,
     MemberRemoved,
     MemberReported,
-    Membership,
     MembershipTick,
     MemberUncordoned,
     PublishMember,
     ResumeRequests,
-    advance,
-    next_deadline,
-    restore_membership,
-    step,
-    tick,
 )
+from coordinator.cluster.member_transitions import DELETE_AFTER_SECONDS, step
+from coordinator.cluster.membership import Membership, advance, next_deadline, restore_membership, tick
 from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.state_machine import IllegalEventError, InvariantError

@@ -103,7 +103,7 @@ async def test_a_named_node_is_asked_even_for_what_it_has_not_reported(port: Por
 
 async def test_a_cordoned_node_is_refused_for_a_load_and_not_for_an_unload(port: Port):
     who, studio = await node(port, "studio", big())
-    port.application.registry.set_cordoned(who.node, on=True)
+    port.application.nodes.administration.set_cordoned(who.node, on=True)
     for where in ("studio", None):
         answer = await (await ask(port, "load", where))
         assert answer.status_code == 503

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.generation_fence import SupersededMark
-from coordinator.cluster import membership
-from coordinator.cluster.registry import Registry
-from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
+from coordinator.backup.generation_fence import GenerationFence, SupersededMark
+from coordinator.cluster import member_transitions
+from coordinator.cluster.assembly import assemble_pool, create_links
+from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
@@ -27,6 +28,7 @@ from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, Re
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.node_state import NodeState
 from wire.report import Enforcement, EngineState, Hardware, MemoryLevel
+from wire.state_machine import IllegalEventError
 from wire.units import GIB
 
 HARDWARE = Hardware("M4 Max", 128 * GIB, 16, "macOS 26.1", "3.11")
@@ -64,19 +66,20 @@ class Coordinator:
         self.authority = ClusterCa(folder / "authority", time.time)
         self.store.create_cluster(self.authority.cluster, "home")
         tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), ApprovalQueue()
-        cluster = EnrollmentContext("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
         self.epoch = self.store.increment_epoch()
-        self.registry = Registry(
+        self.placed, self.superseded = Placed(), list[SupersededMark]()
+        self.nodes = assemble_pool(
             self.store,
-            self.authority,
-            EnrollmentServer(cluster),
-            name="home",
-            version="1.2.3",
-            epoch=self.epoch,
+            GenerationFence(self.authority, self.store.meta.generation),
+            CoordinatorIdentity("home", "1.2.3", self.epoch),
+            tokens,
+            approvals,
+            create_links(),
+            self.placed,
             wall=lambda: WALL,
+            on_superseded=self.superseded.append,
         )
-        self.placed = Placed()
-        self.registry.listener = self.placed
+        self.registry = self.nodes.registry
 
     async def stop(self) -> None:
         """End this run, with all state on the disk."""
@@ -94,7 +97,7 @@ class Coordinator:
         node, request = NodeId(f"id-{name}"), new_request(name)
         serial = read_certificate(self.authority.sign_request(request.csr, node, name)).serial
         row = MemberRow(node, name, f"machine of {name}", HARDWARE, serial, WALL, **fields)
-        self.store.put_member(row)
+        self.store.members.put(row)
         self.registry.add_member(row)
         return node
 
@@ -106,7 +109,7 @@ class Coordinator:
     def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
         """Return the answer to a Hello with the node's own certificate."""
         peer = PeerIdentity(self.authority.cluster, changes.pop("certificate", node))
-        return self.registry.authorize(peer, self.store.members[node].serial, self.hello(node, **changes))
+        return self.nodes.admission.authorize(peer, self.store.members[node].serial, self.hello(node, **changes))
 
     def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
         """Link a node; return the link's number."""
@@ -149,9 +152,9 @@ async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(st
     first = start()
     studio, mini = first.join("studio"), first.join("mini")
     first.link(studio)
-    first.registry.set_cordoned(studio, on=True)
-    first.registry.set_labels(studio, ("lab", "big"))
-    first.registry.set_video_allowed(studio, on=True)
+    first.nodes.administration.set_cordoned(studio, on=True)
+    first.nodes.administration.set_labels(studio, ("lab", "big"))
+    first.nodes.administration.set_video_allowed(studio, on=True)
     await first.stop()
     second = start()
     assert second.epoch == first.epoch + 1
@@ -163,9 +166,9 @@ async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(st
         assert view.state == ("ready" if report else "lost")
         second.link(studio)
     assert second.seen(studio).cordoned, "a node that links again stays cordoned"
-    second.registry.set_cordoned(studio, on=False)
-    second.registry.set_labels(studio, ())
-    second.registry.set_video_allowed(studio, on=False)
+    second.nodes.administration.set_cordoned(studio, on=False)
+    second.nodes.administration.set_labels(studio, ())
+    second.nodes.administration.set_video_allowed(studio, on=False)
     assert (second.seen(studio).cordoned, second.seen(studio).labels, second.seen(studio).video_allowed) == (
         False,
         frozenset(),
@@ -178,22 +181,36 @@ async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(st
     assert not third.registry.pool.members[studio].cordoned
 
 
+async def test_a_cordon_that_is_refused_is_not_stored(start: Callable[[], Coordinator]):
+    first = start()
+    studio = first.join("studio")
+    first.nodes.administration.set_cordoned(studio, on=True)
+    first.nodes.administration.remove_node(studio)
+    before = first.store.members[studio]
+    for on in (True, False):
+        with pytest.raises(IllegalEventError, match="cannot happen"):
+            first.nodes.administration.set_cordoned(studio, on=on)
+    assert first.store.members[studio] == before
+    await first.stop()
+    assert start().store.members[studio] == before
+
+
 async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(start: Callable[[], Coordinator]):
     first = start()
     studio = first.join("studio")
     number = first.link(studio)
-    first.registry.remove_node(studio)
+    first.nodes.administration.remove_node(studio)
     assert first.placed.gone == [(studio, "removed")]
     assert first.state(studio) == "left"
     assert first.store.members[studio].removed == WALL
     serial = first.store.members[studio].serial
-    assert first.store.is_denied(studio, serial)
+    assert first.store.deny_list.is_denied(studio, serial)
     first.registry.on_link_down(studio, number, "connection ended")
     assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
     await first.stop()
     second = start()
     assert second.registry.pool.members == {}
-    assert second.store.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
+    assert second.store.deny_list.is_denied(studio, serial), "the list of denied nodes has the certificate, too"
     denied = second.greet(studio)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("removed", True)
@@ -208,7 +225,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
     assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
     assert isinstance(one.greet(studio), Denied)
     assert isinstance(one.greet(mini), Welcome)
-    assert one.registry.count_states() == {
+    assert one.nodes.directory.count_states() == {
         state.value: state.value in ("left", "asleep", "lost") for state in NodeState
     }
 
@@ -218,7 +235,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
 
 async def test_a_welcome_says_who_the_coordinator_is(start: Callable[[], Coordinator]):
     one = start()
-    one.registry.addresses = ("10.0.0.1:8081",)
+    one.nodes.admission.set_addresses(("10.0.0.1:8081",))
     welcome = one.greet(one.join("studio"))
     assert isinstance(welcome, Welcome)
     assert (welcome.epoch, welcome.cluster, welcome.cluster_name, welcome.time, welcome.version) == (
@@ -256,8 +273,7 @@ async def test_a_wrong_greeting_is_denied_for_good(
 async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    marks: list[SupersededMark] = []
-    one.registry.on_superseded = marks.append
+    marks = one.superseded
     assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof is ignored"
     assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal_generation(0)), Welcome)
     assert marks == []
@@ -271,11 +287,11 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
 async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    one.registry.readable = {"/api/v1/status": lambda: {"name": "home"}}
+    one.nodes.queries.offer({"/api/v1/status": lambda: {"name": "home"}})
     peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
 
     def ask(path: str, machine: str = row.machine) -> bytes | Denied:
-        return one.registry.answer_query(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
+        return one.nodes.queries.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
 
     assert ask("/api/v1/status") == b'{"name": "home"}'
     for denied, code in ((ask("/api/v1/keys"), "not_readable"), (ask("/api/v1/status", "another"), "cloned")):
@@ -286,12 +302,12 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
 async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
     one = start()
     studio, peer = one.join("studio"), PeerIdentity(one.authority.cluster, NodeId("stranger"))
-    stranger = one.registry.authorize(peer, "ab", replace(one.hello(studio), node="stranger"))
+    stranger = one.nodes.admission.authorize(peer, "ab", replace(one.hello(studio), node="stranger"))
     assert isinstance(stranger, Denied)
     assert (stranger.reason, stranger.final) == ("removed", True)
     assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
-    assert one.registry.describe_host(studio)[2] == "", "a version is believed with the node's own certificate"
-    one.store.deny_node(studio, WALL, "its certificate was lost")
+    assert one.nodes.directory.describe_host(studio)[2] == "", "a version is believed with the node's own certificate"
+    one.store.deny_list.add_node(studio, WALL, "its certificate was lost")
     denied = one.greet(studio)
     assert isinstance(denied, Denied)
     assert denied.reason == "removed"
@@ -301,7 +317,7 @@ async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], 
     one = start()
     studio = one.join("studio")
     peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
-    denied = one.registry.answer_query(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
+    denied = one.nodes.queries.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
     assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
 
 
@@ -359,13 +375,13 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
 async def test_a_node_that_reports_no_more_is_suspect_and_lost(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "SUSPECT_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(member_transitions, "SUSPECT_AFTER_SECONDS", 0.05)
     one = start()
     studio = one.join("studio")
     number = one.link(studio)
     await until(lambda: one.seen(studio).state == "suspect")
     assert one.placed.gone == []
-    monkeypatch.setattr(membership, "LOST_AFTER_SECONDS", 0.1)
+    monkeypatch.setattr(member_transitions, "LOST_AFTER_SECONDS", 0.1)
     one.registry.handle_frame(studio, number, a_report(2))
     await until(lambda: one.seen(studio).state == "lost")
     assert one.placed.gone == [(studio, "silent for 0.1 s")]
@@ -374,33 +390,19 @@ async def test_a_node_that_reports_no_more_is_suspect_and_lost(
 async def test_a_node_that_left_is_forgotten_after_a_while(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "DELETE_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(member_transitions, "DELETE_AFTER_SECONDS", 0.05)
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     one.link(mini)
     one.greet(studio)
     one.link(studio)
-    one.registry.remove_node(studio)
+    one.nodes.administration.remove_node(studio)
     await until(lambda: one.placed.forgotten)
     assert one.placed.forgotten == [studio]
     assert [node.id for node in one.placed.views[-1].nodes] == [mini]
-    assert one.registry.find_member("studio") is None
+    assert one.nodes.directory.find_member("studio") is None
     one.registry.on_link_down(studio, 1, "connection ended")
-    assert one.registry.list_dangers() == []
-
-
-async def test_without_placement_members_are_kept_all_the_same(
-    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(membership, "DELETE_AFTER_SECONDS", 0.05)
-    one = start()
-    one.registry.listener = None
-    studio = one.join("studio")
-    number = one.link(studio)
-    one.registry.handle_frame(studio, number, Finished(7, ("stop",), 1, 1))
-    one.registry.remove_node(studio)
-    await until(lambda: studio not in one.registry.pool.members)
-    assert one.placed.views == one.placed.frames == one.placed.gone == []
+    assert one.nodes.directory.list_dangers() == []
 
 
 async def test_a_node_is_ready_with_its_first_report_and_lost_with_its_link(start: Callable[[], Coordinator]):
@@ -460,15 +462,15 @@ async def test_what_a_node_runs_and_its_hardware_are_of_its_newest_hello(start: 
     one = start()
     studio = one.join("studio")
     one.greet(studio, version="1.1.0", protocol=OLDEST_PROTOCOL)
-    assert one.registry.describe_host(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
-    described = one.registry.build_node_row(studio, 0)
+    assert one.nodes.directory.describe_host(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
+    described = one.nodes.directory.build_node_row(studio, 0)
     assert (described["version"], described["protocol"], described["heard_seconds"]) == ("1.1.0", OLDEST_PROTOCOL, None)
     newer = Hardware("M5", 256 * GIB, 16, "macOS 26.2", "3.12")
     number = one.link(studio, hardware=newer)
     assert one.store.members[studio].hardware == newer
-    assert one.registry.describe_host(studio) == ("M5", "macOS 26.2", "1.1.0")
+    assert one.nodes.directory.describe_host(studio) == ("M5", "macOS 26.2", "1.1.0")
     one.registry.handle_frame(studio, number, a_report())
-    described = one.registry.build_node_row(studio, 3)
+    described = one.nodes.directory.build_node_row(studio, 3)
     assert (described["in_flight"], described["joined"], described["memory"]) == (3, WALL, 256 * GIB)
     assert 0 <= described["heard_seconds"] < 5
 
@@ -492,14 +494,14 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
 async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(start: Callable[[], Coordinator]):
     one = start()
     gone = one.join("studio")
-    one.registry.remove_node(gone)
+    one.nodes.administration.remove_node(gone)
     here = NodeId("id-2")
     row = MemberRow(here, "studio", "m2", HARDWARE, "ab", WALL)
-    one.store.put_member(row)
+    one.store.members.put(row)
     one.registry.add_member(row)
-    assert one.registry.find_member("studio") == here
-    assert one.registry.find_member(gone) == gone
-    assert one.registry.find_member("mini") is None
+    assert one.nodes.directory.find_member("studio") == here
+    assert one.nodes.directory.find_member(gone) == gone
+    assert one.nodes.directory.find_member("mini") is None
 
 
 async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coordinator]):
@@ -507,22 +509,22 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     studio, mini = one.join("studio"), one.join("mini")
     number = one.link(studio)
     one.link(mini)
-    assert one.registry.list_warnings() == []
+    assert one.nodes.directory.list_warnings() == []
     failed = a_report(engine=EngineState("mlx", "failed", "it has no weights"))
     one.registry.handle_frame(studio, number, failed)
-    assert one.registry.list_warnings() == ["studio: its engine is failed: it has no weights"]
-    assert one.registry.list_dangers() == []
+    assert one.nodes.directory.list_warnings() == ["studio: its engine is failed: it has no weights"]
+    assert one.nodes.directory.list_dangers() == []
     bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(MemoryLevel.OVER_HARD))
     one.registry.handle_frame(studio, number, bare)
-    dangers = one.registry.list_dangers()
+    dangers = one.nodes.directory.list_dangers()
     assert dangers == [
         "studio: memory.margin is 0: no memory is kept for short-lived buffers",
         f"studio: it is over its cap of {a_memory().cap // GIB}.0 GiB minus leases",
     ]
-    assert one.registry.list_warnings()[:2] == dangers, "dangers are listed first"
+    assert one.nodes.directory.list_warnings()[:2] == dangers, "dangers are listed first"
     one.registry.on_link_down(studio, number, "cable")
-    assert not [text for text in one.registry.list_warnings() if text.startswith("studio")]
-    assert one.registry.list_dangers() == []
+    assert not [text for text in one.nodes.directory.list_warnings() if text.startswith("studio")]
+    assert one.nodes.directory.list_dangers() == []
 
 
 async def test_an_answer_is_waited_for_until_the_node_can_give_one(start: Callable[[], Coordinator]):

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -177,116 +177,6 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
     found = checks.check_coordinator(here)
     assert seen(found)[:2] == ("fail", "the fingerprint is another one")
     assert found.intercepted
-
-
-# the local network
-
-
-def dialling(
-    state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
-) -> tuple[HostProbe, list[Any]]:
-    """Return a Mac, and the addresses to which it connects."""
-    here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
-
-    def dial(host: str, port: int) -> int:
-        dialled.append((host, port))
-        return reach.get(host, 61)
-
-    return HostProbe(here.session, here.platform, here.environ, here.run, dial, here.root, here.get_power), dialled
-
-
-GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
-ARP = {"/usr/sbin/arp -an": "".join(f"? (192.168.1.{number}) at a4:b1:c1 on en0\n" for number in (20, 21, 22))}
-
-
-@pytest.mark.parametrize(
-    ("reach", "tools", "dialled", "text", "result"),
-    [
-        ({}, ARP, [*NEAR, GATEWAY], "gateway: answers; 192.168.1.20: answers, 192.168.1.21: answers", "ok"),
-        (
-            {"192.168.1.20": -1},
-            ARP,
-            [*NEAR, GATEWAY],
-            "gateway: answers; 192.168.1.20: no answer, 192.168.1.21: answers",
-            "ok",
-        ),
-        (
-            {"192.168.1.20": 1, "192.168.1.21": 51},
-            ARP,
-            [*NEAR, GATEWAY],
-            "gateway: answers; 192.168.1.20: errno 1, 192.168.1.21: errno 51",
-            "warn",
-        ),
-        (
-            {},
-            {**ARP, "/sbin/route -n get default": None},
-            NEAR,
-            "gateway: none; 192.168.1.20: answers, 192.168.1.21: answers",
-            "ok",
-        ),
-    ],
-)
-def test_the_gateway_and_two_neighbours_are_dialled(
-    tmp_path: Path, reach: dict[str, int], tools: dict[str, str | None], dialled: list[Any], text: str, result: str
-):
-    here, found = dialling(tmp_path, reach, tools)
-    assert seen(checks.check_local_network(here))[:2] == (result, text)
-    assert found == dialled
-
-
-@pytest.mark.parametrize(
-    ("errno", "dialled", "text"),
-    [
-        (0, [GATEWAY], "gateway: answers; 192.168.1.20:8081: answers"),
-        (
-            None,
-            [*NEAR, GATEWAY],
-            "gateway: answers; 192.168.1.20:8081: no answer, 192.168.1.20: answers, 192.168.1.21: answers",
-        ),
-    ],
-)
-def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
-    tmp_path: Path, errno: int | None, dialled: list[Any], text: str
-):
-    joined(tmp_path)
-    here, found = dialling(tmp_path, {}, ARP, dialled=[{**PEER, "errno": errno}])
-    assert seen(checks.check_local_network(here))[:2] == ("ok", text)
-    assert found == dialled
-
-
-@pytest.mark.parametrize(
-    ("reach", "result", "text"),
-    [
-        ({"192.168.1.20": 0}, "ok", "gateway: answers; 192.168.1.20: answers"),
-        ({"192.168.1.20": 65}, "fail", "gateway: answers; 192.168.1.20: errno 65"),
-        ({"192.168.1.20": -1}, "warn", "gateway: answers; 192.168.1.20: no answer"),
-        ({"192.168.1.20": 65, "192.168.1.1": -1}, "warn", "gateway: no answer; 192.168.1.20: errno 65"),
-    ],
-)
-def test_the_local_network_names_what_answered(tmp_path: Path, reach: dict[str, int], result: str, text: str):
-    found = checks.check_local_network(pretended(tmp_path, reach=reach))
-    assert (found.result, found.text.endswith(text)) == (result, True), found
-    assert (result == "fail") is found.text.startswith("macOS blocks Terminal from the local network (errno 65)")
-
-
-def test_a_network_without_other_machines_says_so(tmp_path: Path):
-    found = checks.check_local_network(pretended(tmp_path, {"/usr/sbin/arp -an": ""}))
-    assert seen(found)[:2] == ("not here", "gateway: answers; no other machine of the local network is known")
-
-
-def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("224.0.0.251", free_port(socket.SOCK_DGRAM)))
-    heard = checks.check_bonjour(pretended(tmp_path))
-    assert heard.result in ("ok", "warn")
-    if heard.result == "ok":
-        assert heard.text == "a query to Bonjour's group returns"
-        monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
-        lost = checks.check_bonjour(pretended(tmp_path))
-        assert (lost.result, lost.text) == ("warn", "a query to Bonjour's group is lost")
-        assert "cluster join HOST:8081 --token-file FILE" in lost.fix
-    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("127.0.0.1", free_port(socket.SOCK_DGRAM)))
-    found = checks.check_bonjour(pretended(tmp_path))
-    assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
 
 
 # certificates and clocks
@@ -491,12 +381,6 @@ def test_errors_of_the_last_hour_in_either_log_are_counted(
     if count:
         assert found.text == f"{count} errors in the last hour, the last: denied"
         assert f"'{tmp_path / 'logs'}/'*.log" in found.fix
-
-
-def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
 
 
 @pytest.fixture

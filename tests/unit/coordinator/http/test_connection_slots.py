@@ -18,7 +18,7 @@ from coordinator.http.connection_slots import (
 def taken(places: ConnectionSlots, address: str, ended: list[ConnectionSlot]) -> ConnectionSlot:
     place = places.reserve_slot(address)
     assert place is not None
-    place.close_connection = lambda: ended.append(place)
+    place.bind(lambda: ended.append(place))
     place.record_handshake_end()
     return place
 
@@ -82,7 +82,7 @@ def test_handshakes_are_bounded_in_all():
     for number in range(20):
         place = places.reserve_slot(f"198.51.100.{number}")
         assert place is not None
-        place.close_connection = lambda place=place: ended.append(place)
+        place.bind(lambda place=place: ended.append(place))
         begun.append(place)
     assert ended == begun[:15]
     assert len(places) == 5
@@ -152,7 +152,7 @@ def test_a_handshake_that_is_over_gives_way_to_none():
     first = taken(places, "192.0.2.1", ended)
     second = places.reserve_slot("192.0.2.2")
     assert second is not None
-    second.close_connection = lambda: ended.append(second)
+    second.bind(lambda: ended.append(second))
     assert ended == []
     taken(places, "192.0.2.3", ended)
     assert ended == [second]

@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from coordinator.joining.join_approvals import (
 )
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import Database, MemberRow
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import create, new_request, prove_identity
 from tests.support.cluster.enrolment import HARDWARE, Wall
@@ -48,8 +49,11 @@ def cluster(tmp_path: Path) -> Iterator[EnrollmentContext]:
     store.close()
 
 
-def talk(cluster: EnrollmentContext, now: float = 0.0) -> EnrollmentConnection:
-    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now)
+def ignore() -> None: ...
+
+
+def talk(cluster: EnrollmentContext, now: float = 0.0, wake: Callable[[], object] = ignore) -> EnrollmentConnection:
+    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now, wake)
     assert isinstance(conversation, EnrollmentConnection)
     return conversation
 
@@ -65,9 +69,11 @@ def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", mac
     return Enroll(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
 
 
-def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentConnection, str]:
+def pending(
+    cluster: EnrollmentContext, now: float = 0.0, wake: Callable[[], object] = ignore
+) -> tuple[EnrollmentConnection, str]:
     """Advance a conversation to the decision of an administrator."""
-    conversation, csr = talk(cluster, now), new_request("air").csr
+    conversation, csr = talk(cluster, now, wake), new_request("air").csr
     (authority,) = conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
     assert conversation.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
@@ -143,9 +149,8 @@ def test_slow_bytes_do_not_buy_time(cluster: EnrollmentContext) -> None:
 
 
 def test_a_code_is_approved(cluster: EnrollmentContext) -> None:
-    conversation, code = pending(cluster)
     woken: list[bool] = []
-    conversation.wake = lambda: woken.append(True)
+    conversation, code = pending(cluster, wake=lambda: woken.append(True))
     assert conversation.poll(1.0) == []
     cluster.approvals.approve(code, 1.0)
     assert woken == [True]
@@ -184,12 +189,12 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
 
 def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(30, 2))
-    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
-    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
-    answer = door.start_enrollment("10.0.0.7", 0.0)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
+    answer = door.start_enrollment("10.0.0.7", 0.0, ignore)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
-    assert isinstance(door.start_enrollment("10.0.0.8", 0.0), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.8", 0.0, ignore), EnrollmentConnection)
 
 
 def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
@@ -213,7 +218,7 @@ def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> Non
         assert isinstance(enrolled, Enrolled)
         nodes.append(enrolled.node)
         row = cluster.store.members[list(cluster.store.members)[-1]]
-        cluster.store.put_member(
+        cluster.store.members.put(
             MemberRow(row.node, row.name, row.machine, row.hardware, row.serial, row.joined, removed=1.0)
         )
     assert nodes[0] != nodes[1]
@@ -235,7 +240,7 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     (enrolled,) = first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
-    cluster.store.put_member(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
+    cluster.store.members.put(replace(row, cordoned=True, labels=("lab", "fast"), video=True))
     again, csr = talk(cluster), new_request("studio").csr
     again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
@@ -247,8 +252,8 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     assert (after.node, other.node, after.name) == (row.node, row.node, "renamed")
     assert (after.cordoned, after.labels, after.video) == (True, ("lab", "fast"), True)
     assert after.serial == read_certificate(other.certificate).serial != row.serial
-    assert cluster.store.is_denied(row.node, row.serial)
-    assert not cluster.store.is_denied(row.node, after.serial)
+    assert cluster.store.deny_list.is_denied(row.node, row.serial)
+    assert not cluster.store.deny_list.is_denied(row.node, after.serial)
     assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
 
@@ -315,7 +320,7 @@ def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_de
     assert isinstance(rejoined, Enrolled)
     assert rejoined.node == row.node
     assert "by its own key" in cluster.store.audit[-2].subject
-    cluster.store.deny_serial(row.serial, 1.0, "stolen")
+    cluster.store.deny_list.add_serial(row.serial, 1.0, "stolen")
     assert denied(again()) == "machine_taken"
 
 
@@ -390,8 +395,8 @@ def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Enrol
 
 def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(240, 1))
-    door.start_enrollment("10.0.0.7", 0.0)
-    answer = door.start_enrollment("10.0.0.7", 0.0)
+    door.start_enrollment("10.0.0.7", 0.0, ignore)
+    answer = door.start_enrollment("10.0.0.7", 0.0, ignore)
     assert isinstance(answer, Denied)
     assert answer.retry_after == 0.25
 

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from coordinator.joining.join_approvals import (
     APPROVAL_TIMEOUT_SECONDS,
     LOCK_SECONDS,
@@ -20,16 +22,21 @@ def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> WaitingNo
     return WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS)
 
 
-def asked(line: ApprovalQueue, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
-    ticket = line.enqueue(waiting(code, now, address), now)
+def asked(
+    line: ApprovalQueue,
+    code: str,
+    now: float = 0.0,
+    address: str = "10.0.0.7",
+    wake: Callable[[], object] = lambda: None,
+) -> ApprovalRequest:
+    ticket = line.enqueue(waiting(code, now, address), now, wake)
     assert isinstance(ticket, ApprovalRequest)
     return ticket
 
 
 def test_a_code_is_decided_once_and_wakes_who_waits() -> None:
     line, woken = ApprovalQueue(), [0]
-    first, second = asked(line, "111111"), asked(line, "222222")
-    first.wake = lambda: woken.append(1)
+    first, second = asked(line, "111111", wake=lambda: woken.append(1)), asked(line, "222222")
     assert line.approve(" 111111 ", 1.0) == DecidedApproval(first.waiting, ApprovalDecision.APPROVED)
     assert first.decision is ApprovalDecision.APPROVED
     assert woken == [0, 1]
@@ -73,7 +80,7 @@ def test_two_that_wait_never_share_a_code() -> None:
     line = ApprovalQueue()
     first = asked(line, "111111")
     assert line.enqueue(waiting("111111"), 0.0) == 1.0
-    line.withdraw(ApprovalRequest(waiting("111111")))
+    line.withdraw(ApprovalRequest(waiting("111111"), lambda: None))
     assert line.list_waiting(0.0) == [first.waiting]
 
 
@@ -94,12 +101,14 @@ def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
 
 def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcomer() -> None:
     line, woken = ApprovalQueue(), list[str]()
-    crowd = [asked(line, f"c{number}", address="10.0.0.1") for number in range(MAX_WAITING_PER_ADDRESS)]
+    crowd = [
+        asked(line, f"c{number}", address="10.0.0.1", wake=lambda number=number: woken.append(f"c{number}"))
+        for number in range(MAX_WAITING_PER_ADDRESS)
+    ]
     for number in range(MAX_WAITING - MAX_WAITING_PER_ADDRESS):
         asked(line, f"d{number}", address=f"10.0.1.{number // 3}")
-    crowd[0].wake = lambda: woken.append("gave way")
     newcomer = asked(line, "new", address="10.9.9.9")
-    assert (crowd[0].displaced, crowd[1].displaced, woken) == (True, False, ["gave way"])
+    assert (crowd[0].displaced, crowd[1].displaced, woken) == (True, False, ["c0"])
     assert newcomer.waiting in line.list_waiting(0.0)
     assert crowd[0].waiting not in line.list_waiting(0.0)
     assert len(line.list_waiting(0.0)) == MAX_WAITING

@@ -196,13 +196,13 @@ async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
     member = port.member("a")
     await port.link(member)
     (stranger, denied) = (await port.dial(), await port.dial(member))
-    await port.until(lambda: port.application.registry.links.count_unlinked() == 2)
+    await port.until(lambda: port.application.nodes.server.count_unlinked() == 2)
     found = await scrape(port)
     assert (found["cluster_links"], found["cluster_unauthenticated_connections"]) == (1, 2)
     denied.send(hello(member, protocol=0))
     await denied.until(Denied)
     stranger.close()
-    await port.until(lambda: port.application.registry.links.count_unlinked() == 0)
+    await port.until(lambda: port.application.nodes.server.count_unlinked() == 0)
     found = await scrape(port)
     counts = [
         found[f"cluster_{name}"]
@@ -277,14 +277,20 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
 def metrics_of(port: Port, **more: Any) -> MetricsService:
     made = port.application
     return MetricsService(
-        made.registry, more.get("dispatcher", made.dispatcher), KeyRing(b"pepper"), "0", more.get("lives", dict)
+        made.nodes,
+        more.get("dispatcher", made.dispatcher),
+        KeyRing(b"pepper"),
+        "0",
+        more.get("lives", dict),
+        more.get("conditions", dict),
+        more.get("video", VideoSnapshot),
     )
 
 
 async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_why(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ):
-    metrics, registry = metrics_of(port), port.application.registry
+    metrics, nodes = metrics_of(port), port.application.nodes
     await linked(port, "silent")
     silent, joining, lost, left = (NodeId("node-1"), *(port.member(name) for name in ("joining", "lost", "left")))
     line = await port.dial(joining)
@@ -294,7 +300,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     await port.until(lambda: port.state(lost) == "ready")
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
-    registry.remove_node(left.node)
+    nodes.administration.remove_node(left.node)
     monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
@@ -343,7 +349,7 @@ async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
     assert (await scrape(port))["coordinator_self_suspect"] == 0
     for line in lines[:2]:
         line.close()
-    await port.until(lambda: port.application.registry.count_states()["lost"] == 2)
+    await port.until(lambda: port.application.nodes.directory.count_states()["lost"] == 2)
     found = await scrape(port)
     assert (found["coordinator_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
 
@@ -361,8 +367,12 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     dispatcher = Dispatcher(
         lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1), clock=lambda: now[0]
     )
-    metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
-    metrics.get_video_snapshot = lambda: VideoSnapshot(used=True, stored_bytes=7)
+    metrics = metrics_of(
+        port,
+        dispatcher=dispatcher,
+        lives=lambda: dict(lives),
+        video=lambda: VideoSnapshot(used=True, stored_bytes=7),
+    )
     picture = metrics.take_node_snapshot(view(port.member("a").node, reported_at=70.0), None)
     assert (round(picture.wall - picture.reported_at, 6), time.time() - picture.wall < 60) == (30.0, True)
     picture = metrics.take_node_snapshot(view(port.member("b").node, reported_at=130.0), None)

@@ -5,8 +5,10 @@ from dataclasses import replace
 from coordinator.alerts.rules import RULES
 from coordinator.metrics.exposition import render_metrics
 from coordinator.metrics.families import CollectedFamily, collect_families
-from coordinator.metrics.node import NODE, NodeSnapshot
-from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.metrics.node import NODE
+from coordinator.metrics.node_snapshot import NodeSnapshot
+from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView

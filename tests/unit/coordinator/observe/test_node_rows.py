@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.membership import Member
+from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import (
     NodeFacts,
     build_node_row,
@@ -15,7 +15,7 @@ from coordinator.observe.node_rows import (
     list_dangers,
     list_warnings,
 )
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.placement.cluster_view import NodeView
 from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report

@@ -9,18 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.state.database import (
-    MAX_AUDIT_ENTRIES,
-    MIGRATIONS,
-    AuditRow,
-    Database,
-    KeyRow,
-    MemberRow,
-    StateLockedError,
-    StoreError,
-    TokenRow,
-    open_database,
-)
+from coordinator.state.database import Database
+from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow
+from coordinator.state.schema import MIGRATIONS
+from coordinator.state.sqlite_file import open_database
+from coordinator.state.store_errors import StateLockedError, StoreError
+from coordinator.state.tables import MAX_AUDIT_ENTRIES
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from wire.identity import NodeId
@@ -37,23 +31,26 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     store = Database(tmp_path)
     store.create_cluster("c1", "lab")
     assert store.increment_epoch() == 1
-    store.put_member(MEMBER)
-    store.put_token(TOKEN)
-    store.put_key(KEY)
-    store.put_key(KeyRow("k2", "old", (), b"", 1.0, 9.0))
-    assert store.revoke_key("k2", 2.0)
-    assert not store.revoke_key("k3", 2.0)
-    store.deny_node(NodeId("n2"), 3.0, "removed")
-    store.deny_serial("ff", 3.0, "joined again")
-    assert (store.is_denied(NodeId("n2"), "1"), store.is_denied(NodeId("n1"), "ff")) == (True, True), "at once"
+    store.members.put(MEMBER)
+    store.tokens.put(TOKEN)
+    store.keys.put(KEY)
+    store.keys.put(KeyRow("k2", "old", (), b"", 1.0, 9.0))
+    assert store.keys.revoke("k2", 2.0)
+    assert not store.keys.revoke("k3", 2.0)
+    store.deny_list.add_node(NodeId("n2"), 3.0, "removed")
+    store.deny_list.add_serial("ff", 3.0, "joined again")
+    assert (store.deny_list.is_denied(NodeId("n2"), "1"), store.deny_list.is_denied(NodeId("n1"), "ff")) == (
+        True,
+        True,
+    ), "at once"
     for day in ("2026-01-01", "2026-01-02", "2026-01-02"):
-        store.add_usage("k1", "tiny", day, UsageTotals(1, 0, 100, 50, 10))
-    store.add_audit_entry(7.0, "k1", "cordon", "n1")
-    store.add_audit_entry(8.0, "local", "remove", "n2")
+        store.usage.add("k1", "tiny", day, UsageTotals(1, 0, 100, 50, 10))
+    store.audit.add(7.0, "k1", "cordon", "n1")
+    store.audit.add(8.0, "local", "remove", "n2")
     await store.flush()
     store.close()
     again = Database(tmp_path)
-    assert [(row.day, row.used) for row in again.usage] == [
+    assert [(row.day, row.used) for row in again.usage.list_rows()] == [
         ("2026-01-01", UsageTotals(1, 0, 100, 50, 10)),
         ("2026-01-02", UsageTotals(2, 0, 200, 100, 20)),
     ]
@@ -61,29 +58,30 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
         AuditRow(1, 7.0, "k1", "cordon", "n1"),
         AuditRow(2, 8.0, "local", "remove", "n2"),
     ]
-    again.add_audit_entry(9.0, "k1", "uncordon", "n1")
+    again.audit.add(9.0, "k1", "uncordon", "n1")
     assert again.audit[-1].number == 3
-    again.delete_usage_before("2026-01-02")
+    again.usage.delete_before("2026-01-02")
     assert (again.meta.cluster, again.meta.name, again.increment_epoch()) == ("c1", "lab", 2)
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}
     assert again.keys == {"k1": KEY}
-    assert again.is_denied(NodeId("n2"), "1")
-    assert again.is_denied(NodeId("n1"), "ff")
-    assert not again.is_denied(NodeId("n1"), "ab12")
-    again.delete_token(TOKEN.id)
+    assert again.deny_list.is_denied(NodeId("n2"), "1")
+    assert again.deny_list.is_denied(NodeId("n1"), "ff")
+    assert not again.deny_list.is_denied(NodeId("n1"), "ab12")
+    again.tokens.delete(TOKEN.id)
     again.close()
     third = Database(tmp_path)
     assert not third.tokens
-    assert [row.day for row in third.usage] == ["2026-01-02"]
+    assert [row.day for row in third.usage.list_rows()] == ["2026-01-02"]
     third.close()
 
 
 @pytest.mark.slow
 def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from coordinator.state.database import *\n"
-        "store = Database(Path(sys.argv[1])); store.put_token(TokenRow('t', b'k', 1.0, 2.0, 1))\n"
+        "import asyncio, sys; from pathlib import Path; from coordinator.state.database import Database\n"
+        "from coordinator.state.rows import TokenRow\n"
+        "store = Database(Path(sys.argv[1])); store.tokens.put(TokenRow('t', b'k', 1.0, 2.0, 1))\n"
         "asyncio.run(store.flush()); print('flushed', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
@@ -132,7 +130,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
     store = Database(tmp_path)
     for number in range(MAX_AUDIT_ENTRIES + 5):
-        store.add_audit_entry(float(number), "k", "act", "x")
+        store.audit.add(float(number), "k", "act", "x")
     assert [store.audit[0].number, store.audit[-1].number] == [6, MAX_AUDIT_ENTRIES + 5]
     store.close()
     again = Database(tmp_path)
@@ -180,16 +178,16 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error() -> None:
 
 async def test_a_write_that_fails_breaks_the_store_but_not_its_readers(tmp_path: Path) -> None:
     store = Database(tmp_path)
-    store.put_key(KEY)
+    store.keys.put(KEY)
     await store.flush()
     other = sqlite3.connect(tmp_path / "cluster.db")
     other.execute("DROP TABLE tokens")
     other.close()
-    store.put_token(TOKEN)
+    store.tokens.put(TOKEN)
     with pytest.raises(StoreError, match="could not be written"):
         await store.flush()
     with pytest.raises(StoreError):
-        store.put_key(KEY)
+        store.keys.put(KEY)
     assert store.keys == {"k1": KEY}
     with pytest.raises(StoreError):
         store.close()
@@ -200,10 +198,10 @@ def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
     revoked = replace(TOKEN, id="revoked", uses_left=0, revoked=True)
     expires = replace(KEY, id="k9", expires=9.0, limits=None)
     store = Database(tmp_path)
-    store.put_member(removed)
-    store.put_token(revoked)
-    store.put_key(expires)
-    store.add_audit_entry(1.0, "k1", "cordon", "n1", "10.0.0.5")
+    store.members.put(removed)
+    store.tokens.put(revoked)
+    store.keys.put(expires)
+    store.audit.add(1.0, "k1", "cordon", "n1", "10.0.0.5")
     store.close()
     again = Database(tmp_path)
     assert (again.members, again.tokens, again.keys) == ({"n9": removed}, {"revoked": revoked}, {"k9": expires})

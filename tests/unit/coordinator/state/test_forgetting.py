@@ -121,17 +121,17 @@ def test_the_search_finds_what_is_kept():
 
 
 async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path: Path):
-    from coordinator.state.database import MemberRow
+    from coordinator.state.rows import MemberRow
     from wire.report import Hardware
 
     async with application(tmp_path) as made:
         row = MemberRow(A, "studio", "m", Hardware(), "", 1.0)
-        made.store.put_member(row)
+        made.store.members.put(row)
         made.registry.add_member(row)
-        assert list(found(made.registry, A, "registry", set())) != []
-        made.registry.remove_node(A)
+        assert list(found(made.nodes, A, "nodes", set())) != []
+        made.nodes.administration.remove_node(A)
         made.registry.tick(asyncio.get_running_loop().time() + 1e6)
-        kept = [path for path in found(made.registry, A, "registry", set()) if "_store" not in path]
+        kept = [path for path in found(made.nodes, A, "nodes", set()) if "store" not in path]
         assert kept == [], "the store keeps a removed node, so that it cannot return"
 
 

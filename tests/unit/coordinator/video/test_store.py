@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.state.database import StoreError
+from coordinator.state.store_errors import StoreError
 from coordinator.video.state.memory_model import FIRST_MEASURED_PROFILE, VideoProfileKey
 from coordinator.video.store import FILE, VideoStore
 from tests.support.processes import ROOT, environment

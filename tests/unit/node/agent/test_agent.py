@@ -166,30 +166,30 @@ def state(port: Port) -> str:
 
 async def test_a_machine_that_sleeps_sends_goodbye_dials_no_address_and_is_back_when_it_wakes(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, agent, _):
-        links = port.application.registry.links
+        links, server = port.application.nodes.links.table, port.application.nodes.server
         said = asyncio.Event()
         agent.fall_asleep(said.set)
         await asyncio.wait_for(said.wait(), 30)
         await port.until(lambda: state(port) == "asleep")
-        assert (links.count_links(), links.made) == (0, 1)
+        assert (len(links), server.made) == (0, 1)
         agent.wake_up(3600.0)
-        await port.until(lambda: links.count_links() == 1)
-        assert links.made == 2
+        await port.until(lambda: len(links) == 1)
+        assert server.made == 2
         assert state(port) != "asleep"
 
 
 async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, agent, _):
-        links = port.application.registry.links
+        links, server = port.application.nodes.links.table, port.application.nodes.server
         agent.wake_up(120.0)
-        await port.until(lambda: links.made == 2)
-        await port.until(lambda: links.count_links() == 1)
+        await port.until(lambda: server.made == 2)
+        await port.until(lambda: len(links) == 1)
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path) -> None:
     async with linked(tmp_path, LinkTimeouts(no_wake=0.1)) as (port, agent, _):
         agent.fall_asleep(lambda: None)
-        await port.until(lambda: port.application.registry.links.made == 2)
+        await port.until(lambda: port.application.nodes.server.made == 2)
 
 
 async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
 
 async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_cannot_answer(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, _, node):
-        links = port.application.registry.links
+        fetches = port.application.nodes.links.fetches
         before = time.process_time()
-        told = b"".join([piece async for piece in links.fetch_source(NodeId(node), "metrics", 16384)])
+        told = b"".join([piece async for piece in fetches.fetch_source(NodeId(node), "metrics", 16384)])
         measures = msgspec.msgpack.decode(told, type=NodeMeasures)
         assert before <= measures.agent_cpu <= time.process_time()
         own = measure_footprint((os.getpid(),))
@@ -209,7 +209,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
         with pytest.raises(LookupError, match="cannot provide 'weather'"):
-            await anext(links.fetch_source(NodeId(node), "weather", 100))
+            await anext(fetches.fetch_source(NodeId(node), "weather", 100))
 
 
 # Linked to a scripted coordinator, with a real engine process

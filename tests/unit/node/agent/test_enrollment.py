@@ -82,8 +82,8 @@ async def test_a_machine_that_joins_again_is_the_same_node_and_its_old_certifica
         serial = door.store.members[first.node].serial
         second = await join(door, tmp_path / "a", token)
         assert (second.node, second.name) == (first.node, first.name)
-        assert door.store.is_denied(first.node, serial)
-        assert not door.store.is_denied(second.node, door.store.members[second.node].serial)
+        assert door.store.deny_list.is_denied(first.node, serial)
+        assert not door.store.deny_list.is_denied(second.node, door.store.members[second.node].serial)
 
 
 async def test_a_cloned_identity_is_refused_until_the_clone_joins_by_itself(tmp_path: Path) -> None:

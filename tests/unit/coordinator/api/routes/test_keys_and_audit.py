@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.api.routes.requests import WallClock, summarize_request
 from coordinator.observe.load_history import LoadReading, NodeLoad
-from coordinator.state.database import MemberRow
+from coordinator.state.rows import MemberRow
 from router.admission.api_keys import anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
@@ -138,7 +138,7 @@ async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, a
 async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.AsyncClient):
     made = await make(admin)
     for day, tokens in (("2026-01-31", 3), ("2026-02-01", 4), ("2026-02-01", 5)):
-        built.store.add_usage(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
+        built.store.usage.add(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
     path = "/api/v1/keys/usage?since=2026-01-01"
     assert [row["completion_tokens"] for row in (await admin.get(path)).json()["usage"]] == [12]
     daily = (await admin.get(f"{path}&daily=true")).json()["usage"]
@@ -230,16 +230,16 @@ async def test_names_that_clients_make_up_make_no_rows(built: Application, admin
 
 
 async def test_old_usage_is_dropped(built: Application):
-    built.store.add_usage("k", "tiny", "2020-01-01", UsageTotals(1))
+    built.store.usage.add("k", "tiny", "2020-01-01", UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests = 1
     built.admin.store_usage(built.dispatcher.usage)
-    assert [row.used.requests for row in built.store.usage] == [1]
-    assert [row.day for row in built.store.usage] > ["2020-01-01"]
+    assert [row.used.requests for row in built.store.usage.list_rows()] == [1]
+    assert [row.day for row in built.store.usage.list_rows()] > ["2020-01-01"]
 
 
 async def test_every_administrative_act_is_written_down_with_who_did_it(built: Application, admin: httpx.AsyncClient):
-    built.store.put_member(MemberRow(NodeId("n1"), "studio", "m", Hardware(), "", 1.0))
+    built.store.members.put(MemberRow(NodeId("n1"), "studio", "m", Hardware(), "", 1.0))
     boss = next(iter(built.store.keys))
     made = await make(admin)
     await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
@@ -403,12 +403,12 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     today = datetime.now(UTC).date()
     kept, old = (today - timedelta(days=days) for days in (400, 401))
     for day in (kept, old):
-        built.store.add_usage("k", "tiny", day.isoformat(), UsageTotals(1))
+        built.store.usage.add("k", "tiny", day.isoformat(), UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
     for _ in range(2):
         built.admin.store_usage(built.dispatcher.usage)
-    assert [(row.key, row.model, row.day, row.used) for row in built.store.usage] == [
+    assert [(row.key, row.model, row.day, row.used) for row in built.store.usage.list_rows()] == [
         ("k", "tiny", kept.isoformat(), UsageTotals(1)),
         ("k", "tiny", today.isoformat(), UsageTotals(2, 1, 30, 4, 5)),
     ]

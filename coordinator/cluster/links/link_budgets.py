@@ -14,6 +14,8 @@ LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
 """Limits for frames that each write a line to the log."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
+BUDGET_RETRY_SECONDS = 5.0
+"""Seconds of `retry_after` for a node that exceeded a budget."""
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
 _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]

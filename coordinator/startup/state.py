@@ -1,6 +1,7 @@
 """First steps of the coordinator's start: open the state folder (database, CA, log), and load tokens and API keys."""
 
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version as installed
@@ -42,8 +43,12 @@ class CoordinatorState:
     """Installed version of macpool."""
 
 
-def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorState:
+def open_state(
+    folder: Path, cluster: ClusterSettings, stack: AsyncExitStack, on_death: Callable[[], object]
+) -> CoordinatorState:
     """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
+
+    `on_death` is that of `Database`.
 
     Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
     database cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
@@ -51,7 +56,7 @@ def open_state(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) ->
     state = create_private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
     open_journal(log_file, "info", events.add_event)
-    store = Database(state)
+    store = Database(state, on_death)
     stack.callback(store.close)
     first = store.meta.cluster == ""
     authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
@@ -89,9 +94,7 @@ def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -
         ApprovalQueue(),
         load_pepper(state.state),
     )
-    ring = KeyRing(pepper)
-    if http.anonymous:
-        ring.anonymous = anonymous_key(time.time())
+    ring = KeyRing(pepper, anonymous=anonymous_key(time.time()) if http.anonymous else None)
     admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
     admin.load_keys()
     return Credentials(tokens, approvals, pepper, ring, admin)

@@ -1,0 +1,79 @@
+"""Requests and placements as tables and texts of the command."""
+
+from typing import Any
+
+import click
+
+from coordinator.client.api_client import print_table
+from wire.units import show_size
+
+
+def print_placement(answer: dict[str, Any]) -> None:
+    """Print the candidates of a placement with their memory, and the chosen node."""
+    sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
+    print_table(
+        ("NODE", *[size.upper() for size in sizes], "VERDICT"),
+        [
+            (
+                c["name"],
+                *[show_size(c.get(size)) for size in sizes],
+                c["why_not"] or ("chosen" if c["chosen"] else "fits"),
+            )
+            for c in answer["candidates"]
+        ],
+    )
+    if answer["node"] is not None:
+        click.echo(f"would go to {answer['name']}")
+
+
+def print_requests(answer: dict[str, Any]) -> None:
+    """Print requests as a table, one a line."""
+    print_table(
+        ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
+        [
+            (
+                one["request_id"],
+                one["model"] or "-",
+                one["key"],
+                f"{one['seconds']:.2f}",
+                one["outcome"],
+                str(one["prompt_tokens"] or "-"),
+                str(one["cached_tokens"]),
+                str(one["completion_tokens"]),
+                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
+                or one["message"],
+            )
+            for one in answer["requests"]
+        ],
+        alarming=(),
+    )
+
+
+def print_request(answer: dict[str, Any]) -> None:
+    """Print one request with its steps, and the decisions about its placement."""
+    for one in answer.get("under_way", ()):
+        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
+        _print_steps(one["steps"])
+    for one in answer["requests"]:
+        took = f"{one['outcome']} after {one['seconds']:.3f} s"
+        click.echo(f"{one['request_id']}  {one['model'] or 'no model'}, key {one['key']}: {took}")
+        if one["message"]:
+            click.echo(f"  {one['message']}")
+        if one["ignored"]:
+            click.echo(f"  ignored: {', '.join(one['ignored'])}")
+        _print_steps(one["steps"])
+        if one["timings"] is not None:
+            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
+            click.echo(f"  on the node: {times}")
+        click.echo(
+            f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
+            f"{one['completion_tokens']} generated"
+        )
+    for one in answer["decisions"]:
+        click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
+        print_placement({"candidates": one["candidates"], "node": None})
+
+
+def _print_steps(steps: list[dict[str, Any]]) -> None:
+    for step in steps:
+        click.echo(f"  {step['at']:9.3f} s  {step['what']} {step['node']}".rstrip())

@@ -1,0 +1,315 @@
+"""Connection of a peer to the cluster port: TLS identity, framing, enrolment, greeting, and the frames of a link.
+
+Rules
+- The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
+- A peer without a certificate must enrol within 5 s and 16 KiB. Only enrolment frames are decoded for such a peer. Only
+  the wait for a person's approval may take longer.
+- A link that exceeds a budget of its node (`link_budgets`) ends with the reason.
+"""
+
+import asyncio
+import itertools
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import structlog
+
+from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, NodeBudgets
+from coordinator.joining.enrollment import EnrollmentConnection
+from wire.certificate import read_certificate
+from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
+from wire.frames import (
+    Admitted,
+    Deltas,
+    Denied,
+    Enrolled,
+    Failed,
+    FetchChunk,
+    Finished,
+    Frame,
+    Goodbye,
+    Hello,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    MemberQuery,
+    Refusal,
+    RenewCertificate,
+    Report,
+)
+from wire.identity import NodeId, PeerIdentity, parse_uri
+from wire.link.endpoint import LinkEndpoint
+
+HANDSHAKE_TIMEOUT_SECONDS = 5.0
+MAX_LINK_TURN_SECONDS = 0.005
+"""Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
+UNLINKED_TIMEOUT_SECONDS = 5.0
+MAX_UNLINKED_BYTES = 16 * 1024
+CLOSE_DELAY_SECONDS = 0.5
+"""Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
+QUERY_CHUNK_BYTES = 32 * 1024
+"""Bytes of one piece of the answer to a query."""
+FROM_NODES = frozenset(
+    {
+        Report,
+        Goodbye,
+        RenewCertificate,
+        FetchChunk,
+        Admitted,
+        Deltas,
+        Finished,
+        Refusal,
+        Failed,
+        LeaseGranted,
+        LeaseRefused,
+        LeaseEnded,
+    }
+)
+"""Frames that a linked node may send."""
+
+log = structlog.get_logger("coordinator.cluster.links.link_connection")
+
+
+class ConnectionOwner(Protocol):
+    """Functions of the link server that a connection uses."""
+
+    def admit_connection(self, connection: "Connection") -> bool:
+        """Count a new connection. Return False and abort the connection if there are too many without a certificate."""
+        ...
+
+    def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
+        """Begin an enrolment of a peer without a certificate. Return `Denied` with the reason if that is refused.
+
+        `wake` is that of `EnrollmentConnection`.
+        """
+        ...
+
+    def call_when_stored(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
+        ...
+
+    def answer_hello(self, connection: "Connection", peer: PeerIdentity, hello: Hello) -> None:
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
+        ...
+
+    def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
+        """Answer the query of a command that uses its node's certificate `peer`."""
+        ...
+
+    def deliver_frame(self, connection: "Connection", frame: Frame) -> None:
+        """Handle a frame of a link."""
+        ...
+
+    def on_connection_lost(self, connection: "Connection", reason: str) -> None:
+        """Record the end of a connection."""
+        ...
+
+
+class Connection(LinkEndpoint):
+    """Accepted connection of a peer. It becomes the link of a node when its Hello is answered with Welcome."""
+
+    def __init__(self, owner: ConnectionOwner) -> None:
+        self._loop = asyncio.get_running_loop()
+        super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
+        self._owner = owner
+        self._enrollment: EnrollmentConnection | None = None
+        self._unlinked_bytes = 0
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
+            HANDSHAKE_TIMEOUT_SECONDS + 1, _log_no_handshake
+        )
+        self.address = ""
+        self.peer: PeerIdentity | None = None
+        self.serial = ""
+        self.certificate_validity = (0.0, 0.0)
+        """Validity of the peer's certificate: issued and expires, in Unix seconds."""
+        self.node: NodeId | None = None
+        self.number = 0
+        self.hello: Hello | None = None
+        self.budgets: NodeBudgets | None = None
+        self._refused = False
+        self._frames: Iterator[tuple[int, bytes]] = iter(())
+        self._frames_paused = False
+        self._turn_deadline = 0.0
+
+    def opened(self) -> None:
+        """Read the peer's identity from its certificate and start the deadline for Hello."""
+        assert self.transport is not None  # noqa: S101  set by connection_made
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.address = (self.transport.get_extra_info("peername") or ("?",))[0]
+        tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object")
+        certificate = tls.getpeercert(True) if tls else None
+        if certificate:
+            known = read_certificate(certificate)
+            self.peer, self.serial, self.certificate_validity = (
+                parse_uri(known.uri),
+                known.serial,
+                (known.issued, known.expires),
+            )
+        self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._abort_too_slow)
+        if self._owner.admit_connection(self) and not certificate:
+            self._start_enrollment()
+
+    def _abort_too_slow(self) -> None:
+        self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
+
+    def data_received(self, data: bytes) -> None:
+        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
+
+        Abort the connection after too many bytes before Hello, and after an invalid frame.
+        """
+        if self._enrollment is not None:
+            self._send_enrollment_frames(self._enrollment.feed(data, self._loop.time()))
+            return
+        if self.node is None:
+            self._unlinked_bytes += len(data)
+            if self._unlinked_bytes > MAX_UNLINKED_BYTES:
+                self.abort(f"more than {MAX_UNLINKED_BYTES} bytes before a Hello")
+                return
+        frames = self._splitter.feed(data)
+        if self._frames_paused:
+            self._frames = itertools.chain(self._frames, frames)
+        else:
+            self._frames = frames
+            self._process_frames()
+
+    def _process_frames(self, *, all_of_them: bool = False) -> None:
+        """Process frames for `MAX_LINK_TURN_SECONDS`, and the rest in the next turn of the loop.
+
+        A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
+        """
+        if not self._turn_deadline:  # a turn of the loop may read one connection 32 times
+            self._turn_deadline = time.perf_counter() + MAX_LINK_TURN_SECONDS
+            self._loop.call_soon(self._end_turn)
+        self._frames_paused = False
+        try:
+            for tag, body in self._frames:
+                self.received(tag, body)
+                if time.perf_counter() > self._turn_deadline and not self._refused and self.open and not all_of_them:
+                    self._pause_frames()
+                    return
+        except WireError as error:
+            self.abort(f"the peer sent a {error}")
+
+    def _pause_frames(self) -> None:
+        assert self.transport is not None  # noqa: S101  it has just received
+        self._frames_paused = True
+        self.transport.pause_reading()
+
+    def _end_turn(self) -> None:
+        self._turn_deadline = 0.0
+        if not self._frames_paused or not self.open:
+            return
+        self._process_frames()
+        if not self._frames_paused and not self._refused and self.open and self.transport is not None:
+            self.transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Process the frames that arrived before the peer closed the connection, then handle its end."""
+        if self._frames_paused and not self._reason:
+            self._process_frames(all_of_them=True)
+        super().connection_lost(exc)
+
+    def received(self, tag: int, body: bytes) -> None:
+        """Process one frame: Hello or MemberQuery on a new connection, a frame of `FROM_NODES` on a link.
+
+        Raise `WireError` for an invalid frame and for any other frame. A link over its budget is closed.
+        """
+        if self._refused:
+            return
+        if self.node is not None and self.budgets is not None:
+            why = self.budgets.charge_frame(tag, len(body), self._loop.time())
+            if why:
+                self._end_flood(why)
+                return
+            frame = decode(tag, body)
+            if type(frame) not in FROM_NODES:
+                raise WireError(f"{type(frame).__name__}, which no node sends here")
+            self._owner.deliver_frame(self, frame)
+            return
+        first = decode(tag, body)
+        if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
+            self._owner.answer_query(self, self.peer, first)
+            return
+        if not isinstance(first, Hello):
+            raise WireError(f"{type(first).__name__} before Hello")
+        if self.peer is None or self.peer.node is None:
+            raise WireError("certificate that names no node")
+        self._owner.answer_hello(self, self.peer, first)
+
+    def _start_enrollment(self) -> None:
+        enrollment = self._owner.start_enrollment(self.address, self._wake_enrollment)
+        if isinstance(enrollment, Denied):
+            self.refuse(enrollment)
+            return
+        self._enrollment = enrollment
+        self._send_enrollment_frames([])
+
+    def _wake_enrollment(self) -> None:
+        self._loop.call_soon(self._poll_enrollment)
+
+    def _poll_enrollment(self) -> None:
+        if self._enrollment is not None and self.open:
+            self._send_enrollment_frames(self._enrollment.poll(self._loop.time()))
+
+    def _send_enrollment_frames(self, frames: list[Frame]) -> None:
+        """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
+        if any(isinstance(frame, Enrolled) for frame in frames):
+            self._owner.call_when_stored(lambda: self._send_frames_now(frames))
+        else:
+            self._send_frames_now(frames)
+
+    def _send_frames_now(self, frames: list[Frame]) -> None:
+        assert self._enrollment is not None  # noqa: S101  the callers have one
+        for frame in frames:
+            self.send(frame)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._enrollment.closed:
+            self.close("the enrolment ended")
+        else:
+            self._deadline = self._loop.call_at(self._enrollment.deadline, self._poll_enrollment)
+
+    def send_answer(self, payload: bytes) -> None:
+        """Send the answer to a query in pieces, and close the connection."""
+        self._refused = True
+        for begin in range(0, max(1, len(payload)), QUERY_CHUNK_BYTES):
+            end = begin + QUERY_CHUNK_BYTES
+            self.send(FetchChunk(0, payload[begin:end], last=end >= len(payload)))
+        self.close("the query was answered")
+
+    def refuse(self, denied: Denied) -> None:
+        """Send the denial and close the connection."""
+        log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
+        self._refused = True
+        self.send(denied)
+        self.close(denied.message)
+
+    def _end_flood(self, why: str) -> None:
+        """End a flooding link: stop reading, and leave its node time to receive the reason."""
+        log.warning("denied", peer=self.address, node=self.node, reason="too_many")
+        self._refused = True
+        if self.transport is not None:
+            self.transport.pause_reading()
+        self.send(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
+        self._loop.call_later(CLOSE_DELAY_SECONDS, self.close, why)
+
+    def bind_link(self, node: NodeId, hello: Hello, number: int, budgets: NodeBudgets) -> None:
+        """Make this connection the link `number` of a node, within the budgets of that node."""
+        self.node, self.hello, self.number, self.budgets = node, hello, number, budgets
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def lost(self, reason: str) -> None:
+        """Cancel the deadline and the enrolment, and report the end of the connection to the server with its reason."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._enrollment is not None:
+            self._enrollment.withdraw()
+        self._owner.on_connection_lost(self, reason)
+
+
+def _log_no_handshake() -> None:
+    log.info("connection without link closed", reason="no TLS handshake")

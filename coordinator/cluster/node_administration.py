@@ -1,0 +1,79 @@
+"""Decisions of administrators about a node: cordon, permission for videos, labels, pause and removal."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from coordinator.cluster.links.link_table import LinkTable
+from coordinator.cluster.member_authentication import MemberAuthentication
+from coordinator.cluster.member_state import MemberCordoned, MemberRemoved, MemberUncordoned
+from coordinator.cluster.node_records import NodeRecords
+from coordinator.cluster.registry import Registry
+from coordinator.state.database import Database
+from wire.frames import Denied, PauseNode
+from wire.identity import NodeId
+from wire.report import Sharing
+
+PAUSE_TIMEOUT_SECONDS = 10.0
+"""Longest wait for a node's report that it is paused or resumed, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAdministration:
+    """Decisions of administrators, which persist in the store, and their effects on membership and links."""
+
+    store: Database
+    registry: Registry
+    records: NodeRecords
+    links: LinkTable
+    authentication: MemberAuthentication
+
+    def set_cordoned(self, node: NodeId, *, on: bool) -> None:
+        """Exclude a node from new work if `on`, otherwise admit it again.
+
+        Raise `IllegalEventError` if it has left; nothing is stored then.
+        """
+        self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
+        self.store.members.put(replace(self.store.members[node], cordoned=on))
+
+    def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
+        """Allow or forbid video jobs on a node. A running video job is finished."""
+        self.store.members.put(replace(self.store.members[node], video=on))
+        self.registry.publish_view()
+
+    def set_labels(self, node: NodeId, labels: tuple[str, ...]) -> None:
+        """Replace all labels of a node."""
+        self.store.members.put(replace(self.store.members[node], labels=labels))
+        self.registry.publish_view()
+
+    def remove_node(self, node: NodeId) -> None:
+        """Revoke a node at once: its certificate, links and membership.
+
+        Raise `IllegalEventError` if the node has left.
+        """
+        self.links.disconnect_node(
+            node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
+        )
+        self.registry.apply_event(node, MemberRemoved())
+        self.authentication.revoke(node, "it was removed")
+
+    async def pause_node(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
+        """Order a node to pause or to resume, and return its sharing state once its report confirms that.
+
+        `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person for the
+        node's owner. Return None if no report confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if
+        the node is not linked or cannot be paused remotely.
+        """
+        if not self._get_sharing(node).when:
+            raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
+        if not self.links.send(node, PauseNode(seconds, by)):
+            raise LookupError("it is not linked: run the same command on that machine, without a name")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
+                while self._get_sharing(node).by_hand != (seconds != 0):
+                    await self.records.wait_for_report(node)
+                return self._get_sharing(node)
+        return None
+
+    def _get_sharing(self, node: NodeId) -> Sharing:
+        return self.registry.get_node_view(node).sharing

@@ -1,0 +1,101 @@
+"""Newest report and software version of each member, and the view of a member for placement."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from coordinator.cluster.member_state import Member
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
+from router.placement.cluster_view import NodeView
+from router.placement.sanitize_report import build_node_view
+from wire.bonjour_record import plain
+from wire.frames import Hello, Report
+from wire.identity import NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedReport:
+    """Newest report of a node, and when it arrived, in seconds of the loop's clock."""
+
+    report: Report
+    at: float
+
+
+class _CachedView(NamedTuple):
+    """View of a node, with the values from which it was built."""
+
+    view: NodeView
+    member: Member
+    row: MemberRow
+    received: ReceivedReport | None
+
+
+class NodeRecords:
+    """Newest reports and software versions by node. `store` has the members' names, labels and permissions."""
+
+    def __init__(self, store: Database) -> None:
+        self._store = store
+        self._received: dict[NodeId, ReceivedReport] = {}
+        self._report_events: dict[NodeId, asyncio.Event] = {}
+        self._software: dict[NodeId, tuple[str, int]] = {}
+        self._views: dict[NodeId, _CachedView] = {}
+
+    def record_report(self, node: NodeId, report: Report, now: float) -> None:
+        """Record the newest report of a node, received at `now` (seconds of the loop's clock)."""
+        self._received[node] = ReceivedReport(report, now)
+        if (event := self._report_events.pop(node, None)) is not None:
+            event.set()
+
+    def record_software(self, node: NodeId, hello: Hello) -> None:
+        """Record the version of macpool and of the protocol that a node runs, by its Hello."""
+        self._software[node] = plain(hello.version), hello.protocol
+
+    def delete(self, node: NodeId) -> None:
+        """Delete all records of a node."""
+        for by_node in (self._received, self._report_events, self._software, self._views):
+            by_node.pop(node, None)
+
+    async def wait_for_report(self, node: NodeId) -> None:
+        """Wait for the next report of a node."""
+        await self._report_events.setdefault(node, asyncio.Event()).wait()
+
+    def get_reported_at(self, node: NodeId) -> float | None:
+        """Return when the newest report of a node arrived, in seconds of the loop's clock; None without a report."""
+        received = self._received.get(node)
+        return None if received is None else received.at
+
+    def list_reported(self) -> list[NodeId]:
+        """Return the nodes that have sent a report, in the order of their first reports."""
+        return list(self._received)
+
+    def get_software(self, node: NodeId) -> tuple[str, int]:
+        """Return a node's versions of macpool and of the protocol; empty and 0 before its first Hello."""
+        return self._software.get(node, ("", 0))
+
+    def get_view(self, member: Member) -> NodeView:
+        """Return the view of a member for placement, which stays the same object until one of its values changes."""
+        node = member.node
+        row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
+        if cached is not None and cached.member is member and cached.row is row and cached.received is received:
+            return cached.view
+        view = _build_view(member, row, received)
+        self._views[node] = _CachedView(view, member, row, received)
+        return view
+
+
+def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None) -> NodeView:
+    labels = frozenset(row.labels)
+    if received is None:
+        return NodeView(row.node, row.name, member.state, member.cordoned, labels=labels, video_allowed=row.video)
+    return build_node_view(
+        received.report,
+        node=row.node,
+        name=row.name,
+        state=member.state,
+        reported_at=received.at,
+        cordoned=member.cordoned,
+        epoch=member.link,
+        labels=labels,
+        video_allowed=row.video,
+    )

@@ -1,0 +1,33 @@
+"""Callbacks that wait for the disk: a certificate is sent only after its record is stored."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import structlog
+
+log = structlog.get_logger("coordinator.cluster.store_barrier")
+
+
+class StoreBarrier:
+    """Callbacks that wait until changes are on disk.
+
+    `flush` returns after all changes so far are on disk, and raises `StoreError` if a write failed.
+    """
+
+    def __init__(self, flush: Callable[[], Coroutine[None, None, None]]) -> None:
+        self._flush = flush
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def call_when_stored(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
+        task = asyncio.get_running_loop().create_task(self._flush())
+        self._tasks.add(task)
+
+        def done(ended: asyncio.Task[None]) -> None:
+            self._tasks.discard(ended)
+            if not ended.cancelled() and ended.exception() is None:
+                callback()
+            elif not ended.cancelled():
+                log.error("not stored", error=str(ended.exception()))
+
+        task.add_done_callback(done)

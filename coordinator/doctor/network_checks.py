@@ -1,0 +1,94 @@
+"""Checks of the local network: macOS's local network privacy, and multicast for Bonjour."""
+
+import os
+import socket
+import time
+
+from coordinator.doctor import macos
+from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
+from coordinator.doctor.host_probe import HostProbe
+
+BONJOUR_GROUP = ("224.0.0.251", 5353)
+"""Multicast group and port of Bonjour."""
+MULTICAST_TIMEOUT_SECONDS = 1.0
+"""Longest wait for the own query to return, in seconds."""
+
+
+def check_local_network(here: HostProbe) -> Finding:
+    """Check that macOS's local network privacy does not block this process, which would resemble a network fault."""
+    if not here.mac:
+        return not_here("only macOS blocks programs from the local network")
+    gateway = macos.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
+    inspection = here.read_inspection() if here.has_node else None
+    others = (
+        [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in inspection["dialled"]]
+        if inspection
+        else []
+    )
+    if not any(macos.is_answer(code) for _, code in others):
+        near = macos.parse_neighbours(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
+        others += [(address, here.dial(address, 8081)) for address in near]
+    reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
+    text = f"gateway: {_describe_result(reach.gateway)}; " + ", ".join(
+        f"{name}: {_describe_result(code)}" for name, code in others
+    )
+    if macos.is_blocked(reach):
+        app = macos.find_responsible_program(dict(here.environ))
+        return fail(
+            f"macOS blocks {app} from the local network (errno {macos.NO_ROUTE}): {text}",
+            f"allow {app} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
+            "install the service, which needs no permission: `sudo cluster service install`",
+        )
+    if not others:
+        return not_here(f"gateway: {_describe_result(reach.gateway)}; no other machine of the local network is known")
+    if not any(macos.is_answer(code) for _, code in others):
+        return warn(text, "no machine answers: check the cable, Wi-Fi, and whether the access point isolates clients")
+    return ok(text)
+
+
+def _describe_result(code: int | None) -> str:
+    if code is None:
+        return "none"
+    if macos.is_answer(code):
+        return "answers"
+    return "no answer" if code < 0 else f"errno {code}"
+
+
+def check_bonjour(here: HostProbe) -> Finding:
+    """Check that multicast works: that a query to Bonjour's group and port returns to this machine."""
+    question = (
+        b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
+        + os.urandom(4).hex().encode()
+        + (b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01")
+    )
+    step = (
+        "Bonjour is optional: join with an address, `cluster join HOST:8081 --token-file FILE`. To enable it, "
+        "allow multicast (UDP 5353) in firewall and access point"
+    )
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if hasattr(socket, "SO_REUSEPORT"):
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            line.bind(("", BONJOUR_GROUP[1]))
+            line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(BONJOUR_GROUP[0]) + bytes(4))
+            line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+            line.settimeout(0.1)
+            line.sendto(question, BONJOUR_GROUP)
+            received = _wait_for_query(line, question)
+    except OSError as error:
+        if here.mac and error.errno == macos.NO_ROUTE:
+            return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
+        return warn(f"multicast does not work: {error.strerror or error}", step)
+    return ok("a query to Bonjour's group returns") if received else warn("a query to Bonjour's group is lost", step)
+
+
+def _wait_for_query(line: socket.socket, question: bytes) -> bool:
+    deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            if line.recv(9000) == question:
+                return True
+        except TimeoutError:
+            continue
+    return False

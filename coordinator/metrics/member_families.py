@@ -1,0 +1,124 @@
+"""Metric families of the members and their links."""
+
+from collections.abc import Mapping
+
+from coordinator.metrics.families import (
+    MAX_MODELS_PER_NODE,
+    MetricFamily,
+    MetricKind,
+    create_counter,
+    create_gauge,
+)
+from coordinator.metrics.pool_readers import MODEL_LABEL, NODE_LABEL, read_by_node
+from coordinator.metrics.pool_snapshot import PoolSnapshot
+from wire.identity import NodeId
+from wire.node_state import SERVING, NodeState
+
+_G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
+
+
+def _compute_headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
+    return {
+        node.id: node.memory.headroom + node.memory.reusable - snapshot.unacknowledged.get(node.id, 0)
+        for node in snapshot.view.nodes
+        if node.state in SERVING and node.memory.headroom is not None
+    }
+
+
+MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
+        "cluster_nodes",
+        _G,
+        "Members by state.",
+        lambda p: [((state.value,), p.states.get(state.value, 0)) for state in NodeState],
+        (("state", ", ".join(f"`{state.value}`" for state in NodeState)),),
+    ),
+    MetricFamily(
+        "cluster_node_state",
+        _G,
+        "The state of a member; always 1.",
+        lambda p: [((node.name, str(node.state)), 1.0) for node in p.view.nodes],
+        (*NODE_LABEL, ("state", "as above")),
+    ),
+    MetricFamily(
+        "cluster_node_cordoned",
+        _G,
+        "1 while a member is cordoned by an administrator.",
+        lambda p: [((node.name,), float(node.cordoned)) for node in p.view.nodes],
+        NODE_LABEL,
+    ),
+    MetricFamily(
+        "cluster_node_paused",
+        _G,
+        "1 while a member is paused for its owner.",
+        lambda p: [((node.name,), float(node.sharing.paused)) for node in p.view.nodes],
+        NODE_LABEL,
+    ),
+    MetricFamily(
+        "cluster_node_paused_until_timestamp_seconds",
+        _G,
+        "End of a member's pause, Unix time.",
+        lambda p: [
+            ((node.name,), node.sharing.until) for node in p.view.nodes if node.sharing.paused and node.sharing.until
+        ],
+        NODE_LABEL,
+        "while the pause has an end",
+    ),
+    MetricFamily(
+        "cluster_node_report_timestamp_seconds",
+        _G,
+        "Arrival of a member's newest report, Unix time.",
+        lambda p: [((node.name,), p.wall - (p.now - node.reported_at)) for node in p.view.nodes if node.reported_at],
+        NODE_LABEL,
+        "after the first report",
+    ),
+    MetricFamily(
+        "cluster_node_headroom_bytes",
+        _G,
+        "Headroom used by placement: headroom and reusable memory of the newest report, minus later reservations.",
+        read_by_node(_compute_headrooms),
+        NODE_LABEL,
+        "while the node is linked, not paused, and its footprint readable",
+    ),
+    MetricFamily(
+        "cluster_node_certificate_issued_timestamp_seconds",
+        _G,
+        "Start of validity of a node's certificate, Unix time.",
+        read_by_node(lambda p: {node: life[0] for node, life in p.node_certificates.items()}),
+        NODE_LABEL,
+        "while the node is linked",
+    ),
+    MetricFamily(
+        "cluster_node_certificate_expires_timestamp_seconds",
+        _G,
+        "Expiry of a node's certificate, Unix time.",
+        read_by_node(lambda p: {node: life[1] for node, life in p.node_certificates.items()}),
+        NODE_LABEL,
+        "while the node is linked",
+    ),
+    MetricFamily(
+        "cluster_model_fingerprints",
+        _G,
+        "Different fingerprints of models with the same name.",
+        lambda p: [
+            ((name,), float(len(p.view.identify(name).holders))) for name in p.view.conflicts[:MAX_MODELS_PER_NODE]
+        ],
+        MODEL_LABEL,
+        "while they differ",
+    ),
+    create_gauge(
+        "coordinator_self_suspect",
+        "1 while half of the members are silent since the same moment.",
+        lambda p: p.self_suspect,
+    ),
+    create_gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
+    create_gauge(
+        "cluster_unauthenticated_connections",
+        "Open connections to the cluster port that are not links yet.",
+        lambda p: p.links.unlinked,
+    ),
+    create_counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
+    create_counter(
+        "cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied
+    ),
+)

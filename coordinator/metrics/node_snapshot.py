@@ -1,0 +1,62 @@
+"""Metrics of one node at one moment, and the check of its measurements.
+
+Reports have passed `router.placement.cluster_view`, which removes impossible numbers. `sanitize_measures` does the same
+for measurements.
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+
+from router.placement.cluster_view import NodeView
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
+from wire.report import Model
+
+MAX_COUNT = 2**53
+"""Largest count that is exact as a float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSnapshot:
+    """Metrics of one node at one moment. Times are in Unix seconds."""
+
+    view: NodeView
+    reported_at: float
+    """Arrival of the report."""
+    wall: float
+    """Current time."""
+    host: tuple[str, str, str] = ("", "", "")
+    """Chip, operating system and version of macpool."""
+    models: tuple[Model, ...] = ()
+    """Models with their own series."""
+    measures: NodeMeasures | None = None
+    """Measurements of the node; None if the node was not asked or sent invalid ones."""
+
+
+def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
+    """Return a node's measurements with impossible numbers replaced or limited."""
+    gate = measures.gate
+    return NodeMeasures(
+        GateMeasures(
+            tuple((site, _limit_count(count)) for site, count in gate.checks[:64]),
+            tuple((reason, _limit_count(count)) for reason, count in gate.refusals[:64]),
+            _sanitize_tally(gate.predicted, len(PREDICTED_BOUNDS)),
+            _sanitize_tally(gate.transient, len(TRANSIENT_BOUNDS)),
+        ),
+        measures.agent_cpu if 0 <= measures.agent_cpu < MAX_COUNT else 0.0,
+        _limit_count(measures.agent_phys),
+    )
+
+
+def _limit_count(count: int) -> int:
+    return min(max(0, count), MAX_COUNT)
+
+
+def _sanitize_tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
+    if len(tally.counts) != bounds + 1 or not isfinite(tally.total) or tally.total < 0:
+        return HistogramSnapshot((0,) * (bounds + 1))
+    return HistogramSnapshot(tuple(map(_limit_count, tally.counts)), tally.total)
+
+
+def sort_by_priority(view: NodeView) -> list[Model]:
+    """Return a node's models by their priority for series: loaded and loading models first, then by name."""
+    return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))

@@ -1,0 +1,26 @@
+"""Labels of the coordinator's metric families, and readers of their rows."""
+
+from collections.abc import Callable, Mapping
+
+from coordinator.metrics.families import HistogramValue, Row
+from coordinator.metrics.pool_snapshot import PoolSnapshot
+from router.dispatch.counters import OTHER, ModelCounts
+from wire.identity import NodeId
+
+NODE_LABEL = (("node", "a member's name"),)
+MODEL_LABEL = (("model", f"a model that some member has; `{OTHER}` for names that clients make up"),)
+
+
+def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
+    """Return a reader with a row for each member that `values` contains."""
+
+    def rows(snapshot: PoolSnapshot) -> list[Row]:
+        known = values(snapshot)
+        return [((node.name,), known[node.id]) for node in snapshot.view.nodes if node.id in known]
+
+    return rows
+
+
+def read_by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
+    """Return a reader with a row for each model of the counters."""
+    return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]

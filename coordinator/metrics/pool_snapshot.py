@@ -1,0 +1,76 @@
+"""Metrics of the coordinator at one moment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from coordinator.video.metrics import VideoSnapshot
+from router.dispatch.counters import Counters
+from router.placement.cluster_view import ClusterView
+from wire.identity import NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMetrics:
+    """Metrics of the coordinator's process."""
+
+    started: float
+    """Unix time in seconds."""
+    cpu_seconds: float
+    peak_bytes: int
+    """Peak of resident memory."""
+    open_files: int
+    max_files: int
+    """Limit of open files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkCounts:
+    """Connections of the cluster port: current (`open`, `unlinked`) and since the start (`linked`, `denied`)."""
+
+    open: int
+    unlinked: int
+    linked: int
+    denied: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """Metrics of the coordinator at one moment.
+
+    Certificates are (issued, expires) in Unix seconds.
+    """
+
+    version: str
+    python: str
+    wall: float
+    """Current time in Unix seconds."""
+    now: float
+    """Current time on the loop's clock."""
+    view: ClusterView
+    states: Mapping[str, int]
+    self_suspect: bool
+    counters: Counters
+    keys: Mapping[str, str]
+    """Names of valid API keys by id."""
+    in_flight: Mapping[NodeId, int]
+    unacknowledged: Mapping[NodeId, int]
+    """Bytes by node that are reserved and not in the node's report yet."""
+    leaks: int
+    """Number of reservations without a request."""
+    barred: frozenset[NodeId]
+    """Nodes whose circuit breaker is open."""
+    opened_breakers: int
+    """Number of times that a circuit breaker opened."""
+    waiting: int
+    """Number of queued requests."""
+    queue_limit: int
+    oldest_wait_seconds: float
+    """Waiting time of the oldest queued request."""
+    keys_refused: int
+    """Number of requests with an unknown or expired API key."""
+    certificates: Mapping[str, tuple[float, float]]
+    node_certificates: Mapping[NodeId, tuple[float, float]]
+    links: LinkCounts
+    conditions: Mapping[str, bool]
+    process: ProcessMetrics
+    video: VideoSnapshot

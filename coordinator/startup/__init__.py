@@ -1,0 +1,1 @@
+"""Parts of the coordinator's start: options, state, cluster side, HTTP side and periodic tasks."""

@@ -1,0 +1,125 @@
+"""Periodic tasks of the coordinator, its announcement by Bonjour, and the node on this machine."""
+
+import asyncio
+import gc
+import hashlib
+import ssl
+import time
+from contextlib import AsyncExitStack
+from functools import partial
+
+from coordinator.alerts.evaluator import AlertLoop, ConditionEvaluator, build_sample, log_condition
+from coordinator.alerts.webhook import Webhook
+from coordinator.cluster.local_node import LocalNode
+from coordinator.http.listen import get_local_host
+from coordinator.metrics.service import MetricsService
+from coordinator.observe.load_history import LoadHistory
+from coordinator.observe.load_sampler import read_load, sample_load
+from coordinator.startup.cluster import ClusterSide
+from coordinator.startup.options import RunOptions, parse_webhook_address
+from coordinator.startup.state import CoordinatorState, Credentials
+from coordinator.state.access_admin import AccessAdmin
+from coordinator.state.settings import CoordinatorSettings
+from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.https_ca import HttpsCa
+from host.bonjour_announce import Announcement
+from host.heap import trim
+from router.dispatch.dispatcher import Dispatcher
+from router.worker_thread import run_in_worker
+from wire.bonjour_record import BonjourRecord, cluster_hint
+
+RENEWAL_INTERVAL_SECONDS = 60.0
+"""Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
+USAGE_INTERVAL_SECONDS = 10.0
+"""Seconds between two writes of usage to disk, each with a return of free memory to the system."""
+LOCAL_NODE_TIMEOUT_SECONDS = 60.0
+"""Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
+20 s."""
+
+
+def start_periodic_tasks(
+    state: CoordinatorState,
+    access: Credentials,
+    dispatcher: Dispatcher,
+    tls: HttpsCa | ssl.SSLContext | None,
+    stack: AsyncExitStack,
+) -> None:
+    """Start the periodic renewal of certificates and the periodic write of usage."""
+    stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
+    stack.callback(access.admin.store_usage, dispatcher.usage)
+    stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
+
+
+def start_conditions(
+    conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
+) -> None:
+    """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
+    conditions.listeners.append(log_condition)
+    if settings.alerts.webhook_url:
+        webhook = Webhook(parse_webhook_address(settings), settings.cluster.name)
+        conditions.listeners.append(webhook.enqueue)
+        stack.push_async_callback(_cancel_task, asyncio.create_task(webhook.run()))
+    watch = AlertLoop(
+        conditions, lambda: build_sample(metrics.take_snapshot(), metrics.take_node_snapshots()), time.time
+    )
+    stack.push_async_callback(_cancel_task, asyncio.create_task(watch.run()))
+
+
+def start_load_history(cluster: ClusterSide, stack: AsyncExitStack) -> LoadHistory:
+    """Start to sample the load of the pool."""
+    history = LoadHistory()
+    sampling = asyncio.create_task(sample_load(history, partial(read_load, cluster.nodes.registry, cluster.dispatcher)))
+    stack.push_async_callback(_cancel_task, sampling)
+    return history
+
+
+def announce_coordinator(
+    options: RunOptions, state: CoordinatorState, cluster_port: int, stack: AsyncExitStack
+) -> None:
+    """Announce the cluster port by Bonjour until `stack` ends."""
+    authority = state.authority
+    pin = hashlib.sha256(authority.ca).hexdigest()[:16]
+    advert = BonjourRecord("coord", cluster_hint(authority.cluster), state.version, pin)
+    announcement = Announcement(advert, options.settings.cluster.name, authority.cluster, cluster_port)
+    announcement.start()
+    stack.push_async_callback(announcement.close)
+
+
+async def start_local_node(
+    options: RunOptions,
+    state: CoordinatorState,
+    access: Credentials,
+    cluster: ClusterSide,
+    stack: AsyncExitStack,
+) -> bool:
+    """Start the node on this machine. Return whether it can answer requests."""
+    address = f"{get_local_host(options.cluster_listen[0])}:{cluster.port}"
+    node = LocalNode(
+        state.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
+    )
+    await node.start()
+    stack.push_async_callback(node.close)
+    return await node.wait_until_ready(cluster.nodes.registry, LOCAL_NODE_TIMEOUT_SECONDS)
+
+
+async def _renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
+    while True:
+        authority.renew()
+        if isinstance(tls, HttpsCa):
+            tls.renew()
+        await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
+
+
+async def _store_usage(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
+    while True:
+        await asyncio.sleep(USAGE_INTERVAL_SECONDS)
+        admin.store_usage(dispatcher.usage)
+        gc.collect(
+            1
+        )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection
+        await run_in_worker(trim)
+
+
+async def _cancel_task(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

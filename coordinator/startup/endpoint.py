@@ -1,0 +1,183 @@
+"""HTTP side of the coordinator: the endpoint with all routes, the file for the owner's commands, and the ready line."""
+
+import json
+import os
+import resource
+import socket
+import ssl
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.alerts.evaluator import ConditionEvaluator
+from coordinator.api.control import ControlApi, Observability
+from coordinator.api.server_info import ServerInfo
+from coordinator.cluster.model_operations import ModelOperations
+from coordinator.http.chat_fast_path import FastPath
+from coordinator.http.connection_slots import ConnectionSlots, compute_max_connections
+from coordinator.http.listen import get_local_host, get_reachable_host
+from coordinator.http.origin_check import OriginCheck, PrivateResponses
+from coordinator.http.server import run_http_server
+from coordinator.joining.join_tokens import build_join_command
+from coordinator.metrics.service import MetricsService
+from coordinator.startup.background import start_conditions, start_load_history
+from coordinator.startup.cluster import ClusterSide
+from coordinator.startup.options import RunOptions
+from coordinator.startup.state import CoordinatorState, Credentials
+from coordinator.state.access_admin import LOCAL_KEY_NAME
+from coordinator.tls.https_ca import HttpsCa
+from coordinator.tls.https_config import create_https_tls, read_https_validity
+from coordinator.ui.browser_sessions import BrowserSessions
+from coordinator.ui.static_files import PageApp
+from coordinator.video.api import VideoApp
+from host.private_files import write_private
+from router.admission.api_keys import new_key
+from router.http.app import RouterApp, openapi_paths
+
+MAX_OPEN_FILES = 8192
+"""Limit of open files, which include connections, that this process sets for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Addresses of the endpoint for clients, and of the cluster port.
+
+    `local_url` is the URL from this machine. `ca_pem` is empty unless the endpoint has a CA of its own.
+    """
+
+    socket: socket.socket
+    tls: HttpsCa | ssl.SSLContext | None
+    base_url: str
+    local_url: str
+    cluster_url: str
+    ca_pem: str
+
+
+def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> Endpoint:
+    """Return the endpoint of an open socket, with its TLS."""
+    host, port = options.listen[0], listener.getsockname()[1]
+    tls = create_https_tls(options.settings.http, host, state)
+    scheme = "http" if tls is None else "https"
+    return Endpoint(
+        listener,
+        tls,
+        f"{scheme}://{get_reachable_host(host)}:{port}",
+        f"{scheme}://{get_local_host(host)}:{port}",
+        f"macpool://{get_reachable_host(options.cluster_listen[0])}:{cluster_port}",
+        tls.ca_pem if isinstance(tls, HttpsCa) else "",
+    )
+
+
+async def serve_http(
+    options: RunOptions,
+    state: CoordinatorState,
+    access: Credentials,
+    cluster: ClusterSide,
+    endpoint: Endpoint,
+    stack: AsyncExitStack,
+) -> None:
+    """Create the routes and serve them. `stack` stops the server."""
+    settings, ring, dispatcher = options.settings, access.ring, cluster.dispatcher
+    api = ControlApi(
+        cluster.nodes,
+        access.admin,
+        access.approvals,
+        ring,
+        dispatcher,
+        ModelOperations(dispatcher, time.monotonic),
+        cluster.video_controller,
+        _build_server_info(options, state, endpoint),
+        openapi_paths(),
+        BrowserSessions(ring, access.pepper, time.time),
+        _start_observability(options, state, access, cluster, endpoint, stack),
+    )
+    videos = VideoApp(
+        cluster.video_controller,
+        ring,
+        dispatcher.quotas,
+        settings.router,
+        dispatcher.counters,
+        PageApp(PrivateResponses(api.app)),
+    )
+    app = OriginCheck(
+        RouterApp(dispatcher, ring, settings.router, control=videos),
+        settings.http.allowed_hosts,
+        local=not settings.http.anonymous,
+    )
+    fast_path = FastPath(dispatcher, ring, settings.router, app)
+    context = endpoint.tls.context if isinstance(endpoint.tls, HttpsCa) else endpoint.tls
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    connections = compute_max_connections(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
+    places = ConnectionSlots(connections, settings.http.max_connections_without_key)
+    await stack.enter_async_context(run_http_server(app, fast_path, [endpoint.socket], context, places))
+
+
+def _build_server_info(options: RunOptions, state: CoordinatorState, endpoint: Endpoint) -> ServerInfo:
+    return ServerInfo(
+        options.settings.cluster.name,
+        state.version,
+        state.epoch,
+        endpoint.base_url + "/v1",
+        endpoint.cluster_url,
+        state.authority.cluster,
+        time.monotonic(),
+        endpoint.ca_pem,
+        options.origins,
+    )
+
+
+def _start_observability(
+    options: RunOptions,
+    state: CoordinatorState,
+    access: Credentials,
+    cluster: ClusterSide,
+    endpoint: Endpoint,
+    stack: AsyncExitStack,
+) -> Observability:
+    """Start the samples of load and conditions, and return the observed state of the pool."""
+    conditions = ConditionEvaluator()
+    metrics = MetricsService(
+        cluster.nodes,
+        cluster.dispatcher,
+        access.ring,
+        state.version,
+        partial(read_https_validity, state.authority, endpoint.tls, options.settings.http.tls_cert_file),
+        conditions.get_flags,
+        cluster.video_controller.take_snapshot,
+    )
+    load = start_load_history(cluster, stack)
+    start_conditions(conditions, options.settings, metrics, stack)
+    return Observability(metrics, conditions, load, state.events, state.log_file)
+
+
+def create_local_key(state: CoordinatorState, access: Credentials, endpoint: Endpoint, stack: AsyncExitStack) -> None:
+    """Create the key of the owner's commands, valid while the coordinator runs."""
+    local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
+    access.ring.put(local)
+    _write_access_file(state.state / "run.json", endpoint.local_url, secret, endpoint.ca_pem, stack)
+
+
+def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
+    """Write the URL and key for the owner's commands into a file that exists while the coordinator runs."""
+    write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
+    stack.callback(file.unlink, missing_ok=True)
+
+
+def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[str, Any]:
+    """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
+    tls = endpoint.tls
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "ready": True,
+        "base_url": endpoint.base_url + "/v1",
+        "cluster_url": endpoint.cluster_url,
+        "join": build_join_command(endpoint.cluster_url, token),
+        "tls": tls is not None,
+        "trust": None,
+    }
+    if isinstance(tls, HttpsCa):
+        answer["trust"] = f"cluster trust-ca {endpoint.base_url} --fingerprint {tls.fingerprint}"
+    return {**answer, "api_key": key} if key else answer

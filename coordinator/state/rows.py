@@ -1,0 +1,97 @@
+"""Rows of the cluster's database: identity, members, join tokens, API keys, usage and audit log."""
+
+from dataclasses import dataclass
+
+from router.admission.rate_limits import KeyLimits
+from router.admission.usage import UsageTotals
+from wire.identity import NodeId
+from wire.report import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMeta:
+    """Identity of the coordinator. Of two coordinators of one cluster, the one with the higher generation is valid."""
+
+    cluster: str = ""
+    """Id of the cluster; empty before it is created."""
+    name: str = ""
+    """Display name of the cluster."""
+    epoch: int = 0
+    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
+    generation: int = 0
+    """Raised by every restore of a backup, to at least the Unix time of the restore."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """A node that has joined the cluster. Times are in Unix seconds."""
+
+    node: NodeId
+    name: str
+    """Display name."""
+    machine: str
+    """Id of the machine."""
+    hardware: Hardware
+    serial: str
+    """Serial (hex) of the node's newest certificate."""
+    joined: float
+    cordoned: bool = False
+    removed: float | None = None
+    """Time of the removal; None for a member."""
+    labels: tuple[str, ...] = ()
+    video: bool = False
+    """Whether an administrator allows video jobs on the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A join token. `key` is the MAC key derived from its secret, and is also secret. Times are in Unix seconds."""
+
+    id: str
+    key: bytes
+    created: float
+    expires: float
+    uses_left: int
+    name: str = ""
+    revoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key without its secret. Times are in Unix seconds."""
+
+    id: str
+    name: str
+    scopes: tuple[str, ...]
+    """Any of `infer`, `admin` and `metrics`."""
+    digest: bytes
+    """Digest of the secret."""
+    created: float
+    expires: float | None = None
+    """None: never."""
+    limits: KeyLimits | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """Usage of a model by a key on one day (UTC, `2026-01-31`)."""
+
+    key: str
+    model: str
+    day: str
+    used: UsageTotals
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One entry of the audit log: the action of an actor on a subject."""
+
+    number: int
+    at: float
+    """Time in Unix seconds."""
+    actor: str
+    """Id of a key, `local`, `offline`, or the name of a node."""
+    action: str
+    subject: str
+    address: str = ""
+    """Address of the actor; empty if unknown, as for actions on this machine's files."""

@@ -1,0 +1,9 @@
+"""Errors of the coordinator's databases."""
+
+
+class StoreError(Exception):
+    """The state cannot be read or written. The text names the file and the next step."""
+
+
+class StateLockedError(StoreError):
+    """Another process holds the lock of the state folder."""

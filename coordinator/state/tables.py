@@ -1,0 +1,236 @@
+"""Tables of the cluster's database: all rows in memory, each change also written to disk by the store's writer.
+
+Methods that change a table raise `StoreError` after a failed write.
+"""
+
+import sqlite3
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow, UsageRow
+from coordinator.state.store_writer import StoreWriter
+from router.admission.rate_limits import KeyLimits
+from router.admission.usage import UsageTotals
+from wire.identity import NodeId
+from wire.report import Hardware
+
+MAX_AUDIT_ENTRIES = 10_000
+"""Most entries of the audit log."""
+Key = TypeVar("Key")
+Row = TypeVar("Row")
+
+
+class RowTable(Mapping[Key, Row]):
+    """Rows by key, for readers. Subclasses change them."""
+
+    def __init__(self, rows: dict[Key, Row], writer: StoreWriter) -> None:
+        self._rows = rows
+        self._writer = writer
+
+    def __getitem__(self, key: Key) -> Row:
+        return self._rows[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class MemberTable(RowTable[NodeId, MemberRow]):
+    """All nodes that ever joined, by node id, including removed ones (`removed` is set)."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = map(_parse_member_row, connection.execute("SELECT * FROM members"))
+        super().__init__({row.node: row for row in rows}, writer)
+
+    def put(self, row: MemberRow) -> None:
+        """Add a member, or replace the row of its node id."""
+        self._rows[row.node] = row
+        self._writer.enqueue(
+            "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            row.node,
+            row.name,
+            row.machine,
+            msgspec.json.encode(row.hardware).decode(),
+            row.serial,
+            row.joined,
+            row.cordoned,
+            row.removed,
+            " ".join(row.labels),
+            row.video,
+        )
+
+
+class TokenTable(RowTable[str, TokenRow]):
+    """All join tokens by id, including used and revoked ones until their deletion."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = map(_parse_token_row, connection.execute("SELECT * FROM tokens"))
+        super().__init__({row.id: row for row in rows}, writer)
+
+    def put(self, row: TokenRow) -> None:
+        """Add a join token, or replace the row of its id."""
+        self._rows[row.id] = row
+        self._writer.enqueue(
+            "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
+            row.id,
+            row.key,
+            row.created,
+            row.expires,
+            row.uses_left,
+            row.name,
+            row.revoked,
+        )
+
+    def delete(self, token: str) -> None:
+        """Delete the join token of this id. Do nothing if there is none."""
+        self._rows.pop(token, None)
+        self._writer.enqueue("DELETE FROM tokens WHERE id = ?", token)
+
+
+class KeyTable(RowTable[str, KeyRow]):
+    """API keys by id, without revoked ones."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = map(_parse_key_row, connection.execute("SELECT * FROM keys WHERE revoked IS NULL"))
+        super().__init__({row.id: row for row in rows}, writer)
+
+    def put(self, row: KeyRow) -> None:
+        """Add an API key, or replace the row of its id."""
+        self._rows[row.id] = row
+        self._writer.enqueue(
+            "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
+            row.id,
+            row.name,
+            " ".join(row.scopes),
+            row.digest,
+            row.created,
+            row.expires,
+            None if row.limits is None else msgspec.json.encode(row.limits).decode(),
+        )
+
+    def revoke(self, key: str, now: float) -> bool:
+        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk."""
+        known = self._rows.pop(key, None) is not None
+        self._writer.enqueue("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
+        return known
+
+
+class UsageTable:
+    """Usage of every key, model and day."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = connection.execute("SELECT * FROM usage")
+        self._rows = {
+            (key, model, day): UsageRow(key, model, day, UsageTotals(*used)) for key, model, day, *used in rows
+        }
+        self._writer = writer
+
+    def add(self, key: str, model: str, day: str, used: UsageTotals) -> None:
+        """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`)."""
+        row = self._rows.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
+        row.used.add(used)
+        self._writer.enqueue(
+            "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            key,
+            model,
+            day,
+            *msgspec.structs.astuple(row.used),
+        )
+
+    def list_rows(self) -> list[UsageRow]:
+        """Return the usage of every key, model and day, oldest day first."""
+        return sorted(self._rows.values(), key=lambda row: (row.day, row.key, row.model))
+
+    def delete_before(self, before: str) -> None:
+        """Delete the usage of all days before `before` (`2026-01-31`)."""
+        old = [one for one in self._rows if one[2] < before]
+        for one in old:
+            del self._rows[one]
+        if old:
+            self._writer.enqueue("DELETE FROM usage WHERE day < ?", before)
+
+
+class AuditLog(Sequence[AuditRow]):
+    """Entries of the audit log, at most the newest `MAX_AUDIT_ENTRIES`, oldest first."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = connection.execute("SELECT * FROM audit ORDER BY number")
+        self._rows = deque((AuditRow(*row) for row in rows), maxlen=MAX_AUDIT_ENTRIES)
+        self._writer = writer
+
+    @overload
+    def __getitem__(self, index: int) -> AuditRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[AuditRow]: ...
+    def __getitem__(self, index: int | slice) -> AuditRow | Sequence[AuditRow]:
+        return list(self._rows)[index] if isinstance(index, slice) else self._rows[index]
+
+    def __iter__(self) -> Iterator[AuditRow]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
+        """Append an entry with the fields of `AuditRow`. Keep at most `MAX_AUDIT_ENTRIES` entries."""
+        number = self._rows[-1].number + 1 if self._rows else 1
+        self._rows.append(AuditRow(number, at, actor, action, subject, address))
+        self._writer.enqueue("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
+        self._writer.enqueue("DELETE FROM audit WHERE number <= ?", number - MAX_AUDIT_ENTRIES)
+
+
+class DenyList:
+    """Nodes and certificates that may never link again."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        self._subjects = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
+        self._writer = writer
+
+    def add_node(self, node: NodeId, now: float, reason: str) -> None:
+        """Add a node permanently, with any certificate. `now` is in Unix seconds."""
+        self._add(f"node:{node}", now, reason)
+
+    def add_serial(self, serial: str, now: float, reason: str) -> None:
+        """Add a certificate (serial in hex) permanently. `now` is in Unix seconds."""
+        self._add(f"serial:{serial}", now, reason)
+
+    def is_denied(self, node: NodeId, serial: str) -> bool:
+        """Return whether a node or its certificate is on the deny list."""
+        return f"node:{node}" in self._subjects or f"serial:{serial}" in self._subjects
+
+    def _add(self, subject: str, now: float, reason: str) -> None:
+        self._subjects.add(subject)
+        self._writer.enqueue("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
+
+
+def _parse_member_row(row: tuple[Any, ...]) -> MemberRow:
+    node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
+    decoded = msgspec.json.decode(hardware, type=Hardware)
+    return MemberRow(
+        NodeId(node),
+        name,
+        machine,
+        decoded,
+        serial,
+        joined,
+        bool(cordoned),
+        removed,
+        tuple(labels.split()),
+        bool(video),
+    )
+
+
+def _parse_token_row(row: tuple[Any, ...]) -> TokenRow:
+    token, key, created, expires, uses_left, name, revoked = row
+    return TokenRow(token, key, created, expires, uses_left, name, bool(revoked))
+
+
+def _parse_key_row(row: tuple[Any, ...]) -> KeyRow:
+    key, name, scopes, digest, created, expires, _, limits = row
+    bounds = None if limits is None else msgspec.json.decode(limits, type=KeyLimits)
+    return KeyRow(key, name, tuple(scopes.split()), digest, created, expires, bounds)

@@ -1,0 +1,77 @@
+"""Files of finished jobs: fetched from their nodes and removed in the background."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
+from coordinator.video.state.events import FilesFetched, FilesLost
+from coordinator.video.state.jobs import JobFault, VideoJob
+from wire.video import Artifact
+
+log = structlog.get_logger("coordinator.video")
+RETRY_SECONDS = 2.0
+"""Seconds until a node that did not answer is asked again."""
+
+
+class JobFiles:
+    """Fetches and removals in progress. `on_result` receives the result of a fetch.
+
+    `is_awaited` returns whether a job still waits for its files; a fetch that failed is repeated only then.
+    """
+
+    def __init__(
+        self,
+        artifacts: ArtifactFolder,
+        on_result: Callable[[FilesFetched | FilesLost], None],
+        is_awaited: Callable[[VideoJob], bool],
+    ) -> None:
+        self._artifacts = artifacts
+        self._on_result = on_result
+        self._is_awaited = is_awaited
+        self._loop = asyncio.get_running_loop()
+        self._fetching: dict[str, asyncio.Task[None]] = {}
+        self._removing: set[asyncio.Task[Any]] = set()
+
+    def start_fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
+        """Start to fetch the files of a job, unless that is in progress."""
+        if job.id not in self._fetching:
+            task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
+            task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
+
+    def start_removal(self, job: str) -> None:
+        """Start to remove the files of a job, and cancel their fetch."""
+        task = self._loop.create_task(self._remove(job))
+        self._removing.add(task)
+        task.add_done_callback(self._removing.discard)
+
+    async def close(self) -> None:
+        """Cancel all fetches and removals."""
+        tasks = [*self._fetching.values(), *self._removing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
+        while True:
+            try:
+                found = await self._artifacts.fetch_files(job, artifacts)
+                break
+            except FetchInterrupted as interrupted:
+                log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
+            await asyncio.sleep(RETRY_SECONDS)
+            if not self._is_awaited(job):
+                return
+        if isinstance(found, JobFault):
+            self._on_result(FilesLost(job.id, job.generation, found))
+        else:
+            self._on_result(FilesFetched(job.id, job.generation, found))
+
+    async def _remove(self, job: str) -> None:
+        fetching = self._fetching.get(job)
+        if fetching is not None and not fetching.done():
+            fetching.cancel()
+            await asyncio.gather(fetching, return_exceptions=True)
+        await self._artifacts.remove_files(job)

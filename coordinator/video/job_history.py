@@ -1,0 +1,39 @@
+"""Counts and log entries of the transitions of jobs and leases."""
+
+from collections.abc import Callable
+
+import structlog
+
+from coordinator.video.metrics import VideoCounters
+from coordinator.video.state.job_table import JobTable
+
+log = structlog.get_logger("coordinator.video")
+
+
+class JobHistory:
+    """Counters of video jobs, for metrics. `wall` returns Unix seconds."""
+
+    def __init__(self, wall: Callable[[], float]) -> None:
+        self._wall = wall
+        self.counters = VideoCounters()
+
+    def record(self, before: JobTable, after: JobTable) -> None:
+        """Count and log the transitions between two job tables."""
+        if before.jobs != after.jobs:
+            self._record_transitions(before, after)
+        if before.holds != after.holds:
+            self._count_grants(before, after)
+
+    def _record_transitions(self, before: JobTable, after: JobTable) -> None:
+        for job in after.jobs.values():
+            old = before.jobs.get(job.id)
+            if old is not None and old.state != job.state:
+                self.counters.count_transition(old, job, self._wall())
+                fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
+                log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
+
+    def _count_grants(self, before: JobTable, after: JobTable) -> None:
+        for hold in after.holds.values():
+            old = before.holds.get(hold.lease)
+            if hold.granted and old is not None and not old.granted:
+                self.counters.count_grant(self._wall() - hold.since)

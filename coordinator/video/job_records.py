@@ -1,0 +1,63 @@
+"""Records of jobs and of measured memory on disk. A failed write stops new jobs, not the running ones."""
+
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from coordinator.state.store_errors import StoreError
+from coordinator.video.state.jobs import VideoJob
+from coordinator.video.state.lease_placement import find_packages, get_profile
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key
+from coordinator.video.store import VideoStore
+from router.placement.cluster_view import ClusterView
+
+log = structlog.get_logger("coordinator.video")
+
+
+class JobRecords:
+    """Records in `store`, with the memory profiles measured so far."""
+
+    def __init__(self, store: VideoStore) -> None:
+        self._store = store
+        self._profiles = dict(store.profiles)
+        self._broken = ""
+        """Reason why changes cannot be stored any more; empty while writes succeed."""
+
+    @property
+    def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
+        """Measured memory of each package and engine."""
+        return self._profiles
+
+    def put_job(self, job: VideoJob) -> None:
+        """Store a job."""
+        self._write(lambda: self._store.put_job(job))
+
+    def delete_job(self, job: str) -> None:
+        """Delete the record of a job."""
+        self._write(lambda: self._store.delete_job(job))
+
+    def add_peak(self, job: VideoJob, peak: int, view: ClusterView) -> None:
+        """Add the measured peak of a job, in bytes, to the profile of its package. `view` has the job's node."""
+        package = next((one for node, one in find_packages(view, job.wanted.model) if node.id == job.node), None)
+        if package is None or peak <= 0:
+            return
+        key = get_profile_key(package)
+        profile = self._profiles[key] = get_profile(package, self._profiles).add_measurement(job.wanted.tokens, peak)
+        log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
+        self._write(lambda: self._store.put_profile(key, profile))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except StoreError as error:
+            self._broken = str(error)
+
+    async def flush(self) -> None:
+        """Wait until all changes so far are on disk. Raise `StoreError` if a change could not be written."""
+        if self._broken:
+            raise StoreError(self._broken)
+        await self._store.flush()
+
+    def close(self) -> None:
+        """Write pending changes and close the file."""
+        self._store.close()

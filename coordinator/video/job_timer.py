@@ -1,0 +1,39 @@
+"""Timer of the next check of the job table."""
+
+import asyncio
+from collections.abc import Callable
+
+TICK_SECONDS = 0.5
+"""Seconds between two checks of the job table while a job is open."""
+IDLE_TICK_SECONDS = 60.0
+"""Seconds between two checks while no job is open."""
+
+
+class JobTimer:
+    """Timer that calls `tick` once, as early as any `schedule` since the last call asked for."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+
+    def schedule(self, *, busy: bool) -> None:
+        """Schedule a tick after `TICK_SECONDS` if a job is open, else after `IDLE_TICK_SECONDS`.
+
+        An earlier tick that is scheduled already remains.
+        """
+        due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
+        if self._timer is None or due < self._due:
+            self.cancel()
+            self._timer, self._due = self._loop.call_at(due, self._fire), due
+
+    def cancel(self) -> None:
+        """Cancel the scheduled tick, if any."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._tick()
