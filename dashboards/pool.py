@@ -221,7 +221,8 @@ SELF = (
         "Illegal events",
         "Events in the last hour that a state machine did not allow. Any value but 0 is a bug.",
         COUNT,
-        "sum(increase(macpool_illegal_events_total[1h]))",
+        "sum(increase(macpool_illegal_events_total[1h]))"
+        " + (sum(increase(macpool_node_illegal_events_total[1h])) or vector(0))",
         bad=1,
     ),
     create_stat_panel(

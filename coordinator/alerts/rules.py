@@ -230,6 +230,14 @@ RULES = (
         '`cluster logs` has the event and the state under "illegal event": report a bug with it',
     ),
     AlertRule(
+        "NodeIllegalEvent",
+        _WARNING,
+        Comparison(_build_increase("node_illegal_events", 600), ">", 0),
+        0,
+        "the agent of {node} refused an event that a state machine does not allow, and kept its state",
+        '`cluster logs NAME` has the event and the state under "illegal event": report a bug with it',
+    ),
+    AlertRule(
         "QueueStuck",
         _CRITICAL,
         Intersection(

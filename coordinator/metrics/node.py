@@ -46,6 +46,11 @@ ABOUT: tuple[MetricFamily[NodeSnapshot], ...] = (
         "node_report_timestamp_seconds", "Arrival of the node's newest report, Unix time.", lambda p: p.reported_at
     ),
     create_counter("node_agent_cpu_seconds", "CPU time of the agent's process.", _read_agent(lambda m: m.agent_cpu)),
+    create_counter(
+        "node_illegal_events",
+        "Events that a state machine of the agent does not allow: engine process, link or lease.",
+        lambda p: p.view.illegal_events,
+    ),
     create_gauge("node_agent_phys_bytes", "Footprint of the agent's process.", _read_agent(lambda m: m.agent_phys)),
 )
 NODE = (*ABOUT, *MEMORY, *GATE, *ENGINE, *MODELS, *CACHE)

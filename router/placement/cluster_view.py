@@ -55,6 +55,8 @@ class NodeView:
     video_allowed: bool = False
     """Whether an administrator allows the node to generate videos."""
     sharing: Sharing = field(default_factory=Sharing)
+    illegal_events: int = 0
+    """Events that the state machines of the agent refused since its start."""
 
     @cached_property
     def headroom(self) -> int | None:

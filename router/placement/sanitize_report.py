@@ -97,6 +97,7 @@ def build_node_view(
         video_allowed=video_allowed,
         video=sanitize_video(report.video),
         sharing=_sanitize_sharing(report.sharing),
+        illegal_events=report.illegal_events,
     )
 
 

@@ -102,6 +102,7 @@ DISTINCT = Report(
         over_caps=5005,
         kills=5006,
     ),
+    illegal_events=6003,
 )
 """A report in which every field has a different number, to detect a swap of two."""
 

@@ -200,6 +200,12 @@ STORIES: dict[str, Story] = {
         {"machine": "request"},
         (_labelled('machine="request"', illegal_events_total=steady(3)),),
     ),
+    "NodeIllegalEvent": Story(
+        _node(node_illegal_events_total=lambda now: float(now > 30)),
+        60,
+        _STUDIO,
+        (_node(node_illegal_events_total=steady(3)),),
+    ),
     "QueueStuck": Story(
         _pool(router_queue_depth=steady(3), router_attempts_total=steady(50)),
         60,

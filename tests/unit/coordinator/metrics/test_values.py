@@ -71,6 +71,7 @@ NODE_NUMBERS: Numbers = {
     "node_report_timestamp_seconds": WALL - 1,
     "node_agent_cpu_seconds_total": 6001.5,
     "node_agent_phys_bytes": 6002,
+    "node_illegal_events_total": 6003,
     "node_memory_total_bytes": 1011,
     "node_memory_cap_bytes": 1001,
     "node_memory_ceiling_bytes": 1002,
