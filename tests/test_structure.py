@@ -20,7 +20,7 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {
 }
 """Classes above a limit, with their methods and lines."""
 LARGE_MODULES: dict[str, int] = {
-    "coordinator/simulation/cluster.py": 458,
+    "coordinator/simulation/cluster.py": 457,
     "coordinator/simulation/routers.py": 423,
     "coordinator/simulation/simulated_node.py": 678,
 }

@@ -16,7 +16,6 @@ from typing import Protocol
 from coordinator.cluster import membership
 from coordinator.cluster.member_state import (
     CloseLink,
-    Event,
     Member,
     MemberConnected,
     MemberDisconnected,
@@ -329,7 +328,7 @@ class SimulatedPool:
             report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
         )
 
-    def _step(self, node: NodeId, event: Event) -> bool:
+    def _step(self, node: NodeId, event: membership.Event) -> bool:
         member, actions = membership.step(self.members[node], event, self.loop.time())
         self.members[node] = member
         for action in actions:
