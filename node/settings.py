@@ -1,7 +1,7 @@
 """Settings of a node with their defaults and descriptions, and the checks that types cannot express.
 
 The tree holds values as written by a person ("96GiB", "auto"). `node.memory.cap` resolves sizes for this machine.
-`resolve` refuses an impossible value and names its key, before any process is started.
+`resolve_settings` refuses an impossible value and names its key, before any process is started.
 """
 
 import re

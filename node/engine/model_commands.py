@@ -151,15 +151,15 @@ class ModelCommands:
         loaded_model = outcome.loaded_model
         loaded_model.ledger.set_waste(waste_bytes(self._forwards.gate.cap))
         frames: list[Frame] = [Finished(number, (), 0, 0) for number in self._take_orders(loaded_model.name)]
-        while (one := self._waiting.take_next(loaded_model.name)) is not None:
-            frames += self._admission.admit(loaded_model, one.prepared, one.arrived, time.monotonic())
+        while (waiting := self._waiting.take_next(loaded_model.name)) is not None:
+            frames += self._admission.admit(loaded_model, waiting.prepared, waiting.arrived, time.monotonic())
         return frames
 
     def _end_failed_load(self, outcome: LoadFailed) -> list[Frame]:
         self._sweeps.refuse_queued(outcome.model, outcome.refused)
         frames: list[Frame] = [Refusal(number, outcome.refused) for number in self._take_orders(outcome.model)]
-        while (one := self._waiting.take_next(outcome.model)) is not None:
-            frames.append(Refusal(one.prepared.request.request, outcome.refused, one.prepared.tokens))
+        while (waiting := self._waiting.take_next(outcome.model)) is not None:
+            frames.append(Refusal(waiting.prepared.request.request, outcome.refused, waiting.prepared.tokens))
         return frames
 
     def _take_orders(self, model: str) -> list[int]:

@@ -276,7 +276,9 @@ class Dispatcher:
 
     def list_open_requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, the oldest first."""
-        return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
+        return sorted(
+            (request for request in self._open.values() if request.outcome is None), key=lambda request: request.number
+        )
 
     # questions
 

@@ -229,7 +229,7 @@ def render_grammar(spec: Asked, tools: str, call_format: ToolCallFormat | None, 
     free = spec.calls == "free"
     builder = LarkBuilder(call_format)
     either = "@answer | calls" if spec.kind else "spoken"
-    rules_text = render_rules(builder, parse_tool_specs(tools, spec.tool), free=free, one=one_call)
+    rules_text = render_rules(builder, parse_tool_specs(tools, spec.tool), free=free, one_call=one_call)
     return _join_grammars(
         f"start: {either if free else 'calls'}\n{rules_text}", [*(answer if free else []), *builder.list_schemas()]
     )
@@ -284,6 +284,6 @@ def _convert_lark(text: str) -> str:
 def _convert_choice(value: str) -> str:
     texts = parse_json(value)
     found = cast("list[object]", texts) if isinstance(texts, list) else []
-    if not found or not all(isinstance(one, str) and one for one in found):
+    if not found or not all(isinstance(text, str) and text for text in found):
         raise UnsupportedSchema(f"{PREFIX}choices must be a list of non-empty texts")
-    return "start: " + " | ".join(json.dumps(one) for one in found)
+    return "start: " + " | ".join(json.dumps(text) for text in found)

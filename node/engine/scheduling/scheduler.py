@@ -157,7 +157,7 @@ class Scheduler:
         choices = self._queue.list_choices(now)
         if choices:
             return max(now, self._queue.compute_wait_end(choices))
-        waiting = [one.retry_at for one in self._requests.prefills]
+        waiting = [prefill.retry_at for prefill in self._requests.prefills]
         if self._requests.preempted:
             waiting.append(self.preemptor.return_at)
         return min(waiting, default=None)
@@ -233,7 +233,7 @@ class Scheduler:
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
-        if len({one.owner.name for one in self._requests.live.values()}) < 2:
+        if len({sequence.owner.name for sequence in self._requests.live.values()}) < 2:
             return
         first = self._queue.find_next_unstarted()
         if first is not None and not first.retry_at:

@@ -127,7 +127,7 @@ class Migration:
         restarts = request.tokens.unbegun and not request.answer.begun
         if not (restarts or request.resumable) or not can_recover(LossKind.NODE, request.life.losses + 1, 0):
             return False
-        others = ClusterView(tuple(one for one in self._placer.view.nodes if one.id != request.node))
+        others = ClusterView(tuple(node for node in self._placer.view.nodes if node.id != request.node))
         return self._send_to_best(
             others,
             request,
