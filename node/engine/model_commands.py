@@ -27,7 +27,7 @@ LOAD_STEP_EXPECTED_SECONDS = 10.0
 
 
 class ModelCommands:
-    """Carries out orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
+    """Executor of orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class ModelCommands:
                 self._manager.request_load(found)
 
     def unload_idle(self, now: float) -> None:
-        """Unload models that are unused or were replaced on disk; load a replaced model again if it is preloaded."""
+        """Unload the models that are unused at the monotonic time `now` or were replaced on disk. Load a replaced model
+        again if it is preloaded."""
         for found in self._unloader.unload_idle(now):
             self._manager.request_load(found)
 
@@ -139,7 +140,7 @@ class ModelCommands:
             self._manager.tick(now)
 
     def take_ended_answers(self) -> list[Frame]:
-        """Return the answers for all requests and orders whose load has ended."""
+        """Return the answers for the requests and orders whose load has ended since the last call."""
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 
     def _end_load(self, outcome: Outcome) -> list[Frame]:

@@ -215,7 +215,10 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume."""
+        """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume.
+
+        `reason` is the cause of the end, for the messages to clients.
+        """
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
@@ -236,13 +239,12 @@ class Dispatcher:
             request.remove_node(node)
 
     def migrate_node(self, node: NodeId) -> int:
-        """Migrate the requests of a live node, and return the number of requests that stay
-        (`Migration.migrate_node`)."""
+        """Migrate the requests of a live node to other nodes. Return the number of requests that stay, because no other
+        node has room for them."""
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node, wait until it has none, and return the number left
-        (`Migration.wait_drained`)."""
+        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         return await self._parts.migration.wait_drained(node, seconds)
 
     # client requests

@@ -122,7 +122,7 @@ class GemmaArgumentRules:
 
     @property
     def guard(self) -> MarkExclusion:
-        """Return the exclusion of marks from text."""
+        """Exclusion of marks from text."""
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:

@@ -58,7 +58,7 @@ class ToolSpec:
 
     @property
     def quoted_name(self) -> str:
-        """Return the name as a JSON string, quoted once more for Lark."""
+        """Name as a JSON string, quoted once more for Lark."""
         return json.dumps(json.dumps(self.name))
 
 

@@ -1,8 +1,8 @@
 """Unloader of models, and the order in which memory is freed that a request could reuse.
 
-The order: the pool, spare memory, the prefix cache, then idle models, least recently used first. A model in use stays,
-and a preloaded one as well. A model that has been unused for `max_idle_seconds` is unloaded. A model whose files were
-replaced on disk is unloaded as soon as it is idle. Until then it answers under its old fingerprint.
+The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. A model in
+use stays, and a preloaded one as well. A model that has been unused for `max_idle_seconds` is unloaded. A model whose
+files were replaced on disk is unloaded as soon as it is idle. Until then it answers under its old fingerprint.
 """
 
 import time
@@ -39,7 +39,7 @@ class ReclaimableMemory(Protocol):
 
 
 class ModelUnloader:
-    """Unloads models, and frees memory that a request could reuse (see the module's docstring).
+    """Unloader of models, which also frees memory that a request could reuse (see the module's docstring).
 
     `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
     be reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release.

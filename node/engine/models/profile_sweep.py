@@ -69,7 +69,7 @@ class RunningSweep:
 
     @property
     def has_ends(self) -> bool:
-        """Return whether there are answers to send."""
+        """Whether there are answers to send."""
         return bool(self._ends)
 
     @property
@@ -100,7 +100,7 @@ class RunningSweep:
             sweep.steps.close()
 
     def release(self) -> None:
-        """Stop the sweep in progress and release its memory, because requests need it. Its order is refused."""
+        """Stop the sweep in progress and release its memory, because requests need that memory. Refuse its order."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self.close()
@@ -148,7 +148,7 @@ class SweepQueue:
 
     @property
     def busy(self) -> bool:
-        """Return whether `step` has a forward to run or frames to return."""
+        """Whether `step` has a forward to run or frames to return."""
         running = self.running
         return (
             running.has_ends or running.current is not None or self._find_next() is not None or bool(self._list_lost())

@@ -48,7 +48,7 @@ class PrefillQueue:
         return self._batch - self._batches.count_rows() - sum(prefill.width for prefill in self._requests.prefills)
 
     def find_next_unstarted(self) -> Prefill | None:
-        """Return the next prompt that gets rows; None if all have started."""
+        """Return the queued prompt that gets rows next; None if all have started."""
         return next(self._iterate_unstarted(), None)
 
     def _iterate_unstarted(self) -> Iterator[Prefill]:

@@ -53,7 +53,7 @@ class RequestTable:
         self._holds[sequence.number] = loaded_model.usage.hold()
 
     def remove(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Remove a request that has ended, and release its hold. `settle` records the time of its end."""
+        """Remove a request that has ended, and release its hold. `record_ends` records the time of its end."""
         del self._live[sequence.number]
         self._holds.pop(sequence.number).release()
         self._ended_on[loaded_model.name] = loaded_model
@@ -78,8 +78,8 @@ class RequestTable:
         self._prefills.remove(prefill)
 
     def clear_prefills(self, sequence: Sequence) -> None:
-        """Remove a request's prefills and release their arrays. Memory released after the pool is emptied would stay in
-        the pool."""
+        """Remove a request's prefills and release their arrays. Memory released after MLX freed its buffers would stay
+        in the buffers."""
         for prefill in [prefill for prefill in self._prefills if prefill.sequence is sequence]:
             prefill.clear()
             self._prefills.remove(prefill)

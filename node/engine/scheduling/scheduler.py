@@ -206,8 +206,11 @@ class Scheduler:
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
-        preempted
-        (`Preemptor.preempt_for_key`)."""
+        preempted.
+
+        `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
+        fair shares do not allow enough preemptions.
+        """
         return self.preemptor.preempt_for_key(owner, need, missing_bytes)
 
     # steps

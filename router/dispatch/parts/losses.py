@@ -51,7 +51,10 @@ class Losses:
         self._counters = counters
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Resume the requests of a lost node on other nodes, and end those that cannot resume."""
+        """Resume the requests of a lost node on other nodes, and end those that cannot resume.
+
+        `reason` is the cause of the loss, for the messages to clients.
+        """
         for request in self._attempts.list_on_node(node):
             self._counters.count_node_loss()
             self._on_failure(request, FailureCode.NODE_LOST)

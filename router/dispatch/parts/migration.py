@@ -27,7 +27,11 @@ from wire.node_state import NodeState
 
 
 class Migration:
-    """Migration and rebalancing of requests. `apply` and `numbers` are those of `assignment.Assignment`."""
+    """Migration and rebalancing of requests.
+
+    `apply` applies an event to a request. `numbers` returns the next attempt number and sequence number. `clock`
+    returns monotonic seconds.
+    """
 
     def __init__(
         self,
