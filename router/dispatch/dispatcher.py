@@ -215,10 +215,7 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume.
-
-        `reason` is the cause of the end, for the messages to clients.
-        """
+        """Handle the end of a node's link for `reason`: resume its requests elsewhere, or end them."""
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
@@ -278,9 +275,8 @@ class Dispatcher:
 
     def list_open_requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, the oldest first."""
-        return sorted(
-            (request for request in self._open.values() if request.outcome is None), key=lambda request: request.number
-        )
+        unended = (request for request in self._open.values() if request.outcome is None)
+        return sorted(unended, key=lambda request: request.number)
 
     # questions
 
@@ -298,9 +294,8 @@ class Dispatcher:
 
         Any number but 0 is a bug.
         """
-        return len(self.ledger.get_reserved_requests() - self._live.keys()) + len(
-            self.ledger.get_holders() - self._open.keys()
-        )
+        reserved, holders = self.ledger.get_reserved_requests(), self.ledger.get_holders()
+        return len(reserved - self._live.keys()) + len(holders - self._open.keys())
 
     @property
     def idle(self) -> bool:
