@@ -81,8 +81,8 @@ class RequestAdmission:
     # tokenization
 
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
-        unloaded meanwhile."""
+        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Return the prompt, or
+        its `Refusal`, or nothing if it was cancelled or is known. Its model is not unloaded meanwhile."""
         number = prompt.frame.request
         if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
             return []

@@ -42,7 +42,7 @@ class WaitingRequests:
         return sum(waiting.prepared.tokens for waiting in self._for_model.values())
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that are reserved for all of them."""
+        """Return the bytes that are reserved for all waiting requests and tokenizations."""
         rows = sum(waiting.reserved_bytes for waiting in self._for_model.values())
         return rows + sum(need for need, _ in self._in_tokenization.values())
 

@@ -33,7 +33,7 @@ log = structlog.get_logger("engine.generation")
 
 
 class Preemptor:
-    """Preempts requests for lack of memory or rows, and returns them. `floor`: tokens of the smallest chunk."""
+    """Preemption of requests for lack of memory or rows, and their return. `floor`: tokens of the smallest chunk."""
 
     def __init__(
         self,

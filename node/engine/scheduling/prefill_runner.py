@@ -26,7 +26,8 @@ log = structlog.get_logger("engine.generation")
 
 
 class PrefillRunner:
-    """Prefills chosen prompts, and joins their rows after the last chunk. `floor`: tokens of the smallest chunk."""
+    """Runner of the prefills of chosen prompts, whose rows join after the last chunk. `floor`: tokens of the smallest
+    chunk."""
 
     def __init__(
         self,
@@ -55,7 +56,10 @@ class PrefillRunner:
         self._floor = floor
 
     def run(self, members: list[Prefill], now: float) -> None:
-        """Prefill one chunk of the first member, or all members in one forward if there are several and they fit."""
+        """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
+
+        `now` is the monotonic time at which the iteration began.
+        """
         lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):
             self._run_chunk(members[0], now)

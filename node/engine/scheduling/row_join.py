@@ -25,7 +25,7 @@ FIRST_JOIN_SECONDS = 10.0
 
 
 class RowJoin:
-    """Joins the rows of prefilled prompts."""
+    """Join of the rows of prefilled prompts with their decode batches."""
 
     def __init__(
         self,
