@@ -1,6 +1,7 @@
-"""Count of the places where prose breaks the rules of docs/style.md. `make lint` runs this check.
+"""Count of the places where prose and names break the rules of docs/style.md. `make lint` runs this check.
 
-Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. Each room (a
+Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. In the packages
+the names of functions are checked as well (`docs.function_names`). Each room (a
 package, or a folder of one) has a number of findings in docs/style_counts.toml that may only fall:
 
     python -m docs.style_check                 # fail where a room has more findings than its number
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from inspect import cleandoc
 from pathlib import Path
 from typing import cast
+
+from docs.function_names import find_misnamed
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_name("style_counts.toml")
@@ -92,7 +95,7 @@ class Finding:
     """Path in the repository."""
     line: int
     rule: str
-    """Key in `RULES`, or `verb` or `long`."""
+    """Key in `RULES`, or `verb`, `long` or `name`."""
     excerpt: str
 
     def __str__(self) -> str:
@@ -187,7 +190,12 @@ def of_file(path: Path) -> list[Finding]:
     """Return the findings in a Python, Markdown, JavaScript or HTML file of the repository."""
     name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
     if path.suffix == ".py":
-        return list(findings(name, of_python(source, strings=name.startswith(PACKAGES))))
+        packaged = name.partition("/")[0] in PACKAGES
+        misnamed = find_misnamed(name, source) if packaged else ()
+        return [
+            *findings(name, of_python(source, strings=packaged)),
+            *(Finding(name, line, "name", function) for line, function in misnamed),
+        ]
     return list(findings(name, of_markdown(source) if path.suffix == ".md" else of_script(source)))
 
 

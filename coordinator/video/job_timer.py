@@ -26,7 +26,7 @@ class JobTimer:
         due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:
             self.cancel()
-            self._timer, self._due = self._loop.call_at(due, self._fire), due
+            self._timer, self._due = self._loop.call_at(due, self._run_tick), due
 
     def cancel(self) -> None:
         """Cancel the scheduled tick, if any."""
@@ -34,6 +34,6 @@ class JobTimer:
             self._timer.cancel()
             self._timer = None
 
-    def _fire(self) -> None:
+    def _run_tick(self) -> None:
         self._timer = None
         self._tick()

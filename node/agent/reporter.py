@@ -155,7 +155,7 @@ class Reporter:
         reports = self._supervisor.reports
         if reports.latest is not None and reports.latest.memory.cap and reports.received_at is not None:
             return replace(reports.latest.memory, age=time.monotonic() - reports.received_at)
-        limits = self._limiter.compute_current_ceiling(0)
+        limits = self._limiter.compute_limits(0)
         return Memory(
             cap=limits.cap,
             ceiling=limits.ceiling,

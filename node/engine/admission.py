@@ -27,7 +27,7 @@ class RequestLimits(NamedTuple):
         return min(descriptor.context, self.context or descriptor.context)
 
     def compute_shape(self, prepared: PreparedRequest, descriptor: ModelDescriptor) -> preflight.RequestShape:
-        """Return the size of a request for a model."""
+        """Return the size of a prepared request for a model: prompt, limit and expected answer in tokens."""
         return preflight.compute_shape(
             prepared.request, prepared.tokens, self.tokens, self.get_max_row_tokens(descriptor)
         )
@@ -51,7 +51,8 @@ class AdmissionCost(NamedTuple):
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
-    """Return the costs of a request of this size."""
+    """Return the costs of a request of the size `shape`. `ledger` has the commitments of its model, `model` is the
+    model's report."""
     rows = ledger.compute_cost(shape.length, shape.choices)
     return AdmissionCost(rows, rows + request_transient(model, shape.prompt, shape.answer_tokens, shape.choices))
 

@@ -175,7 +175,9 @@ def compose(
         loaded_models=lambda: models.loaded,
         is_loading=manager.is_loading,
         synchronize=scheduler.synchronize,
-        describe=lambda one: describer.describe_measured(one.descriptor, memory.read_now(), time.monotonic()),
+        describe=lambda loaded_model: describer.describe_measured(
+            loaded_model.descriptor, memory.read_now(), time.monotonic()
+        ),
     )
     admission = RequestAdmission(
         table=models,

@@ -219,7 +219,7 @@ class TextEngine:
             self._maintain_idle(now)
 
     def _maintain_idle(self, now: float) -> None:
-        """Check the invariants, empty the pool and maintain the reserve, because no request has work."""
+        """Check the invariants, free MLX's buffers and maintain the reserve, because no request has work."""
         parts = self.parts
         if broken := self.check():
             log.error("invariants violated", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))

@@ -27,7 +27,7 @@ LOAD_STEP_EXPECTED_SECONDS = 10.0
 
 
 class ModelCommands:
-    """Carries out orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
+    """Executor of orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
 
     def __init__(
         self,
@@ -116,7 +116,8 @@ class ModelCommands:
                 self._manager.request_load(found)
 
     def unload_idle(self, now: float) -> None:
-        """Unload models that are unused or were replaced on disk; load a replaced model again if it is preloaded."""
+        """Unload the models that are unused at the monotonic time `now` or were replaced on disk. Load a replaced model
+        again if it is preloaded."""
         for found in self._unloader.unload_idle(now):
             self._manager.request_load(found)
 
@@ -139,7 +140,7 @@ class ModelCommands:
             self._manager.tick(now)
 
     def take_ended_answers(self) -> list[Frame]:
-        """Return the answers for all requests and orders whose load has ended."""
+        """Return the answers for the requests and orders whose load has ended since the last call."""
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 
     def _end_load(self, outcome: Outcome) -> list[Frame]:
@@ -151,15 +152,15 @@ class ModelCommands:
         loaded_model = outcome.loaded_model
         loaded_model.ledger.set_waste(waste_bytes(self._forwards.gate.cap))
         frames: list[Frame] = [Finished(number, (), 0, 0) for number in self._take_orders(loaded_model.name)]
-        while (one := self._waiting.take_next(loaded_model.name)) is not None:
-            frames += self._admission.admit(loaded_model, one.prepared, one.arrived, time.monotonic())
+        while (waiting := self._waiting.take_next(loaded_model.name)) is not None:
+            frames += self._admission.admit(loaded_model, waiting.prepared, waiting.arrived, time.monotonic())
         return frames
 
     def _end_failed_load(self, outcome: LoadFailed) -> list[Frame]:
         self._sweeps.refuse_queued(outcome.model, outcome.refused)
         frames: list[Frame] = [Refusal(number, outcome.refused) for number in self._take_orders(outcome.model)]
-        while (one := self._waiting.take_next(outcome.model)) is not None:
-            frames.append(Refusal(one.prepared.request.request, outcome.refused, one.prepared.tokens))
+        while (waiting := self._waiting.take_next(outcome.model)) is not None:
+            frames.append(Refusal(waiting.prepared.request.request, outcome.refused, waiting.prepared.tokens))
         return frames
 
     def _take_orders(self, model: str) -> list[int]:

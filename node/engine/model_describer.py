@@ -41,7 +41,7 @@ class DescriberRules(NamedTuple):
 
 
 class ModelDescriber:
-    """Describes models for reports and for admission."""
+    """Describer of models for reports and for admission."""
 
     def __init__(
         self,

@@ -51,7 +51,7 @@ than needed would be preempted."""
 
 
 class RequestAdmission:
-    """Admits requests. `acked` is the newest request (`Generate.seq`) with a decision."""
+    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision."""
 
     def __init__(
         self,
@@ -81,8 +81,8 @@ class RequestAdmission:
     # tokenization
 
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
-        unloaded meanwhile."""
+        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Return the prompt, or
+        its `Refusal`, or nothing if it was cancelled or is known. Its model is not unloaded meanwhile."""
         number = prompt.frame.request
         if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
             return []
@@ -114,7 +114,8 @@ class RequestAdmission:
     # requests
 
     def admit_or_queue(self, prepared: PreparedRequest, now: float) -> list[Frame]:
-        """Admit a request, queue it until its model is loaded, or refuse it."""
+        """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far: `Admitted`,
+        `Refusal`, or none."""
         request = prepared.request
         self.acked = max(self.acked, request.seq)
         if self._take_cancellation(request.request) or self._is_known(request.request):

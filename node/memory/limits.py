@@ -137,7 +137,7 @@ class Limiter:
         wired = self._machine.wired()
         return None if wired is None else max(0, wired - self.worker_phys())
 
-    def compute_current_ceiling(self, phys: int | None) -> MemoryLimits:
+    def compute_limits(self, phys: int | None) -> MemoryLimits:
         """Read the machine and return the limits now. `phys` is the footprint of the engine in bytes, 0 without an
         engine, None if unreadable."""
         self._look()
@@ -146,15 +146,16 @@ class Limiter:
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Return the limits as `now` does, and pass them to `send` if they have changed since they were last sent."""
-        found, last = self.compute_current_ceiling(phys), self._last_limits
+        """Return the limits as `compute_limits` does, and pass them to `send` if they have changed since they were last
+        sent."""
+        found, last = self.compute_limits(phys), self._last_limits
         if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
             self._last_limits = found
             send(found)
         return found
 
     def _reaches(self, phys: int | None) -> int | None:
-        """Return the result of `dynamic` for the present readings; None if one of the readings fails."""
+        """Return the result of `compute_reach` for the present readings; None if one of the readings fails."""
         worker = self._worker
         lent = 0 if worker is None else measure_group_footprint(worker)
         if lent is None and worker is not None and list_group_members(worker):

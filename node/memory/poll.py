@@ -155,7 +155,7 @@ class MemoryPoll:
     def read_memory(self) -> Memory:
         """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
         self._phys = self._supervisor.probe.phys().phys
-        return self._build_memory(self._limiter.compute_current_ceiling(self._ceiling_footprint()))
+        return self._build_memory(self._limiter.compute_limits(self._ceiling_footprint()))
 
     # parts of the report
 

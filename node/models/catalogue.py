@@ -11,7 +11,7 @@ SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model
 detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
-memory, their tokenizer and their fingerprint belong together. `replacement` returns the model that is on the disk now.
+memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model on the disk now.
 """
 
 import hashlib

@@ -246,7 +246,7 @@ class SharingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Present use of a node: an input of `due`."""
+    """Present use of a node: an input of `list_due_actions`."""
 
     requests: int = 0
     """Number of open requests."""
@@ -265,7 +265,7 @@ class GracePeriods:
 
 
 def list_due_actions(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
-    """Return the actions that are due `waited` seconds after the decision of `sharing_state` last changed.
+    """Return the actions that are due `waited` seconds after the decision of `decide_sharing` last changed.
 
     An action is returned again until its effect is visible in `holds`.
     """

@@ -219,5 +219,6 @@ def _compute_cost(delta: Delta) -> int:
 
 def _compute_logprobs_cost(logprobs: Iterable[Logprob]) -> int:
     return sum(
-        LOGPROB_BYTES + len(one.token) + sum(LOGPROB_BYTES + len(token) for token, _ in one.top) for one in logprobs
+        LOGPROB_BYTES + len(logprob.token) + sum(LOGPROB_BYTES + len(token) for token, _ in logprob.top)
+        for logprob in logprobs
     )

@@ -100,7 +100,10 @@ class DecisionLog:
             return
         chosen = result.chosen
         if len(candidates) > MAX_CANDIDATES_KEPT:
-            candidates = (chosen, *(one for one in candidates[:MAX_CANDIDATES_KEPT] if one is not chosen))
+            candidates = (
+                chosen,
+                *(candidate for candidate in candidates[:MAX_CANDIDATES_KEPT] if candidate is not chosen),
+            )
         self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
     def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:
@@ -173,20 +176,20 @@ def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callabl
     instead: list[tuple[str, str, str]] = []
     recorded_seconds: list[float] = []
     replayed_seconds: list[float] = []
-    for one in decisions:
+    for decision in decisions:
         count += 1
-        feasible = [candidate for candidate in one.candidates if candidate.feasible]
-        taken = next((candidate for candidate in feasible if candidate.node == one.chosen), None)
+        feasible = [candidate for candidate in decision.candidates if candidate.feasible]
+        taken = next((candidate for candidate in feasible if candidate.node == decision.chosen), None)
         if taken is None:
             refused += 1
             continue
-        best = min(feasible, key=lambda node: (*policy.score(node, one.demand), draw()))
+        best = min(feasible, key=lambda node: (*policy.score(node, decision.demand), draw()))
         recorded_seconds.append(taken.expected_ttft)
         replayed_seconds.append(best.expected_ttft)
-        if policy.score(best, one.demand) == policy.score(taken, one.demand):
+        if policy.score(best, decision.demand) == policy.score(taken, decision.demand):
             same += 1
         else:
-            instead.append((one.request_id, taken.name, best.name))
+            instead.append((decision.request_id, taken.name, best.name))
     return ReplayResult(
         count, same, refused, tuple(instead), (_compute_mean(recorded_seconds), _compute_mean(replayed_seconds))
     )

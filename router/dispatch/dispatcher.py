@@ -215,7 +215,7 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link: resume its requests on other nodes, and end those that cannot resume."""
+        """Handle the end of a node's link for `reason`: resume its requests elsewhere, or end them."""
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
@@ -236,13 +236,12 @@ class Dispatcher:
             request.remove_node(node)
 
     def migrate_node(self, node: NodeId) -> int:
-        """Migrate the requests of a live node, and return the number of requests that stay
-        (`Migration.migrate_node`)."""
+        """Migrate the requests of a live node to other nodes. Return the number of requests that stay, because no other
+        node has room for them."""
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node, wait until it has none, and return the number left
-        (`Migration.wait_drained`)."""
+        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         return await self._parts.migration.wait_drained(node, seconds)
 
     # client requests
@@ -276,7 +275,8 @@ class Dispatcher:
 
     def list_open_requests(self) -> list[ActiveRequest]:
         """Return the requests that have not ended, the oldest first."""
-        return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
+        unended = (request for request in self._open.values() if request.outcome is None)
+        return sorted(unended, key=lambda request: request.number)
 
     # questions
 
@@ -294,9 +294,8 @@ class Dispatcher:
 
         Any number but 0 is a bug.
         """
-        return len(self.ledger.get_reserved_requests() - self._live.keys()) + len(
-            self.ledger.get_holders() - self._open.keys()
-        )
+        reserved, holders = self.ledger.get_reserved_requests(), self.ledger.get_holders()
+        return len(reserved - self._live.keys()) + len(holders - self._open.keys())
 
     @property
     def idle(self) -> bool:

@@ -5,7 +5,8 @@ from wire.frames import Delta
 
 
 class GeneratedTokens:
-    """Received token ids of each of `choices` choices. `limit` is the maximum length of a choice; None: unlimited."""
+    """Received token ids of each of `choices` choices. `limit` is the maximum length of a choice in tokens; None:
+    `MAX_KNOWN_TOKENS`."""
 
     __slots__ = ("_choices", "_discarded", "_limit", "ids")
 

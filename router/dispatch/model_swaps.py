@@ -305,9 +305,11 @@ def _compute_spare_bytes(node: NodeView, candidate: Candidate, leaving: frozense
     """Return the bytes available to a request on a node without the `leaving` models and without any other rows."""
     memory, model = node.memory, candidate.model
     stays = sum(
-        one.weights
-        for one in node.models.values()
-        if (one.loaded or one.loading) and one.name not in leaving and (model is None or one.name != model.name)
+        loaded_model.weights
+        for loaded_model in node.models.values()
+        if (loaded_model.loaded or loaded_model.loading)
+        and loaded_model.name not in leaving
+        and (model is None or loaded_model.name != model.name)
     )
     own = model.weights if model is not None and not candidate.weights else 0
     return memory.ceiling - memory.margin - memory.base - stays - own
@@ -325,7 +327,9 @@ def _choose_models_to_unload(
 
     own = candidate.model.name if candidate.model is not None else ""
     movable = [
-        one for one in node.models.values() if (one.loaded or one.loading) and one.name != own and not one.pinned
+        model
+        for model in node.models.values()
+        if (model.loaded or model.loading) and model.name != own and not model.pinned
     ]
     chosen: dict[str, int] = {}
     missing = candidate.need - _compute_spare_bytes(node, candidate, frozenset())
@@ -370,12 +374,12 @@ def _compute_hold_bytes(node: NodeView, candidate: Candidate, leaving: frozenset
 
 def _find_ready_candidate(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
     """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
-    one = next((one for one in snapshot.waiting if one.request == turn.request), None)
-    if turn.sent_at is not None or one is None:
+    entry = next((queued for queued in snapshot.waiting if queued.request == turn.request), None)
+    if turn.sent_at is not None or entry is None:
         return None
     node, running = snapshot.nodes[turn.node], snapshot.running.get(turn.node, {})
-    candidate = _find_candidate(one, turn.node)
-    if candidate is None or turn.node in one.refused:
+    candidate = _find_candidate(entry, turn.node)
+    if candidate is None or turn.node in entry.refused:
         return None
     idle = sum(
         model.weights

@@ -174,7 +174,7 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
         return CompleteAnswer(texts, self._renumber_choices(calls), self._renumber_choices(logprobs), fingerprint)
 
     def _renumber_choices(self, parts: Sequence[Mapping[int, T]]) -> dict[int, T]:
-        return {at * self._choices + choice: one for at, each in enumerate(parts) for choice, one in each.items()}
+        return {at * self._choices + choice: part for at, each in enumerate(parts) for choice, part in each.items()}
 
 
 def _combine_ends(ends: Sequence[Finished], choices: int) -> Finished:

@@ -96,7 +96,7 @@ class NodeCommands:
         Without a link, or with too many open counts of the key or of all keys, the result is a refusal.
         """
         number, key = self._number(), request.owner.name
-        mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
+        mine = sum(command.kind is CountTokens and command.key == key for command in self._open.values())
         if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} token counts of this API key are open, which is the limit: wait for one to end"
             return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
@@ -108,7 +108,7 @@ class NodeCommands:
         if self._closed:
             return RequestFailure(FailureCode.SHUTTING_DOWN, self._closed)
         command = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
-        same = sum((one.kind is CountTokens) == (command.kind is CountTokens) for one in self._open.values())
+        same = sum((other.kind is CountTokens) == (command.kind is CountTokens) for other in self._open.values())
         if same >= MAX_OPEN_COMMANDS:
             what = "token counts" if command.kind is CountTokens else "model commands"
             return Refused(

@@ -21,7 +21,7 @@ class OfAttempt(Event, frozen=True, gc=False):
 
 
 class Placed(Event, frozen=True, gc=False):
-    """Event: placement has chosen a node. `attempt` and `seq` are new numbers, `need` is in bytes."""
+    """Event: placement has chosen a node. `attempt` and `seq` are new numbers, `need` is the reservation in bytes."""
 
     attempt: int
     seq: int

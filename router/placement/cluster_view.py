@@ -74,7 +74,7 @@ class NodeView:
 
         Loads run one at a time. Where several models are loading, the report does not show which load has begun.
         """
-        return model.loading and not any(one.loading and one.name != model.name for one in self.models.values())
+        return model.loading and not any(other.loading and other.name != model.name for other in self.models.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,9 @@ def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
             holders[model.fingerprint] = holders.get(model.fingerprint, 0) + 1
             if _can_serve(node):
                 able.add(model.fingerprint)
-    chosen = min(able or holders, key=lambda one: (not one, -holders[one], one), default="")
+    chosen = min(
+        able or holders, key=lambda fingerprint: (not fingerprint, -holders[fingerprint], fingerprint), default=""
+    )
     return ModelIdentity(chosen, holders)
 
 

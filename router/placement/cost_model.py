@@ -60,8 +60,8 @@ def estimate_prefill_wait(
         return mine + others, 0.0
     left = min(1.0, tokens_ahead / known)
     shorter, longer, behind = mine, max(0, tokens_ahead - known) / speed, 0
-    for one in account.pending_prefills.values():
-        seconds = one.seconds * left
+    for prompt in account.pending_prefills.values():
+        seconds = prompt.seconds * left
         if seconds <= mine:
             shorter += seconds
         else:

@@ -111,7 +111,7 @@ def _rewrite_refusal(result: NoPlacement, model: str) -> Refused:
     offers = [candidate for candidate in result.candidates if candidate.model is not None]
     if refused.code not in _MEMORY or not offers:
         return refused
-    best = max(offers, key=lambda one: most_weights(one.memory))
+    best = max(offers, key=lambda candidate: most_weights(candidate.memory))
     text = (
         f"{model} needs {show_size(best.weights or best.need)} in memory, {best.name} can give "
         f"{show_size(max(0, most_weights(best.memory)))} at most and has {show_size(best.headroom)} now: use a smaller "

@@ -83,7 +83,7 @@ def place(
         return build_refusal(view, request, candidates, trials)
     if len(feasible) == 1:
         return Placement(feasible[0], candidates)
-    ranks = [(*policy.score(one, request), draw()) for one in feasible]
+    ranks = [(*policy.score(candidate, request), draw()) for candidate in feasible]
     return Placement(feasible[ranks.index(min(ranks))], candidates)
 
 

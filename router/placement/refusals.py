@@ -121,7 +121,7 @@ def _refuse_permanently(
         )
     if len(failures) == len(serving):
         return failures[0]
-    best = max(offers, key=lambda one: one.most_bytes)
+    best = max(offers, key=lambda candidate: candidate.most_bytes)
     return Refused(
         RefusalCode.TOO_LARGE,
         f"needs {show_size(_compute_idle_need(best, request))} on an idle node, the largest node can give "
@@ -158,7 +158,7 @@ def _choose_counting_node(
         for candidate in offers
         if candidate.code is RefusalCode.NO_ROOM and candidate.node not in trials.refused
     ]
-    return max(able, key=lambda one: one.most_bytes, default=None)
+    return max(able, key=lambda candidate: candidate.most_bytes, default=None)
 
 
 def _choose_unloading_node(
@@ -168,7 +168,10 @@ def _choose_unloading_node(
 
     Return None while some present node has the model loaded or loading, because the request then only has to wait.
     """
-    if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
+    if any(
+        candidate.code in _MEMORY and candidate.model and (candidate.model.loaded or candidate.model.loading)
+        for candidate in offers
+    ):
         return None
     idle = {
         node.id
@@ -176,22 +179,24 @@ def _choose_unloading_node(
         if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
     }
     able = [
-        one
-        for one in offers
-        if one.code is RefusalCode.NO_ROOM
-        and one.node in idle
-        and not one.in_flight
-        and one.need <= one.most_bytes
-        and one.node not in trials.refused
+        candidate
+        for candidate in offers
+        if candidate.code is RefusalCode.NO_ROOM
+        and candidate.node in idle
+        and not candidate.in_flight
+        and candidate.need <= candidate.most_bytes
+        and candidate.node not in trials.refused
     ]
-    return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
+    return max(able, key=lambda candidate: (candidate.headroom or 0) - candidate.need, default=None)
 
 
 def _refuse_for_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     short = [candidate for candidate in offers if candidate.code in _MEMORY]
     if not short:
         return _refuse_none_serving(request, offers)
-    best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
+    best = max(
+        short, key=lambda candidate: -math.inf if candidate.headroom is None else candidate.headroom - candidate.need
+    )
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
         text = f"the memory of {best.name} cannot be read; it starts no requests until then: retry"

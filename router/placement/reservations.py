@@ -317,7 +317,9 @@ class ReservationLedger:
             not self._reservations
             and not self._holds
             and not self.turns
-            and not any(one.need or one.tokens or one.pending_prefills for one in self._accounts.values())
+            and not any(
+                account.need or account.tokens or account.pending_prefills for account in self._accounts.values()
+            )
         )
 
     def check(self) -> None:

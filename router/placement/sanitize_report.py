@@ -103,8 +103,10 @@ def build_node_view(
 
 def sanitize_video(video: VideoState) -> VideoState:
     """Return a node's video state without impossible values. Impossible packages and leases are left out."""
-    packages = tuple(_sanitize_package(one) for one in video.packages[:MAX_PACKAGES] if _is_possible_package(one))
-    leases = tuple(_sanitize_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
+    packages = tuple(
+        _sanitize_package(package) for package in video.packages[:MAX_PACKAGES] if _is_possible_package(package)
+    )
+    leases = tuple(_sanitize_lease(lease) for lease in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(lease.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
     return VideoState(
         video.ready,
@@ -198,7 +200,7 @@ def _sanitize_engine(engine: EngineState) -> EngineState:
 
 
 def _sanitize_cache(cache: CacheState) -> CacheState:
-    evicted = tuple(one[:MAX_HASH_BYTES] for one in cache.evicted[-MAX_EVICTIONS:])
+    evicted = tuple(prompt_hash[:MAX_HASH_BYTES] for prompt_hash in cache.evicted[-MAX_EVICTIONS:])
     return CacheState(
         nbytes=max(0, cache.nbytes),
         entries=max(0, cache.entries),

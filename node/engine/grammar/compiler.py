@@ -36,8 +36,7 @@ from node.engine.grammar.tool_spec import (
 )
 from node.engine.text.markers import MarkerPlace
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
-from wire.frames import CallConstraint, GrammarKind
-from wire.frames import GrammarSpec as Asked
+from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
 """Maximum characters of a schema or grammar, and of the tools if they are part of it."""
@@ -59,7 +58,7 @@ class GrammarCompiler:
         self._refusals: OrderedDict[bytes, str] = OrderedDict()
 
     def compile(
-        self, tokenizer: Tokenizer, spec: Asked, tools: str, prompt: TokenizedPrompt, *, one_call: bool
+        self, tokenizer: Tokenizer, spec: GrammarSpec, tools: str, prompt: TokenizedPrompt, *, one_call: bool
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
         `one_call`: at most one call.
@@ -191,7 +190,7 @@ class CompiledGrammar:
         return FormatCutter(self.outline)
 
 
-def build_marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
+def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return the places in the answer where thoughts and tool calls may occur.
 
     An answer may open a thought only if the model's marker is a single token. It may not after a prompt without a
@@ -216,7 +215,7 @@ def build_marker_layout(tokenizer: Tokenizer, spec: Asked, prompt: TokenizedProm
     return MarkerLayout(think, start, call_format.markers, calls, quoted=has_quoted_calls(call_format.parser))
 
 
-def render_grammar(spec: Asked, tools: str, call_format: ToolCallFormat | None, *, one_call: bool) -> str:
+def render_grammar(spec: GrammarSpec, tools: str, call_format: ToolCallFormat | None, *, one_call: bool) -> str:
     """Render the requested format as llguidance's grammar, a JSON text. `call_format` is the model's format of calls;
     None: the model makes none. `one_call`: at most one call.
 
@@ -230,7 +229,7 @@ def render_grammar(spec: Asked, tools: str, call_format: ToolCallFormat | None, 
     free = spec.calls == CallConstraint.FREE
     builder = LarkBuilder(call_format)
     either = "@answer | calls" if spec.kind else "spoken"
-    rules_text = render_rules(builder, parse_tool_specs(tools, spec.tool), free=free, one=one_call)
+    rules_text = render_rules(builder, parse_tool_specs(tools, spec.tool), free=free, one_call=one_call)
     return _join_grammars(
         f"start: {either if free else 'calls'}\n{rules_text}", [*(answer if free else []), *builder.list_schemas()]
     )
@@ -240,7 +239,7 @@ def _join_grammars(lark: str, parts: list[Json]) -> str:
     return json.dumps({"grammars": [{"name": "main", "lark_grammar": lark}, *parts]})
 
 
-def _build_answer_grammar(spec: Asked) -> Json:
+def _build_answer_grammar(spec: GrammarSpec) -> Json:
     if spec.kind == GrammarKind.JSON_SCHEMA:
         return {"name": "answer", "json_schema": _build_schema(spec)}
     if spec.kind == GrammarKind.JSON_OBJECT:
@@ -251,14 +250,14 @@ def _build_answer_grammar(spec: Asked) -> Json:
     return {"name": "answer", "lark_grammar": lark(spec.value)}
 
 
-def _build_schema(spec: Asked) -> Json:
+def _build_schema(spec: GrammarSpec) -> Json:
     found = parse_json(spec.value)
     if not isinstance(found, dict):
         raise UnsupportedSchema(f"{PREFIX}a schema must be a JSON object")
     return {**cast("Json", found), "x-guidance": _get_blank_options(spec)}
 
 
-def _get_blank_options(spec: Asked) -> Json:
+def _get_blank_options(spec: GrammarSpec) -> Json:
     """Return the options for blanks in JSON. Blanks are limited to a few, because a model that only repeats blanks
     never ends."""
     return {**STRICT, "whitespace_pattern": spec.whitespace} if spec.whitespace else STRICT
@@ -285,9 +284,9 @@ def _convert_lark(text: str) -> str:
 def _convert_choice(value: str) -> str:
     texts = parse_json(value)
     found = cast("list[object]", texts) if isinstance(texts, list) else []
-    if not found or not all(isinstance(one, str) and one for one in found):
+    if not found or not all(isinstance(text, str) and text for text in found):
         raise UnsupportedSchema(f"{PREFIX}choices must be a list of non-empty texts")
-    return "start: " + " | ".join(json.dumps(one) for one in found)
+    return "start: " + " | ".join(json.dumps(text) for text in found)
 
 
 _LARK_CONVERTERS: dict[str, Callable[[str], str]] = {

@@ -67,7 +67,7 @@ class LarkBuilder:
         a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
         """
         if argument.choices:
-            chosen = [json.dumps(one) for one in (*argument.choices, *(["null"] if argument.nullable else []))]
+            chosen = [json.dumps(choice) for choice in (*argument.choices, *(["null"] if argument.nullable else []))]
             return f"({' | '.join(chosen)}) {self.render_literal(end)}"
         masks = [f"/{guard.body.replace('/', _SLASH)}/"]
         if null and not argument.nullable:

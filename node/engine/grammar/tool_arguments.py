@@ -127,8 +127,8 @@ def check_schema(schema: object) -> None:
             check_schema(cast("object", part))
         elif key != "enum":
             parts = cast("list[object]", part) if isinstance(part, list) else list(cast("Json", part).values())
-            for one in parts:
-                check_schema(one)
+            for nested in parts:
+                check_schema(nested)
 
 
 def list_arguments(tool: ToolSpec) -> list[Argument]:
@@ -147,10 +147,10 @@ def list_arguments(tool: ToolSpec) -> list[Argument]:
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} must be an object")
     needed = list_strings(root.get("required"))
     known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
-    named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
+    named = list(cast("dict[str, object]", properties)) + [name for name in needed if name not in properties]
     made = [Argument(name, name in needed, _build_document(known[name], root, tool)) for name in named]
     shared = len(json.dumps([root.get("$defs"), root.get("definitions")]))
-    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
+    if shared * sum(not SHARED.isdisjoint(argument.schema) for argument in made) > MAX_DEFINITION_CHARS:
         raise UnsupportedSchema(
             f"{PREFIX}the definitions that the parameters of {tool.name} share are too long in total"
         )
@@ -163,7 +163,7 @@ HERE: Final = "at their top level, which cannot be enforced in this model's call
 def list_strings(found: object) -> list[str]:
     """Return the strings of a list without duplicates, in order. Return an empty list if `found` is no list."""
     listed = cast("list[object]", found) if isinstance(found, list) else []
-    return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
+    return list(dict.fromkeys(text for text in listed if isinstance(text, str)))
 
 
 def _build_document(schema: object, root: Json, tool: ToolSpec) -> Json:
@@ -202,22 +202,22 @@ def _find_text_constraints(schema: Json) -> TextArgument | None:
         return _find_nullable_text(cast("list[object]", options), schema)
     types = set(list_types(schema)) if "type" in schema else None
     found = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
-    plain = all(isinstance(one, str) and _is_plain(one) for one in found if one is not None)
+    plain = all(isinstance(value, str) and _is_plain(value) for value in found if value is not None)
     least = schema.get("minLength", 0)
     if CONSTRAINT_KEYWORDS & schema.keys() - {"minLength"} or least not in (0, 1) or not plain:
         return None
-    if types is None and not any(isinstance(one, str) for one in found):
+    if types is None and not any(isinstance(value, str) for value in found):
         return None
     if types is not None and (not types <= {"string", "null"} or "string" not in types):
         return None
     nullable = "null" in types if types is not None and not found else None in found
-    choices = tuple(one for one in found if isinstance(one, str))
+    choices = tuple(value for value in found if isinstance(value, str))
     return None if found and not choices else TextArgument(choices, least == 1, nullable)
 
 
 def _find_nullable_text(options: list[object], schema: Json) -> TextArgument | None:
     """Return the text form of a choice between text and null; None for other choices."""
-    others = [one for one in options if one != {"type": "null"}]
+    others = [option for option in options if option != {"type": "null"}]
     if len(others) != 1 or not isinstance(others[0], dict):
         return None
     definitions = {key: schema[key] for key in SHARED & schema.keys()}
@@ -242,7 +242,7 @@ def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `list_arguments` does.
     """
     functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
-    return json.dumps([{"type": "function", "function": one} for one in functions])
+    return json.dumps([{"type": "function", "function": function} for function in functions])
 
 
 def _build_parser_schema(tool: ToolSpec, nullable: bool) -> Json:
@@ -269,7 +269,7 @@ def _simplify_tool(tool: Json) -> Json:
     if not isinstance(properties, dict):
         return tool
     root = cast("Json", parameters)
-    plain = {name: _simplify_schema(one, root) for name, one in cast("Json", properties).items()}
+    plain = {name: _simplify_schema(part_schema, root) for name, part_schema in cast("Json", properties).items()}
     return {**tool, "function": {**cast("Json", function), "parameters": {**root, "properties": plain}}}
 
 
@@ -291,9 +291,9 @@ def _find_types(schema: object, root: Json, steps: int) -> set[str]:
         return _find_types(find_definition(root, found["$ref"]), root, steps - 1)
     options = found.get("anyOf", found.get("oneOf"))
     if isinstance(options, list):
-        return {one for option in cast("list[object]", options) for one in _find_types(option, root, steps - 1)}
+        return {kind for option in cast("list[object]", options) for kind in _find_types(option, root, steps - 1)}
     listed = found.get("enum")
-    texts = isinstance(listed, list) and all(isinstance(one, str | None) for one in cast("list[object]", listed))
+    texts = isinstance(listed, list) and all(isinstance(text, str | None) for text in cast("list[object]", listed))
     return {"string"} if texts and listed else {"?"}
 
 
@@ -368,9 +368,9 @@ class MarkExclusion:
 
     def _exclude_from_part(self, key: str, value: object) -> object:
         if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            return {name: self._exclude_from_value(one) for name, one in cast("Json", value).items()}
+            return {name: self._exclude_from_value(nested) for name, nested in cast("Json", value).items()}
         if key in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(value, list):
-            return [self._exclude_from_value(one) for one in cast("list[object]", value)]
+            return [self._exclude_from_value(nested) for nested in cast("list[object]", value)]
         return self._exclude_from_value(value) if key in ("items", "additionalProperties") else value
 
     def _close_object(self, made: Json) -> None:

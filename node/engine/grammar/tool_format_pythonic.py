@@ -60,21 +60,21 @@ def render_keyword_call(builder: LarkBuilder, tool: ToolSpec) -> str:
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
-    for name in (tool.name, *(one.name for one in list_arguments(tool))):
+    for name in (tool.name, *(argument.name for argument in list_arguments(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
             raise UnsupportedSchema(
                 f"{PREFIX}{name[:40]!r} is not a Python name, and this model writes calls as Python"
             )
     parts = [
-        (f"{json.dumps(one.name + '=')} {_render_literal(builder, one)}", one.is_required)
-        for one in list_arguments(tool)
+        (f"{json.dumps(argument.name + '=')} {_render_literal(builder, argument)}", argument.is_required)
+        for argument in list_arguments(tool)
     ]
     return f'{json.dumps(tool.name + "(")} {join_members(builder, parts)} ")"'
 
 
-def _render_literal(builder: LarkBuilder, one: Argument) -> str:
-    value = builder.add_schema(one.schema)
-    free = list_types(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
+def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
+    value = builder.add_schema(argument.schema)
+    free = list_types(argument.schema) == ["boolean"] and not {"enum", "const"} & argument.schema.keys()
     return f'("True" | "False" | {value})' if free else value
 
 
@@ -97,7 +97,9 @@ def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nest
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
     rules = GemmaArgumentRules(builder, tool, quote, nested)
-    parts = [(rules.render_member(one.name, one.schema), one.is_required) for one in list_arguments(tool)]
+    parts = [
+        (rules.render_member(argument.name, argument.schema), argument.is_required) for argument in list_arguments(tool)
+    ]
     return f'{json.dumps(f"call:{tool.name}{{")} {rules.join_members(parts)} "}}"'
 
 
@@ -120,7 +122,7 @@ class GemmaArgumentRules:
 
     @property
     def guard(self) -> MarkExclusion:
-        """Return the exclusion of marks from text."""
+        """Exclusion of marks from text."""
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:
@@ -159,10 +161,10 @@ class GemmaArgumentRules:
             return self._render_reference(schema["$ref"], document)
         options = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(options, list):
-            return self._join_options([self.render_value(one, document) for one in cast("list[object]", options)])
+            return self._join_options([self.render_value(option, document) for option in cast("list[object]", options)])
         if "enum" in schema or "const" in schema:
             chosen = cast("list[object]", schema["enum"] if "enum" in schema else [schema["const"]])
-            return self._join_options([self._render_constant(one) for one in chosen])
+            return self._join_options([self._render_constant(value) for value in chosen])
         allowed = list_types(schema) or [kind for kind in KINDS if self.nested or kind not in ("array", "object")]
         return self._join_options([self._render_type(kind, schema, document) for kind in allowed])
 
@@ -190,7 +192,7 @@ class GemmaArgumentRules:
         if kind == "string":
             return self._render_string(schema)
         if kind in SCALARS:
-            bounds = {key: one for key, one in schema.items() if key in BOUNDS}
+            bounds = {key: bound for key, bound in schema.items() if key in BOUNDS}
             return self.builder.add_schema({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
         if kind not in KINDS:
             raise UnsupportedSchema(f"{PREFIX}unknown type {kind[:40]}")
@@ -248,10 +250,10 @@ class GemmaArgumentRules:
         if not known:
             return self._render_mapping(schema.get("additionalProperties", True), document)
         parts: list[tuple[str, bool]] = []
-        for name, one in known.items():
+        for name, member_schema in known.items():
             if not KEY.fullmatch(name):
                 raise UnsupportedSchema(f"{PREFIX}the key {name[:40]!r} cannot be represented in this model's format")
-            parts.append((f"{json.dumps(name + ':')} {self.render_value(one, document)}", name in needed))
+            parts.append((f"{json.dumps(name + ':')} {self.render_value(member_schema, document)}", name in needed))
         return f'"{{" {self.join_members(parts)} "}}"'
 
     def _render_mapping(self, values: object, document: Json) -> str:

@@ -85,35 +85,37 @@ def render_tagged_call(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) ->
     """Return the rule of a tool's call in this format, without the markers of calls. Raise `UnsupportedSchema` for
     names or schemas that the format cannot represent."""
     guard = MarkExclusion(tuple(tags.marks))
-    parts = [_render_argument(builder, tags, guard, one) for one in list_arguments(tool)]
+    parts = [_render_argument(builder, tags, guard, argument) for argument in list_arguments(tool)]
     end = builder.render_literal(tags.close) if tags.close else ""
     opened = [builder.render_literal(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
     before = f" {builder.add_rule(COUNTED, 'AT')} ".join(opened)
     return f"{before} BLANK? {' '.join(parts)} {end}"
 
 
-def _render_argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
-    if not NAME.fullmatch(one.name) or not guard.is_free_of_marks(one.name):
+def _render_argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, argument: Argument) -> str:
+    if not NAME.fullmatch(argument.name) or not guard.is_free_of_marks(argument.name):
         raise UnsupportedSchema(
-            f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot represent"
+            f"{PREFIX}the parameter {argument.name[:40]!r} has a name that this model's format cannot represent"
         )
-    text = one.find_text_constraints(nullable=tags.nullable)
-    kind = "string" if text is not None else get_type_name(one)
-    value = _render_json(builder, tags, guard, one) if text is None else _render_text(builder, tags, guard, text)
-    before = builder.render_literal(tags.before.format(key=one.name, kind=kind))
+    text = argument.find_text_constraints(nullable=tags.nullable)
+    kind = "string" if text is not None else get_type_name(argument)
+    value = _render_json(builder, tags, guard, argument) if text is None else _render_text(builder, tags, guard, text)
+    before = builder.render_literal(tags.before.format(key=argument.name, kind=kind))
     inner = f"BLANK? {builder.render_literal(tags.inner)}" if tags.inner else ""
     rule = builder.add_rule(f"{before} {inner} {value} BLANK?")
-    return rule if one.is_required else f"{rule}?"
+    return rule if argument.is_required else f"{rule}?"
 
 
-def get_type_name(one: Argument) -> str:
+def get_type_name(argument: Argument) -> str:
     """Return the type of a JSON argument as the format names it: its only type, else `object`."""
-    named = list_types(one.schema)
+    named = list_types(argument.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 
 
-def _render_json(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
-    return f"{builder.add_schema(guard.exclude_from_schema(one.schema))} BLANK? {builder.render_literal(tags.after)}"
+def _render_json(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, argument: Argument) -> str:
+    return (
+        f"{builder.add_schema(guard.exclude_from_schema(argument.schema))} BLANK? {builder.render_literal(tags.after)}"
+    )
 
 
 def _render_text(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:

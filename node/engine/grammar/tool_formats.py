@@ -19,7 +19,8 @@ from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, 
 from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
 
 Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
-"""`form(builder, tools, one)` returns the rules `calls` and `rest` of a call format; `one`: at most one call."""
+"""`form(builder, tools, one_call)` returns the rules `calls` and `rest` of a call format; `one_call`: at most one
+call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
@@ -28,9 +29,9 @@ INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
-def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
-    """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one`: at most
-    one call.
+def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one_call: bool) -> str:
+    """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one_call`: at
+    most one call.
 
     Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
     """
@@ -46,7 +47,7 @@ def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool,
     if calling.parser not in PLAIN:
         for tool in tools:
             check_schema(tool.schema)
-    text = form(builder, tools, one)
+    text = form(builder, tools, one_call)
     return text + (_render_text_with_calls(calling) if free else "") + builder.render_rules() + BLANK
 
 
@@ -70,8 +71,8 @@ def _render_text_with_calls(calling: ToolCallFormat) -> str:
     return f"spoken: (opening rest)* words\nwords: WORDS\n{opening}WORDS: /(.|\\n)*/\n"
 
 
-def _render_calls(one: bool) -> str:
-    return "calls: call\n" if one else "calls: call (BLANK? call)*\n"
+def _render_calls(one_call: bool) -> str:
+    return "calls: call\n" if one_call else "calls: call (BLANK? call)*\n"
 
 
 def _render_object(builder: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
@@ -87,24 +88,25 @@ def _render_key(name: str) -> str:
     return f'{json.dumps(json.dumps(name))} BLANK? ":" BLANK?'
 
 
-def _render_json_tools(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+def _render_json_tools(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
     start, end = map(builder.render_literal, builder.call_format.markers)
-    return f"{_render_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_render_object(builder, tools)}"
+    rule = f"{_render_calls(one_call)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n"
+    return rule + _render_object(builder, tools)
 
 
-def _render_mistral(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+def _render_mistral(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
     start = builder.render_literal(builder.call_format.markers[0])
     if "[ARGS]" in builder.call_format.template:
         chosen = " | ".join(
             f"{json.dumps(tool.name)} {builder.render_literal('[ARGS]')} {builder.add_schema(tool.schema)}"
             for tool in tools
         )
-        return f"calls: call{'' if one else '+'}\ncall: {start} rest\nrest: {chosen}\n"
-    more = "" if one else '(BLANK? "," BLANK? object)*'
+        return f"calls: call{'' if one_call else '+'}\ncall: {start} rest\nrest: {chosen}\n"
+    more = "" if one_call else '(BLANK? "," BLANK? object)*'
     return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_render_object(builder, tools)}'
 
 
-def _render_kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+def _render_kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
     start, end = map(builder.render_literal, builder.call_format.markers)
     marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
     begin, arguments, done = map(builder.render_literal, marks)
@@ -115,34 +117,34 @@ def _render_kimi(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> 
     ]
     chosen = " | ".join(f"{name} NUMBER {arguments} {schema}" for name, schema in named)
     return (
-        f"calls: {start} rest\nrest: each{'' if one else '+'} {end}\neach: {begin} named {done}\nnamed: {chosen}\n"
+        f"calls: {start} rest\nrest: each{'' if one_call else '+'} {end}\neach: {begin} named {done}\nnamed: {chosen}\n"
         "NUMBER: /[0-9]{1,3}/\n"
     )
 
 
 def _build_tagged_form(tags: XmlFormat) -> Form:
-    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
         start, end = map(builder.render_literal, builder.call_format.markers)
         chosen = " | ".join(render_tagged_call(builder, tags, tool) for tool in tools)
         if tags.several:
-            return f"calls: {start} rest\nrest: BLANK? (named BLANK?){'' if one else '+'} {end}\nnamed: {chosen}\n"
-        return f"{_render_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+            return f"calls: {start} rest\nrest: BLANK? (named BLANK?){'' if one_call else '+'} {end}\nnamed: {chosen}\n"
+        return f"{_render_calls(one_call)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
 
     return render
 
 
-def _render_pythonic(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+def _render_pythonic(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
     start, end = map(builder.render_literal, builder.call_format.markers)
     chosen = " | ".join(render_keyword_call(builder, tool) for tool in tools)
-    more = "" if one else '("," BLANK? named)*'
+    more = "" if one_call else '("," BLANK? named)*'
     return f'calls: {start} rest\nrest: "[" named {more} "]" {end}\nnamed: {chosen}\n'
 
 
 def _build_braced_form(quote: str, *, nested: bool) -> Form:
-    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
+    def render(builder: LarkBuilder, tools: Sequence[ToolSpec], one_call: bool) -> str:
         start, end = map(builder.render_literal, builder.call_format.markers)
         chosen = " | ".join(render_braced_call(builder, tool, quote, nested=nested) for tool in tools)
-        return f"{_render_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
+        return f"{_render_calls(one_call)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
 
     return render
 

@@ -58,7 +58,7 @@ class ToolSpec:
 
     @property
     def quoted_name(self) -> str:
-        """Return the name as a JSON string, quoted once more for Lark."""
+        """Name as a JSON string, quoted once more for Lark."""
         return json.dumps(json.dumps(self.name))
 
 
@@ -70,7 +70,7 @@ def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
         raise UnsupportedSchema("the tools are not a JSON array")
     tools = [cast("Json", tool) for tool in cast("list[object]", found) if isinstance(tool, dict)]
     functions = [cast("Json", tool.get("function")) for tool in tools if isinstance(tool.get("function"), dict)]
-    chosen = [one for one in functions if not only or one.get("name") == only]
+    chosen = [function for function in functions if not only or function.get("name") == only]
     if not chosen:
         raise UnsupportedSchema(
             f"tool_choice names {only}, which is not in tools" if only else "the request has no tools to call"

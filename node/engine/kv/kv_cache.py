@@ -218,7 +218,7 @@ def materialize(layers: Iterable[LayerCache]) -> Layers:
 
 def _shrink(layer: Any) -> None:
     if type(layer) is ArraysCache:
-        layer.cache = [None if one is None else mx.contiguous(one) for one in layer.cache]
+        layer.cache = [None if array is None else mx.contiguous(array) for array in layer.cache]
     elif layer.keys is not None:
         window: int = getattr(layer, "max_size", 0)
         for name in ("keys", "values"):

@@ -23,13 +23,13 @@ def pack(ids: Iterable[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def count_common_bytes(one: bytes, other: bytes) -> int:
+def count_common_bytes(first: bytes, second: bytes) -> int:
     """Return the length of the common prefix of two packed keys, in bytes; a multiple of `ID_BYTES`."""
-    size = min(len(one), len(other))
-    one, other = one[:size], other[:size]
-    if one == other:
+    size = min(len(first), len(second))
+    first, second = first[:size], second[:size]
+    if first == second:
         return size
-    differ = int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
+    differ = int.from_bytes(first, "big") ^ int.from_bytes(second, "big")
     same = size - (differ.bit_length() + 7) // 8
     return same - same % ID_BYTES
 
@@ -74,7 +74,7 @@ class RadixTrie(Generic[V]):
 
     @property
     def empty(self) -> bool:
-        """Return whether the trie is empty."""
+        """Whether the trie is empty."""
         return not self._root.children and self._root.value is None
 
     def put(self, key: bytes, value: V) -> None:

@@ -1,4 +1,5 @@
-"""Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's pool."""
+"""Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's free
+buffers."""
 
 import gc
 import os
@@ -17,11 +18,11 @@ from node.memory.sensor import open_sensor
 from wire.report import Memory
 from wire.units import MIB, show_size
 
-POOL_SHARE = 0.01
-MAX_POOL_BYTES = 256 * MIB
-"""Upper bound of MLX's pool of free buffers, in bytes; `POOL_SHARE` of the cap applies if it is less. The pool serves
+FREE_BUFFER_SHARE = 0.01
+MAX_FREE_BUFFER_BYTES = 256 * MIB
+"""Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The buffers serve
 the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
-reading counts the pool. The engine empties the pool before it refuses a request."""
+reading counts the buffers. The engine frees them before it refuses a request."""
 
 log = structlog.get_logger("engine.footprint")
 
@@ -55,7 +56,7 @@ class EngineMemory:
         """
         reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
-        # The pool is emptied before a refusal. Its bytes therefore do not count in the recent peak.
+        # MLX's free buffers are released before a refusal. Their bytes therefore do not count in the recent peak.
         self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - known, now)
         use = MlxCounters(active, max(0, known + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.build_memory(use, reading, self._total, now, self._base)
@@ -167,8 +168,9 @@ class WiredLimit:
 
 
 def limit_buffers(cap: int) -> None:
-    """Limit the bytes of MLX's free buffers to `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
-    mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
+    """Limit the bytes of MLX's free buffers to `FREE_BUFFER_SHARE` of this cap (bytes), at most
+    `MAX_FREE_BUFFER_BYTES`."""
+    mx.set_cache_limit(min(MAX_FREE_BUFFER_BYTES, int(cap * FREE_BUFFER_SHARE)))
 
 
 def clear_buffers() -> None:
@@ -178,7 +180,7 @@ def clear_buffers() -> None:
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system: Python's reference cycles, MLX's pool and, on Linux, malloc's heap."""
+    """Return free memory to the system: Python's reference cycles, MLX's free buffers and, on Linux, malloc's heap."""
     gc.collect()
     mx.clear_cache()
     trim()

@@ -87,8 +87,8 @@ class GatedForwards:
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
 
-        `estimate(size)` returns bytes. After a refused size only the pool is emptied. For the last size, all memory
-        that can be freed is freed.
+        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released. For the last size,
+        all memory that can be freed is freed.
         """
         *larger, last = sizes
         for size in larger:
@@ -98,8 +98,8 @@ class GatedForwards:
         return self.check(site, estimate(last)) or last
 
     def check_optional(self, site: GateSite, estimate: int) -> bool:
-        """Return whether `estimate` bytes pass the gate, for work that can be made smaller. Only the pool is emptied
-        for such work; cached prefixes and idle models stay."""
+        """Return whether `estimate` bytes pass the gate, for work that can be made smaller. Only MLX's free buffers are
+        freed for such work; cached prefixes and idle models stay."""
         if self._check(site, estimate) is None:
             return True
         clear_buffers()

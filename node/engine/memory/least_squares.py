@@ -41,11 +41,11 @@ def load_solver() -> None:
 def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
     """Return non-negative terms fitted to `points` by relative error. Samples above the fit weigh more in the next
     round, which moves the fit above nearly all samples. Points without a positive value are ignored."""
-    used = [one for one in points if one.value > 0]
+    used = [point for point in points if point.value > 0]
     if not used:
         return (0.0,) * len(points[0].features)
-    rows = np.array([one.features for one in used]) / np.array([[one.value] for one in used])
-    weights = np.array([one.weight for one in used])
+    rows = np.array([point.features for point in used]) / np.array([[point.value] for point in used])
+    weights = np.array([point.weight for point in used])
     terms = np.zeros(rows.shape[1])
     for _ in range(FIT_ROUNDS):
         root = np.sqrt(weights)

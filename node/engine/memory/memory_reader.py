@@ -9,7 +9,7 @@ from wire.report import Memory
 
 
 class MemoryReader:
-    """Reads the memory that the gate judges. `reserved()` returns the bytes committed and not yet written."""
+    """Reader of the memory that the gate judges. `reserved()` returns the bytes committed and not yet written."""
 
     def __init__(self, footprint: EngineMemory, gate: MemoryGate, reserved: Callable[[], int]) -> None:
         self.gate = gate

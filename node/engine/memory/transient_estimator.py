@@ -244,8 +244,8 @@ class TransientEstimator:
             self.residual = max(self.residual, above)
 
     def observe_join(self, rows: int, above: int) -> None:
-        """Record a join after which the batch has `rows` rows. `above` is the bytes by which it exceeded its estimate;
-        negative if it was below."""
+        """Record a join after which the batch has `rows` rows. `above` is the number of bytes by which the join
+        exceeded its estimate; negative below the estimate."""
         self._record_excess(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:

@@ -109,7 +109,7 @@ def _read_measured(file: Path | None) -> MeasuredLoad:
         log.warning("load times unreadable", error=str(error)[:200])
         return MeasuredLoad()
     seconds = (measured.warm, measured.probe, *measured.models.values())
-    if not (0 <= measured.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
+    if not (0 <= measured.speed < 2**60 and all(0 <= value <= MAX_SECONDS for value in seconds)):
         log.warning("load times unreadable", error="numbers that cannot be measured")
         return MeasuredLoad()
     return measured

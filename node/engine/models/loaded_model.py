@@ -108,7 +108,7 @@ def load(
     converted = weights > UNCONVERTED * descriptor.stored
     for piece in _split_pieces(arrays):
         yield LoadStep(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
-        for part in ([one] for one in piece) if converted else (piece,):
+        for part in ([array] for array in piece) if converted else (piece,):
             evaluate(part)
         left -= sum(array.nbytes for array in piece)
     yield LoadStep(

@@ -139,7 +139,7 @@ class MemoryProbe:
         measured."""
         if not self.chunks:
             return False
-        largest = max(self.chunks, key=lambda one: one.tokens).tokens
+        largest = max(self.chunks, key=lambda chunk: chunk.tokens).tokens
         self._ends = time.monotonic() + self.seconds
         ran = self._measure_chunk(create_cache(self.loaded_model.model), largest, 0)
         release_free_memory()
@@ -249,10 +249,12 @@ class MemoryProbe:
         estimate; 0 if none did."""
         estimator = self.loaded_model.estimator
         chunks = (
-            one.charged - one.kv_bytes - estimator.estimate_prefill(one.tokens, one.past, grows=one.grew)
-            for one in self.chunks
+            chunk.charged - chunk.kv_bytes - estimator.estimate_prefill(chunk.tokens, chunk.past, grows=chunk.grew)
+            for chunk in self.chunks
         )
-        steps = (one.charged - estimator.estimate_step(one.rows, one.longest, grows=one.grew) for one in self.steps)
+        steps = (
+            step.charged - estimator.estimate_step(step.rows, step.longest, grows=step.grew) for step in self.steps
+        )
         return max(*self.join_excesses, *chunks, *steps, 0, 0)
 
     def build_profile(self, key: MemoryProfileKey) -> MemoryProfile:
@@ -264,8 +266,8 @@ class MemoryProbe:
             loaded_model.kv,
             max(0, self.compute_residual()),
             loaded_model.estimator.highest,
-            max((one.tokens for one in self.chunks), default=0),
-            max((one.past + one.tokens for one in self.chunks), default=0),
+            max((chunk.tokens for chunk in self.chunks), default=0),
+            max((chunk.past + chunk.tokens for chunk in self.chunks), default=0),
             self.rows,
             round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
         )

@@ -15,7 +15,7 @@ from node.models.catalogue import ModelCatalogue
 
 
 class ModelLoader:
-    """Loads models and measures their profiles."""
+    """Loader of models, which also measures their profiles."""
 
     def __init__(
         self,

@@ -116,12 +116,12 @@ class ModelManager:
 
     @property
     def busy(self) -> bool:
-        """Return whether `tick` has work: a load is in progress or queued."""
+        """Whether `tick` has work: a load is in progress or queued."""
         return self._table.load is not None or bool(self._queue)
 
     @property
     def has_ended(self) -> bool:
-        """Return whether loads have ended since the last `take_ended`."""
+        """Whether loads have ended since the last `take_ended`."""
         return bool(self._ended)
 
     @property
@@ -321,7 +321,7 @@ class ModelManager:
         """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
         buffers.
 
-        The order is that of the unloader; with `over_load` the current load is aborted at last. For a model load, which
+        The order is that of the unloader; with `over_load` the current load is aborted last. For a model load, which
         is judged without the margin, the caller subtracts the margin from `need`.
         """
         load = self._table.load if over_load else None

@@ -40,7 +40,7 @@ class ModelTable:
 
     def sum_weights(self) -> int:
         """Return the bytes of the weights of all loaded models."""
-        return sum(one.weights for one in self._loaded.values())
+        return sum(loaded_model.weights for loaded_model in self._loaded.values())
 
     def get_weights(self, name: str) -> int:
         """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
@@ -51,12 +51,14 @@ class ModelTable:
 
     def compute_known_bytes(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, and rows."""
-        rows = sum(one.weights + one.ledger.compute_stored_bytes() for one in self._loaded.values())
+        rows = sum(
+            loaded_model.weights + loaded_model.ledger.compute_stored_bytes() for loaded_model in self._loaded.values()
+        )
         return rows + (0 if self._load is None else self._load.loaded_bytes)
 
     def compute_reserved_bytes(self) -> int:
         """Return the committed bytes of all rows, and those of the weights still to load."""
-        reserved = sum(one.ledger.compute_reserved_bytes() for one in self._loaded.values())
+        reserved = sum(loaded_model.ledger.compute_reserved_bytes() for loaded_model in self._loaded.values())
         return reserved + (0 if self._load is None else self._load.bytes_left)
 
     # measurements
@@ -70,8 +72,8 @@ class ModelTable:
 def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
     """Return the worst residual of these models, in bytes; None as in `ModelTable.compute_residual`."""
     models = list(loaded_models)
-    profiles = [one.stats.profile for one in models]
-    measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
+    profiles = [loaded_model.stats.profile for loaded_model in models]
+    measured = [profile.residual for profile in profiles if profile is not None and profile.chunk >= floor]
     if not profiles or len(measured) < len(profiles):
         return None
-    return max(*measured, *(one.estimator.residual for one in models))
+    return max(*measured, *(loaded_model.estimator.residual for loaded_model in models))

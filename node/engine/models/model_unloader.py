@@ -1,8 +1,8 @@
 """Unloader of models, and the order in which memory is freed that a request could reuse.
 
-The order: the pool, spare memory, the prefix cache, then idle models, least recently used first. A model in use stays,
-and a preloaded one as well. A model that has been unused for `max_idle_seconds` is unloaded. A model whose files were
-replaced on disk is unloaded as soon as it is idle. Until then it answers under its old fingerprint.
+The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. A model in
+use stays, and a preloaded one as well. A model that has been unused for `max_idle_seconds` is unloaded. A model whose
+files were replaced on disk is unloaded as soon as it is idle. Until then it answers under its old fingerprint.
 """
 
 import time
@@ -39,7 +39,7 @@ class ReclaimableMemory(Protocol):
 
 
 class ModelUnloader:
-    """Unloads models, and frees memory that a request could reuse (see the module's docstring).
+    """Unloader of models, which also frees memory that a request could reuse (see the module's docstring).
 
     `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
     be reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release.
@@ -87,15 +87,17 @@ class ModelUnloader:
 
     def close(self) -> None:
         """Unload all models, used or not, and release all spare memory, because the process ends."""
-        for one in self._spares:
-            one.release()
+        for spare in self._spares:
+            spare.release()
         for name in list(self._table.loaded):
             self.unload(name)
 
     def list_idle(self) -> list[str]:
         """Return the names of models without users that are not preloaded, least recently used first."""
         loaded = self._table.loaded
-        idle = [name for name, one in loaded.items() if not one.usage.users and name not in self.pinned]
+        idle = [
+            name for name, loaded_model in loaded.items() if not loaded_model.usage.users and name not in self.pinned
+        ]
         return sorted(idle, key=lambda name: loaded[name].usage.used_at)
 
     def find_next_idle_unload(self) -> float | None:
@@ -123,11 +125,11 @@ class ModelUnloader:
     def _find_replaced(self) -> list[ModelDescriptor]:
         """Return the new versions on disk of models that are loaded and idle."""
         found = (
-            self._catalogue.find_replacement(one.descriptor)
-            for one in self._table.loaded.values()
-            if not one.usage.users
+            self._catalogue.find_replacement(loaded_model.descriptor)
+            for loaded_model in self._table.loaded.values()
+            if not loaded_model.usage.users
         )
-        return [one for one in found if one is not None]
+        return [replacement for replacement in found if replacement is not None]
 
     def _evict(self, name: str) -> None:
         self.evictions += 1
@@ -142,7 +144,7 @@ class ModelUnloader:
         return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
     def _compute_freeable_bytes(self) -> int:
-        spare = self._prefix_cache.nbytes + sum(one.nbytes for one in self._spares)
+        spare = self._prefix_cache.nbytes + sum(spare.nbytes for spare in self._spares)
         return spare + sum(self._table.loaded[name].weights for name in self.list_idle())
 
     def free_memory(self, need: int) -> bool:
@@ -178,9 +180,9 @@ class ModelUnloader:
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
         """Release spare memory, in order, until `enough()`; return its last result."""
-        for one in self._spares:
-            if one.nbytes and not enough():
-                one.release()
+        for spare in self._spares:
+            if spare.nbytes and not enough():
+                spare.release()
                 self._on_released()
         return enough()
 

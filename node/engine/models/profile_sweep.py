@@ -69,7 +69,7 @@ class RunningSweep:
 
     @property
     def has_ends(self) -> bool:
-        """Return whether there are answers to send."""
+        """Whether there are answers to send."""
         return bool(self._ends)
 
     @property
@@ -100,7 +100,7 @@ class RunningSweep:
             sweep.steps.close()
 
     def release(self) -> None:
-        """Stop the sweep in progress and release its memory, because requests need it. Its order is refused."""
+        """Stop the sweep in progress and release its memory, because requests need that memory. Refuse its order."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self.close()
@@ -148,7 +148,7 @@ class SweepQueue:
 
     @property
     def busy(self) -> bool:
-        """Return whether `step` has a forward to run or frames to return."""
+        """Whether `step` has a forward to run or frames to return."""
         running = self.running
         return (
             running.has_ends or running.current is not None or self._find_next() is not None or bool(self._list_lost())
@@ -161,7 +161,7 @@ class SweepQueue:
     def refuse_queued(self, model: str, refused: Refused) -> None:
         """Refuse the queued orders of a model that cannot be loaded. The next `step` returns the refusals."""
         self.running.add_ends(Refusal(number, refused) for number, name in self._queue if name == model)
-        self._queue = deque(one for one in self._queue if one[1] != model)
+        self._queue = deque(order for order in self._queue if order[1] != model)
 
     def cancel(self, number: int) -> bool:
         """Cancel a queued or running order without an answer; return whether it was present."""
@@ -169,8 +169,8 @@ class SweepQueue:
         if sweep is not None and sweep.number == number:
             self.running.close()
             return True
-        is_queued = any(one == number for one, _ in self._queue)
-        self._queue = deque(one for one in self._queue if one[0] != number)
+        is_queued = any(order == number for order, _ in self._queue)
+        self._queue = deque(order for order in self._queue if order[0] != number)
         return is_queued
 
     def step(self) -> list[Frame]:
@@ -186,7 +186,7 @@ class SweepQueue:
 
     def _find_next(self) -> tuple[int, str] | None:
         here = self._loaded_models()
-        return next((one for one in self._queue if one[1] in here), None)
+        return next((order for order in self._queue if order[1] in here), None)
 
     def _list_lost(self) -> list[str]:
         """Return the names of ordered models that are neither loaded nor loading."""

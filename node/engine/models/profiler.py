@@ -51,7 +51,7 @@ def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]
 
 
 class Profiler:
-    """Profiles of loaded models: the stored one, or a new one.
+    """Profiler of loaded models: it takes the stored profile of a model, or measures a new one.
 
     `check(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
     returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and

@@ -127,8 +127,8 @@ class EngineLoop:
 
     def _run_iteration(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
-        for one in work:
-            self._route(self._engine.handle(one, now))
+        for piece in work:
+            self._route(self._engine.handle(piece, now))
         due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
         if worked:

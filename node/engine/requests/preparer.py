@@ -106,7 +106,7 @@ class RequestPreparer:
         if tokenizer is not None:
             missing |= {"tools"}.difference(tokenizer.features)
             missing |= set() if tokenizer.constrainable else {"grammar"}
-        return tuple(one for one in FEATURES if one not in missing)
+        return tuple(feature for feature in FEATURES if feature not in missing)
 
     def prepare(self, request: Generate) -> PreparedRequest:
         """Tokenize a request and compile its grammar, or refuse the request. Never raise, because the calling threads

@@ -173,7 +173,8 @@ class Sequence:
     prompt_hash: bytes = b""
     """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
-    """Whether it was preempted for a key that held less memory; it then returns in turn with all other requests."""
+    """Whether the request was preempted for a key that held less memory; such a request returns in turn with all other
+    requests."""
 
     @property
     def number(self) -> int:
@@ -197,7 +198,7 @@ class Sequence:
 
     @property
     def cache_scope(self) -> str:
-        """Return the scope of the cached prefixes that this request reuses and stores."""
+        """Scope of the cached prefixes that this request reuses and stores."""
         return self.request.cache_scope or self.request.owner.name
 
     @property
@@ -231,12 +232,12 @@ class Sequence:
             self.cached = tokens
 
     def mark_yielded(self) -> None:
-        """Record that it is preempted for a key that holds less memory."""
+        """Record that the request is preempted for a key that holds less memory."""
         self.yielded = True
 
     @property
     def holds_memory(self) -> bool:
-        """Return whether any row has written tokens."""
+        """Whether any row has tokens in a cache."""
         return any(row.commitment.stored_tokens for row in self.iterate_active_rows())
 
     @property
@@ -246,7 +247,7 @@ class Sequence:
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token that this node generated was sent."""
+        """Whether any token that this node generated was sent."""
         return any(len(row.ids) > len(row.new) + row.resumed_tokens for row in self.rows)
 
     def iterate_active_rows(self) -> Iterator[Row]:

@@ -43,12 +43,12 @@ class UntokenizedPrompt:
 
     @property
     def key(self) -> str:
-        """Return the name of the API key whose turn the prompt takes."""
+        """Name of the API key whose turn the prompt takes."""
         return self.frame.owner.name
 
     @property
     def is_long(self) -> bool:
-        """Return whether the prompt belongs to the thread for long texts."""
+        """Whether the prompt belongs to the thread for long texts."""
         return count_text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 

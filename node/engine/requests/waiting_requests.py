@@ -39,11 +39,11 @@ class WaitingRequests:
 
     def count_tokens(self) -> int:
         """Return the prompt tokens of all requests that wait for their model."""
-        return sum(one.prepared.tokens for one in self._for_model.values())
+        return sum(waiting.prepared.tokens for waiting in self._for_model.values())
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that are reserved for all of them."""
-        rows = sum(one.reserved_bytes for one in self._for_model.values())
+        """Return the bytes that are reserved for all waiting requests and tokenizations."""
+        rows = sum(waiting.reserved_bytes for waiting in self._for_model.values())
         return rows + sum(need for need, _ in self._in_tokenization.values())
 
     # for their model
@@ -63,11 +63,11 @@ class WaitingRequests:
 
     def is_awaited(self, model: str) -> bool:
         """Return whether a request waits for this model."""
-        return any(one.model == model for one in self._for_model.values())
+        return any(waiting.model == model for waiting in self._for_model.values())
 
     def find_first(self, model: str) -> int:
         """Return the number of the first request that waits for a model; 0 if there is none."""
-        return next((number for number, one in self._for_model.items() if one.model == model), 0)
+        return next((number for number, waiting in self._for_model.items() if waiting.model == model), 0)
 
     # in tokenization
 

@@ -34,7 +34,7 @@ log = structlog.get_logger("engine.generation")
 
 
 class BatchRecovery:
-    """Rebuilds rows of broken batches, and ends requests. `loaded_models()` returns the loaded models by name."""
+    """Recovery of rows of broken batches, and ends of requests. `loaded_models()` returns the loaded models by name."""
 
     def __init__(
         self,

@@ -67,7 +67,10 @@ class BatchTable:
 
     def sum_step_seconds(self) -> float:
         """Return the seconds of a step of all batches; 0 while no row decodes."""
-        return sum(one.stats.step_seconds * len(self.get_batches(one)) for one in self._loaded_models().values())
+        return sum(
+            loaded_model.stats.step_seconds * len(self.get_batches(loaded_model))
+            for loaded_model in self._loaded_models().values()
+        )
 
     def clear(self) -> None:
         """Release all batches, because the process ends."""

@@ -130,15 +130,15 @@ class DecodeBatch(Generic[K]):
         and mlx-lm propagate; the whole batch must then be discarded.
         """
         past, layers = list(ids), _merge_cache(cache, len(joining))
-        drawn = [_draw_first(one.guard, mx.array(past), logits) for one in joining]
+        drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
         pending = self._build_pending(
             joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn]
         )
         self.add_prepared(pending)
         return [
-            NextToken(one.row, cast("int", token.item()), logprobs)
-            for one, (token, logprobs) in zip(joining, drawn, strict=True)
+            NextToken(joining_row.row, cast("int", token.item()), logprobs)
+            for joining_row, (token, logprobs) in zip(joining, drawn, strict=True)
         ]
 
     def prepare_rows(
@@ -149,8 +149,8 @@ class DecodeBatch(Generic[K]):
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
         """
-        pasts = [list(one[:-1]) for one in ids]
-        last = mx.array([one[-1] for one in ids], mx.uint32)
+        pasts = [list(row_ids[:-1]) for row_ids in ids]
+        last = mx.array([row_ids[-1] for row_ids in ids], mx.uint32)
         layers = _align_cache(cache, [len(past) for past in pasts])
         pending = self._build_pending(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
         self._requested.update(pending.rows)
@@ -183,8 +183,8 @@ class DecodeBatch(Generic[K]):
         batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
         state = cast("Any", batch)
         state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
-        state.samplers = [one.guard.sampler for one in joining]
-        state.logits_processors = [list(one.guard.processors) for one in joining]
+        state.samplers = [joining_row.guard.sampler for joining_row in joining]
+        state.logits_processors = [list(joining_row.guard.processors) for joining_row in joining]
         state.stop_sequences, state.max_tokens = [NO_STOPS] * count, [NO_LIMIT] * count
         state._next_tokens, state._next_logprobs = tokens, logprobs
         state._token_context = [TokenBuffer(past) for past in pasts]
@@ -218,10 +218,14 @@ class DecodeBatch(Generic[K]):
         found = self._batch.next()
         reported, self._reported, self._requested = self._reported, self._requested, set()
         tokens = [
-            NextToken(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in reported
+            NextToken(self._rows[response.uid].row, response.token, response.logprobs)
+            for response in found
+            if response.uid not in reported
         ]
         return (
-            tokens + [one for uid, one in self._await_launched() if uid in self._reported] if self._reported else tokens
+            tokens + [token for uid, token in self._await_launched() if uid in self._reported]
+            if self._reported
+            else tokens
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
@@ -253,18 +257,22 @@ class DecodeBatch(Generic[K]):
 
     def list_errors(self) -> list[tuple[K, Exception]]:
         """Return the rows whose sampler or processors have raised, with the exceptions."""
-        return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
+        return [
+            (joining_row.row, joining_row.guard.error)
+            for joining_row in self._rows.values()
+            if joining_row.guard.error is not None
+        ]
 
     def list_rows(self) -> list[K]:
         """Return the rows of the batch."""
-        return [one.row for one in self._rows.values()]
+        return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
         """Remove those of `rows` that are in the batch, and release their memory. After an exception the whole batch
         must be discarded."""
         if self._batch is None:
             return
-        uids = {uid for uid, one in self._rows.items() if one.row in rows}
+        uids = {uid for uid, joining_row in self._rows.items() if joining_row.row in rows}
         if not uids:
             return
         for uid in uids:

@@ -28,7 +28,7 @@ log = structlog.get_logger("engine.generation")
 
 
 class DecodeLoop:
-    """Decodes the rows of all batches."""
+    """Decoder of the rows of all batches."""
 
     def __init__(
         self,

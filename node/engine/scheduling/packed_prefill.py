@@ -51,15 +51,15 @@ class PackedPrefill:
         if not self._can_pack(first):
             return [first]
         batch, members = _get_batch_number(first), [first]
-        for one in waiting:
+        for prefill in waiting:
             if (
-                one.loaded_model is first.loaded_model
-                and one is not first
-                and _get_batch_number(one) == batch
-                and self._can_pack(one)
+                prefill.loaded_model is first.loaded_model
+                and prefill is not first
+                and _get_batch_number(prefill) == batch
+                and self._can_pack(prefill)
             ):
-                members += [one] * (not any(_is_covered_by(one, other) for other in members))
-        places = select_batch([len(one.ids) - 1 for one in members], min(max_tokens, self._max_tokens))
+                members += [prefill] * (not any(_is_covered_by(prefill, other) for other in members))
+        places = select_batch([len(prefill.ids) - 1 for prefill in members], min(max_tokens, self._max_tokens))
         return [members[place] for place in places]
 
     def _can_pack(self, prefill: Prefill) -> bool:
@@ -86,7 +86,7 @@ class PackedPrefill:
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """
         loaded_model, longest = members[0].loaded_model, _count_longest(members)
-        rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
+        rows = [prefill.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(prefill.ids)) for prefill in members]
         cache, count = create_cache(loaded_model.model), len(rows) * longest
         expected = loaded_model.stats.estimate_prefill_seconds(count)
         with self._forwards.run_native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
@@ -95,8 +95,8 @@ class PackedPrefill:
         loaded_model.estimator.observe_packed(
             len(rows), longest, self._forwards.peak_tracker.measure_peak_above_mark() - measure_extent(cache).size
         )
-        for one in members:
-            one.end_packed(compute_mean_capacity(cache))
+        for prefill in members:
+            prefill.end_packed(compute_mean_capacity(cache))
         return cache
 
 
@@ -107,16 +107,21 @@ def prefill_rows(model: TextModel, rows: list[list[int]], cache: Layers) -> None
 
 
 def _count_longest(members: Sequence[Prefill]) -> int:
-    return max(len(one.ids) for one in members) - 1
+    return max(len(prefill.ids) for prefill in members) - 1
 
 
 def _get_batch_number(prefill: Prefill) -> int:
     return prefill.loaded_model.ledger.get_batch_number(prefill.rows[0].commitment)
 
 
-def _is_covered_by(one: Prefill, other: Prefill) -> bool:
+def _is_covered_by(prefill: Prefill, other: Prefill) -> bool:
     """Return whether much of `one` will be cached after a prefill of `other`."""
-    length = max(MIN_PREFIX_TOKENS, int(MAX_CACHED_SHARE * len(one.ids)))
-    if one.past is None or other.past is None or len(one.ids) <= length or one.ids[:length] != other.ids[:length]:
+    length = max(MIN_PREFIX_TOKENS, int(MAX_CACHED_SHARE * len(prefill.ids)))
+    if (
+        prefill.past is None
+        or other.past is None
+        or len(prefill.ids) <= length
+        or prefill.ids[:length] != other.ids[:length]
+    ):
         return False
-    return one.past.scope == other.past.scope or length <= min(one.past.shared, other.past.shared)
+    return prefill.past.scope == other.past.scope or length <= min(prefill.past.shared, other.past.shared)

@@ -34,7 +34,7 @@ log = structlog.get_logger("engine.generation")
 
 
 class Preemptor:
-    """Preempts requests for lack of memory or rows, and returns them. `floor`: tokens of the smallest chunk."""
+    """Preemption of requests for lack of memory or rows, and their return. `floor`: tokens of the smallest chunk."""
 
     def __init__(
         self,
@@ -111,14 +111,16 @@ class Preemptor:
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
         """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
-        holding = [(one, self._count_held_rows(one)) for one in self._requests.list_running()]
+        holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
             self._preempt_chosen(sequence, keep=True)
 
     def _count_held_rows(self, sequence: Sequence) -> int:
         """Return the number of rows for which a request has places: decoding ones, and those of its started
         prefills."""
-        started = sum(one.width for one in self._requests.prefills if one.started and one.sequence is sequence)
+        started = sum(
+            prefill.width for prefill in self._requests.prefills if prefill.started and prefill.sequence is sequence
+        )
         return started + sum(row.commitment.is_joined for row in sequence.iterate_active_rows())
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
@@ -127,7 +129,7 @@ class Preemptor:
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
         """
-        holding = [(one, self._compute_committed_bytes(one)) for one in self._requests.list_running()]
+        holding = [(sequence, self._compute_committed_bytes(sequence)) for sequence in self._requests.list_running()]
         chosen = choose_for_key(owner, need, missing_bytes, holding)
         for sequence in chosen:
             self._preempt_chosen(sequence, keep=False)

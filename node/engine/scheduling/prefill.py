@@ -94,12 +94,12 @@ class Prefill:
 
     @property
     def started(self) -> bool:
-        """Return whether it has a cache, and therefore places in the batch for its rows."""
+        """Whether the prefill has a cache, and therefore places in the batch for its rows."""
         return self.cache is not None
 
     @property
     def answered(self) -> bool:
-        """Return whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
+        """Whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
         it was preempted for another key."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
@@ -117,7 +117,7 @@ class Prefill:
     # changes
 
     def use_prefix_cache(self, past: PrefixState) -> None:
-        """Set its prefix cache state, because the prefix cache is used for it."""
+        """Set the state for the prefix cache, which this prefill uses."""
         self.past = past
 
     def set_cached_tokens(self, tokens: int) -> None:

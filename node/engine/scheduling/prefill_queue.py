@@ -37,7 +37,7 @@ class PrefillQueue:
         """Return the prefills that may continue at the monotonic time `now`. Prefills that wait for memory are left
         out."""
         found = startable(self._requests.prefills, self.count_free_rows(), self._batches.count_rows_by_key)
-        return [one for one in found if one.retry_at <= now]
+        return [prefill for prefill in found if prefill.retry_at <= now]
 
     def count_free_rows(self) -> int:
         """Return how many more rows may start in addition to decoding and prefilling ones."""
@@ -45,25 +45,25 @@ class PrefillQueue:
 
     def count_unclaimed_rows(self) -> int:
         """Return how many rows are free after all queued prompts have started; negative if there are too few."""
-        return self._batch - self._batches.count_rows() - sum(one.width for one in self._requests.prefills)
+        return self._batch - self._batches.count_rows() - sum(prefill.width for prefill in self._requests.prefills)
 
     def find_next_unstarted(self) -> Prefill | None:
-        """Return the next prompt that gets rows; None if all have started."""
+        """Return the queued prompt that gets rows next; None if all have started."""
         return next(self._iterate_unstarted(), None)
 
     def _iterate_unstarted(self) -> Iterator[Prefill]:
-        if all(one.started for one in self._requests.prefills):
+        if all(prefill.started for prefill in self._requests.prefills):
             return iter(())
         return in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
         """Return the time until which `choices` wait for packing; 0.0 without a wait. They wait if no row decodes and
         several requests were live recently."""
-        if self._batches or any(one.started or not one.loaded_model.plain for one in choices):
+        if self._batches or any(prefill.started or not prefill.loaded_model.plain for prefill in choices):
             return 0.0
-        if sum(one.width for one in choices) >= self._batch:
+        if sum(prefill.width for prefill in choices) >= self._batch:
             return 0.0
-        return coalesce_until([one.arrived for one in choices], self._requests.crowded_at)
+        return coalesce_until([prefill.arrived for prefill in choices], self._requests.crowded_at)
 
     def schedule_next(self, now: float) -> list[Prefill]:
         """Return the prompts to prefill now, in one forward if there are several; an empty list if none may
@@ -72,7 +72,7 @@ class PrefillQueue:
         if not choices or now < self.compute_wait_end(choices):
             return []
         self._turn += 1
-        waiting = [(one.left, one.arrived, one.owner) for one in choices]
+        waiting = [(prefill.left, prefill.arrived, prefill.owner) for prefill in choices]
         first = choices[next_prefill(waiting, self._turn, self._fairness)]
         return self._select_members(first, choices)
 
@@ -103,8 +103,8 @@ class PrefillQueue:
     def compute_required_bytes(self) -> int:
         """Return the bytes that the prefills which wait for memory need."""
         waiting = [
-            one.loaded_model.estimator.estimate_chunk(self._floor, len(one.ids))
-            for one in self._requests.prefills
-            if one.retry_at > 0
+            prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
+            for prefill in self._requests.prefills
+            if prefill.retry_at > 0
         ]
         return max(waiting, default=0)

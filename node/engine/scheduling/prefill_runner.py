@@ -26,7 +26,8 @@ log = structlog.get_logger("engine.generation")
 
 
 class PrefillRunner:
-    """Prefills chosen prompts, and joins their rows after the last chunk. `floor`: tokens of the smallest chunk."""
+    """Runner of the prefills of chosen prompts, whose rows join after the last chunk. `floor`: tokens of the smallest
+    chunk."""
 
     def __init__(
         self,
@@ -55,23 +56,26 @@ class PrefillRunner:
         self._floor = floor
 
     def run(self, members: list[Prefill], now: float) -> None:
-        """Prefill one chunk of the first member, or all members in one forward if there are several and they fit."""
-        lefts = [one.left for one in members]
+        """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
+
+        `now` is the monotonic time at which the iteration began.
+        """
+        lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):
             self._run_chunk(members[0], now)
-        for one, left in zip(members, lefts, strict=True):
-            self._queue.count_prefilled(one, left - one.left)
+        for prefill, left in zip(members, lefts, strict=True):
+            self._queue.count_prefilled(prefill, left - prefill.left)
 
     def _run_packed(self, members: list[Prefill], now: float) -> bool:
         """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
         cannot use the result are prefilled again one by one."""
         self._decode_loop.wait()
-        members = self._packed.select_fitting([one for one in members if one in self._requests.prefills])
+        members = self._packed.select_fitting([prefill for prefill in members if prefill in self._requests.prefills])
         if not members:
             return False
         loaded_model = members[0].loaded_model
-        for one in members:
-            one.sequence.mark_begun(now)
+        for prefill in members:
+            prefill.sequence.mark_begun(now)
         try:
             joined = self._join.join_packed(members, self._packed.prefill_members(members))
         except Exception as error:
@@ -79,9 +83,9 @@ class PrefillRunner:
             self._prefixes.invalidate(loaded_model.name)
             joined = False
         if not joined:
-            for one in members:
-                with self._recovery.fail_on_illegal_event(one.sequence):
-                    one.reset_alone()
+            for prefill in members:
+                with self._recovery.fail_on_illegal_event(prefill.sequence):
+                    prefill.reset_alone()
         self._preemptor.release_over_cap()
         return True
 
@@ -119,8 +123,8 @@ class PrefillRunner:
             self._can_any_continue(now) or self._forwards.find_peak_expiry() is not None
         ):
             return
-        waiting = (one.sequence for one in self._requests.prefills if one.retry_at > now)
-        self._preemptor.release_memory(max(waiting, key=lambda one: one.age), refused)
+        waiting = (prefill.sequence for prefill in self._requests.prefills if prefill.retry_at > now)
+        self._preemptor.release_memory(max(waiting, key=lambda prefill: prefill.age), refused)
 
     def _can_any_continue(self, now: float) -> bool:
         """Return whether any request can continue and will release its memory at its end."""

@@ -110,7 +110,7 @@ class PrefixCacheManager:
 
     @property
     def reusable(self) -> int:
-        """Bytes that are certain to be free after all entries are evicted."""
+        """Bytes that are certain to be free once all entries are evicted."""
         return int(self._store.nbytes * RECLAIMABLE_SHARE)
 
     def get_state(self) -> CacheState:

@@ -42,7 +42,10 @@ class RequestTable:
 
     def list_running(self) -> list[Sequence]:
         """Return the requests that are not preempted, oldest first."""
-        return sorted((one for one in self._live.values() if one not in self._preempted), key=lambda one: one.age)
+        return sorted(
+            (sequence for sequence in self._live.values() if sequence not in self._preempted),
+            key=lambda sequence: sequence.age,
+        )
 
     def add(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
         """Add a request, which holds its model from now on."""
@@ -50,7 +53,7 @@ class RequestTable:
         self._holds[sequence.number] = loaded_model.usage.hold()
 
     def remove(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Remove a request that has ended, and release its hold. `settle` records the time of its end."""
+        """Remove a request that has ended, and release its hold. `record_ends` records the time of its end."""
         del self._live[sequence.number]
         self._holds.pop(sequence.number).release()
         self._ended_on[loaded_model.name] = loaded_model
@@ -75,9 +78,9 @@ class RequestTable:
         self._prefills.remove(prefill)
 
     def clear_prefills(self, sequence: Sequence) -> None:
-        """Remove a request's prefills and release their arrays. Memory released after the pool is emptied would stay in
-        the pool."""
-        for prefill in [one for one in self._prefills if one.sequence is sequence]:
+        """Remove a request's prefills and release their arrays. Memory released after MLX freed its buffers would stay
+        in the buffers."""
+        for prefill in [prefill for prefill in self._prefills if prefill.sequence is sequence]:
             prefill.clear()
             self._prefills.remove(prefill)
 

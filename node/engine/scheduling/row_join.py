@@ -25,7 +25,7 @@ FIRST_JOIN_SECONDS = 10.0
 
 
 class RowJoin:
-    """Joins the rows of prefilled prompts."""
+    """Join of the rows of prefilled prompts with their decode batches."""
 
     def __init__(
         self,
@@ -101,19 +101,21 @@ class RowJoin:
         refuses. Exceptions of the join propagate."""
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
-        longest = max(members, key=lambda one: one.stored_tokens).rows[0].commitment
+        longest = max(members, key=lambda prefill: prefill.stored_tokens).rows[0].commitment
         grown, layers = ledger.compute_joined_bytes(longest, len(members)), len(cache)
         copied = estimator.estimate_join(grown, layers)
         rows = ledger.count_joined_rows(longest) + len(members)
         if self._forwards.check(GateSite.JOIN, estimator.estimate_charged_join(grown, layers, rows)) is not None:
             return False
-        for place, one in enumerate(members):
-            self._prefixes.store_packed(one, view_row(cache, place, len(one.ids) - 1), copied)
+        for place, prefill in enumerate(members):
+            self._prefixes.store_packed(prefill, view_row(cache, place, len(prefill.ids) - 1), copied)
         number = ledger.get_batch_number(longest)
         batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
-        joining = [JoiningRow(one.rows[0], create_row_sampler(one.sequence, one.rows[0])) for one in members]
+        joining = [
+            JoiningRow(prefill.rows[0], create_row_sampler(prefill.sequence, prefill.rows[0])) for prefill in members
+        ]
         with self._forwards.run_native(NativeCallKind.JOIN, loaded_model.name, 0, FIRST_JOIN_SECONDS):
-            newcomers = batch.prepare_rows(joining, [one.ids for one in members], cache)
+            newcomers = batch.prepare_rows(joining, [prefill.ids for prefill in members], cache)
             self._add_prepared(loaded_model, number, batch, newcomers)
         self._end_prefills(members, time.monotonic())
         return True
@@ -129,11 +131,11 @@ class RowJoin:
         self._batches.put(loaded_model, number, batch)
 
     def _end_prefills(self, members: list[Prefill], now: float) -> None:
-        for one in members:
-            self._requests.dequeue(one)
-            one.rows[0].commitment.record_join(one.stored_tokens)
-            one.sequence.mark_joined(now)
-            one.sequence.mark_sent(now)
-        for one in members:
-            with self._recovery.fail_on_illegal_event(one.sequence):
-                one.rows[0].apply(RowEvent.JOINED)
+        for prefill in members:
+            self._requests.dequeue(prefill)
+            prefill.rows[0].commitment.record_join(prefill.stored_tokens)
+            prefill.sequence.mark_joined(now)
+            prefill.sequence.mark_sent(now)
+        for prefill in members:
+            with self._recovery.fail_on_illegal_event(prefill.sequence):
+                prefill.rows[0].apply(RowEvent.JOINED)

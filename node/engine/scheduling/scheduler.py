@@ -157,7 +157,7 @@ class Scheduler:
         choices = self._queue.list_choices(now)
         if choices:
             return max(now, self._queue.compute_wait_end(choices))
-        waiting = [one.retry_at for one in self._requests.prefills]
+        waiting = [prefill.retry_at for prefill in self._requests.prefills]
         if self._requests.preempted:
             waiting.append(self.preemptor.return_at)
         return min(waiting, default=None)
@@ -206,8 +206,11 @@ class Scheduler:
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
         """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
-        preempted
-        (`Preemptor.preempt_for_key`)."""
+        preempted.
+
+        `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
+        fair shares do not allow enough preemptions.
+        """
         return self.preemptor.preempt_for_key(owner, need, missing_bytes)
 
     # steps
@@ -233,7 +236,7 @@ class Scheduler:
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
-        if len({one.owner.name for one in self._requests.live.values()}) < 2:
+        if len({sequence.owner.name for sequence in self._requests.live.values()}) < 2:
             return
         first = self._queue.find_next_unstarted()
         if first is not None and not first.retry_at:

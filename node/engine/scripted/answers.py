@@ -63,7 +63,7 @@ def mentions(messages: Sequence[Message], word: str) -> bool:
 
 
 def echo_pieces(messages: Sequence[Message]) -> list[str]:
-    """Cut the last user message into the tokens of an echo, whose texts join to exactly that message."""
+    """Cut the last user message into the tokens of an echo. Their texts joined are exactly that message."""
     last = next((message.content for message in reversed(messages) if message.role == "user"), "")
     return _PIECE.findall(last) or [""]
 
@@ -88,6 +88,8 @@ def echo_tokens(pieces: Sequence[str]) -> TokenSource:
 
 
 def clock_tokens(position: int, now: float) -> tuple[int, str]:
-    """Return the token at a position: the monotonic time `now` in ns, for measuring the delay from the engine to a
-    client."""
+    """Return id and text of the token at `position`: the position, and the monotonic time `now` (in seconds) as ns.
+
+    A client measures the delay from the engine with this text.
+    """
     return position, f"{round(now * 1e9)} "

@@ -41,7 +41,7 @@ class ScriptedBatch:
         return self._running
 
     def find(self, number: int) -> ScriptedSequence | None:
-        """Return a queued or running request; None if there is none of this number."""
+        """Return the queued or running request with a number; None if there is none."""
         return next((one for one in (*self._waiting, *self._running) if one.number == number), None)
 
     def add(self, sequence: ScriptedSequence) -> None:
@@ -79,8 +79,8 @@ class ScriptedBatch:
         self._wanted -= sequence.width
 
     def prefill(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
-        """Prefill a queued prompt and join the decode batch. Both pass the gate; after a refusal all memory is
-        released."""
+        """Prefill a queued prompt and join its rows to the decode batch, both through the gate. After a refusal,
+        release its memory and return the refusal."""
         self._unqueue(sequence)
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is None:
@@ -98,7 +98,7 @@ class ScriptedBatch:
         return []
 
     def decode(self, now: float) -> list[Frame]:
-        """Decode one token for every row: deltas of all rows first, then the ends."""
+        """Decode one token for every row at the monotonic time `now`. Return the deltas of all rows, then the ends."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
         self.steps += 1

@@ -78,7 +78,7 @@ class ScriptedEngine:
         return None if isinstance(frame, Ping) else frame
 
     def handle(self, work: Work, now: float) -> list[Frame]:
-        """Process one frame; return the immediate answers."""
+        """Process one frame at the monotonic time `now`; return the immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Cancel):

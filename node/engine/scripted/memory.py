@@ -30,7 +30,7 @@ class ScriptedMemory:
         return answer if isinstance(answer, Refused) else None
 
     def observe(self, now: float) -> None:
-        """Update the recent peak."""
+        """Update the recent peak with the memory at the monotonic time `now`."""
         self._recent = self._recent.with_reading(self._active(), now)
 
     def forget_peak(self, now: float) -> None:

@@ -23,7 +23,8 @@ class ScriptedRequests:
         return answers.echo_pieces(answers.message_texts(request)) if echo else []
 
     def shape(self, request: Generate, prompt: int, pieces: list[str]) -> preflight.RequestShape:
-        """Return the size of a request with a prompt of `prompt` tokens."""
+        """Return the size of a request. `prompt` is the number of its prompt tokens, `pieces` the result of
+        `pieces`."""
         natural = len(pieces) or self._settings.tokens
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 

@@ -98,37 +98,37 @@ class ScriptedSequence:
 
     @property
     def width(self) -> int:
-        """Rows that it needs."""
+        """Number of rows that the request needs."""
         return len(self.rows)
 
     @property
     def started(self) -> bool:
-        """Return whether it decodes."""
+        """Whether the request decodes."""
         return self.begun > 0
 
     @property
     def answered(self) -> bool:
-        """Return whether part of its answer was already generated, by another node."""
+        """Whether another node has already generated a part of the answer."""
         return bool(self.request.resume)
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of its age, the newest last."""
+        """Sort key of the request's age, the newest last."""
         return self.arrived, self.number
 
     @property
     def holds_memory(self) -> bool:
-        """Return whether any row has written tokens."""
+        """Whether any row has tokens in a cache."""
         return any(row.commitment.stored_tokens for row in self.active_rows())
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token that this node generated was sent."""
+        """Whether any token that this node generated was sent."""
         return any(row.produced > len(row.gathered) + row.resumed_tokens for row in self.rows)
 
     @property
     def yielded(self) -> bool:
-        """Return False: no request is preempted for another key."""
+        """False, because no request is preempted for another key."""
         return False
 
     def active_rows(self) -> Iterator[ScriptedRow]:
@@ -136,19 +136,20 @@ class ScriptedSequence:
         return (row for row in self.rows if not row.reason)
 
     def begin(self, now: float) -> None:
-        """Record the start of its decode."""
+        """Record the start of the decode at the monotonic time `now`."""
         self.begun = self.last_token_at = now
 
     def mark_sent(self, now: float) -> None:
-        """Record that output is sent."""
+        """Record that output is sent at the monotonic time `now`."""
         self.last_token_at = now
 
     def add_token(self, row: ScriptedRow, now: float) -> Delta:
-        """Generate the next token of one of its rows."""
+        """Generate the next token of a row of this request at the monotonic time `now`. Return it as a delta."""
         return row.add_token(self.number, now, ends=self.ends, limit=self.shape.limit)
 
     def finished(self, now: float) -> Finished:
-        """Return its last frame: reasons, token counts and durations."""
+        """Return the last frame of the request, which ends at the monotonic time `now`: reasons, token counts and
+        durations."""
         stops = tuple(row.stops.found for row in self.rows)
         return Finished(
             self.number,

@@ -27,6 +27,6 @@ def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Cal
         ids = cast("list[int]", places.tolist())
         values = cast("list[float]", logprobs[places].tolist())
         ranked = sorted(zip(values, ids, strict=True), reverse=True)
-        top = tuple((token_bytes(one), value) for value, one in ranked if value > -math.inf)
+        top = tuple((token_bytes(alternative), value) for value, alternative in ranked if value > -math.inf)
     value = float(cast("float", drawn))
     return Logprob(token_bytes(token), value if math.isfinite(value) else MIN_LOGPROB, top)

@@ -92,14 +92,15 @@ class Assignment:
         """
         if request.life.in_a_row >= MAX_NODES_IN_A_ROW:
             return False
-        full = [one for one in result.candidates if self._is_full(request, one)]
+        full = [candidate for candidate in result.candidates if self._is_full(request, candidate)]
         rows: Counter[tuple[NodeId | None, WeightedKey]] = Counter(
-            (one.node, one.weighted_key) for one in (self._attempts.live.values() if full else ())
+            (live_request.node, live_request.weighted_key)
+            for live_request in (self._attempts.live.values() if full else ())
         )
-        for one in sorted(full, key=lambda one: one.expected_ttft):
-            mine = request.weighted_key.load(rows[one.node, request.weighted_key] + 1)
-            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == one.node)
-            if any(load >= mine for load in others) and self.start_attempt(request, one, 0):
+        for candidate in sorted(full, key=lambda candidate: candidate.expected_ttft):
+            mine = request.weighted_key.load(rows[candidate.node, request.weighted_key] + 1)
+            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == candidate.node)
+            if any(load >= mine for load in others) and self.start_attempt(request, candidate, 0):
                 return True
         return False
 

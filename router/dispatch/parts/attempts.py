@@ -53,7 +53,9 @@ class Attempts:
 
     def list_on_node(self, node: NodeId) -> list[ActiveRequest]:
         """Return the requests on a node, the oldest first."""
-        return sorted((one for one in self.live.values() if one.node == node), key=lambda one: one.number)
+        return sorted(
+            (request for request in self.live.values() if request.node == node), key=lambda request: request.number
+        )
 
     def reserve(self, request: ActiveRequest, action: Reserve) -> None:
         """Reserve memory, prefill and rows on the node of an attempt."""

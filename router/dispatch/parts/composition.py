@@ -82,7 +82,8 @@ class Surroundings:
 
 
 class Parts:
-    """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests."""
+    """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests on the nodes
+    that have changed."""
 
     def __init__(
         self, surroundings: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]

@@ -51,7 +51,10 @@ class Losses:
         self._counters = counters
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Resume the requests of a lost node on other nodes, and end those that cannot resume."""
+        """Resume the requests of a lost node on other nodes, and end those that cannot resume.
+
+        `reason` is the cause of the loss, for the messages to clients.
+        """
         for request in self._attempts.list_on_node(node):
             self._counters.count_node_loss()
             self._on_failure(request, FailureCode.NODE_LOST)
@@ -83,7 +86,7 @@ class Losses:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
         request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
         others = self._list_other_models(request)
-        resumes = request.resumable and any(one.fingerprint == request.fingerprint for one in others)
+        resumes = request.resumable and any(model.fingerprint == request.fingerprint for model in others)
         restarts = bool(others) and not request.answer.begun
         stranded = None if resumes or restarts else _build_stranded_failure(request, cause, others)
         self._apply(request, AttemptLost(request.attempt, kind, cause, stranded))
@@ -107,7 +110,7 @@ def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, other
 
     It says where other nodes hold a different model under the same name.
     """
-    if not request.fingerprint or all(one.fingerprint == request.fingerprint for one in others):
+    if not request.fingerprint or all(model.fingerprint == request.fingerprint for model in others):
         return cause
     text = f"the other nodes have a different model with the name {request.demand.model} (`cluster models`)"
     return replace(cause, message=f"{cause.message}; {text}, which cannot resume the answer")

@@ -27,7 +27,11 @@ from wire.node_state import NodeState
 
 
 class Migration:
-    """Migration and rebalancing of requests. `apply` and `numbers` are those of `assignment.Assignment`."""
+    """Migration and rebalancing of requests.
+
+    `apply` applies an event to a request. `numbers` returns the next attempt number and sequence number. `clock`
+    returns monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -127,7 +131,7 @@ class Migration:
         restarts = request.tokens.unbegun and not request.answer.begun
         if not (restarts or request.resumable) or not can_recover(LossKind.NODE, request.life.losses + 1, 0):
             return False
-        others = ClusterView(tuple(one for one in self._placer.view.nodes if one.id != request.node))
+        others = ClusterView(tuple(node for node in self._placer.view.nodes if node.id != request.node))
         return self._send_to_best(
             others,
             request,

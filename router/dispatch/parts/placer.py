@@ -120,14 +120,14 @@ class Placer:
         return result
 
     def judge_on_node(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node, with its earlier attempts."""
+        """Compute the arithmetic of a request on one node, which its earlier attempts may exclude."""
         trials = self._restrict_to_one_model(request.get_attempt_history(), request.demand.model)
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.cached_shares
         )
 
     def judge_as_new(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node like that of a new request."""
+        """Compute the arithmetic of a request on one node as if the request were new, without its earlier attempts."""
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.cached_shares
         )

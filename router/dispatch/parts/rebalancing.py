@@ -57,11 +57,11 @@ def list_movable_requests(requests: Iterable[ActiveRequest], now: float) -> list
     (monotonic seconds).
     """
     found = [
-        one
-        for one in requests
-        if one.life.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
+        request
+        for request in requests
+        if request.life.first_at is None and request.attempts == 1 and now - request.arrived > MIN_GAIN_SECONDS
     ]
-    return sorted(found, key=lambda one: one.number)[:MAX_EXAMINED]
+    return sorted(found, key=lambda request: request.number)[:MAX_EXAMINED]
 
 
 def estimate_wait_seconds(here: Candidate) -> float:

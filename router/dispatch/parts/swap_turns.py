@@ -78,7 +78,7 @@ class SwapTurns:
 
     def _send_request(self, action: SendRequest, entries: Iterable[QueuedRequest[ActiveRequest]]) -> None:
         """Send the request for which a node has unloaded models."""
-        entry = next((one for one in entries if one.item.number == action.turn.request), None)
+        entry = next((entry for entry in entries if entry.item.number == action.turn.request), None)
         if entry is None or entry.item.entry is not entry:
             return
         if self._assignment.start_attempt(entry.item, action.candidate, action.candidate.need):

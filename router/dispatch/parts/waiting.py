@@ -151,15 +151,15 @@ class QueuedRequests:
         if held is not None and held.state == NodeState.READY:
             return
         short = [
-            one
-            for one in result.candidates
-            if one.code is RefusalCode.NO_ROOM
-            and fits_next_to_loaded(nodes[one.node], one)
-            and self._ledger.find_holder(one.node) is None
-            and one.node not in self._ledger.turns
+            candidate
+            for candidate in result.candidates
+            if candidate.code is RefusalCode.NO_ROOM
+            and fits_next_to_loaded(nodes[candidate.node], candidate)
+            and self._ledger.find_holder(candidate.node) is None
+            and candidate.node not in self._ledger.turns
         ]
         if short:
-            best = max(short, key=lambda one: (one.headroom or 0) - one.need)
+            best = max(short, key=lambda candidate: (candidate.headroom or 0) - candidate.need)
             self._ledger.hold_memory(request.number, best.node, best.need)
 
     # deadlines

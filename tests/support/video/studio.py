@@ -286,7 +286,7 @@ class Node:
     @property
     def ceiling(self) -> int:
         """Return the current ceiling."""
-        return self.limiter.compute_current_ceiling(self.supervisor.probe.phys().phys).ceiling
+        return self.limiter.compute_limits(self.supervisor.probe.phys().phys).ceiling
 
     def chat(self, number: int, tokens: int = 20_000) -> None:
         """Start a chat of the scripted engine."""

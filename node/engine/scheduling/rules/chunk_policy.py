@@ -46,8 +46,8 @@ RECOVERY_SECONDS = 300.0
 
 
 def mean(before: float, newest: float) -> float:
-    """Return the running mean after the measurement `newest`. `before` is the mean so far; 0 if nothing was
-    measured."""
+    """Return the running mean after the measurement `newest`. `before` is the mean so far; 0 before the first
+    measurement."""
     return newest if before == 0 else before + _NEWEST_WEIGHT * (newest - before)
 
 

@@ -26,27 +26,27 @@ class LiveRequest(Protocol):
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of its age, the newest last."""
+        """Sort key of the request's age, the newest last."""
         ...
 
     @property
     def width(self) -> int:
-        """Number of its rows that have not ended."""
+        """Number of the request's rows that have not ended."""
         ...
 
     @property
     def holds_memory(self) -> bool:
-        """Return whether any row has written tokens."""
+        """Whether any row has tokens in a cache."""
         ...
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token that this node generated was sent."""
+        """Whether any token that this node generated was sent."""
         ...
 
     @property
     def yielded(self) -> bool:
-        """Return whether it was preempted for another key."""
+        """Whether the request was preempted for another key."""
         ...
 
 
@@ -54,7 +54,7 @@ R = TypeVar("R", bound=LiveRequest)
 
 
 def newest_holder(live: Iterable[R]) -> R | None:
-    """Return the newest request that holds memory; None if none does."""
+    """Return the newest request that holds memory; None if no request does."""
     return max((one for one in live if one.holds_memory), key=_age, default=None)
 
 
@@ -84,15 +84,16 @@ def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> b
 
 
 def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
-    """Return the preempted request that returns next, while `free_rows` rows are free; None if none may."""
+    """Return the preempted request that returns next, while `free_rows` rows are free; None if no request may."""
     ready = (one for one in preempted if not one.yielded or free_rows >= one.width)
     return min(ready, key=_age, default=None)
 
 
 def first_of(preempted: Iterable[R], key: str | None) -> R | None:
-    """Return the oldest preempted request that precedes new requests of the API key `key`; None if none does.
+    """Return the oldest preempted request that precedes new requests of the API key `key`; None if no request does.
 
-    Requests that were preempted for another key precede only requests of their own key. With `key` None all count.
+    Requests that were preempted for another key precede only requests of their own key. With `key` None, all preempted
+    requests count.
     """
     ahead = (one for one in preempted if key in (None, one.owner.name) or not one.yielded)
     return min(ahead, key=_age, default=None)

@@ -24,17 +24,17 @@ class QueuedPrompt(Protocol):
 
     @property
     def width(self) -> int:
-        """Rows that it needs."""
+        """Number of rows that the prompt needs."""
         ...
 
     @property
     def started(self) -> bool:
-        """Return whether it has a cache, and therefore places for its rows."""
+        """Whether the prompt has a cache, and therefore places for its rows."""
         ...
 
     @property
     def answered(self) -> bool:
-        """Return whether part of its answer was already generated."""
+        """Whether part of the answer was already generated."""
         ...
 
 

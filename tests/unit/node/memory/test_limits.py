@@ -101,31 +101,31 @@ def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any
 def test_metals_limit_is_read_at_each_poll():
     machine = SetMachine()
     one = limiter(machine, margin="auto")
-    before = one.compute_current_ceiling(GIB)
+    before = one.compute_limits(GIB)
     machine.metal = 48 * GIB
-    after = one.compute_current_ceiling(GIB)
+    after = one.compute_limits(GIB)
     assert (before.cap, after.cap, after.ceiling) == (96 * GIB, 48 * GIB, 48 * GIB)
     assert after.bound_by == "metal"
     assert after.margin < before.margin, "a margin that follows the cap follows it down"
     machine.metal = 96 * GIB
-    assert one.compute_current_ceiling(GIB) == before
+    assert one.compute_limits(GIB) == before
 
 
 @pytest.mark.parametrize("reported", [107 * GIB, 60 * GIB])
 def test_what_the_device_reports_replaces_the_guess_and_a_later_start_begins_with_it(tmp_path: Path, reported: int):
     machine = SetMachine()
     one = limiter(machine, tmp_path)
-    before = one.compute_current_ceiling(GIB)
+    before = one.compute_limits(GIB)
     assert (before.cap, before.bound_by) == (96 * GIB, "metal")
     with structlog.testing.capture_logs() as logs:
         one.report_metal(7, reported)
-        after = one.compute_current_ceiling(GIB)
+        after = one.compute_limits(GIB)
     assert (after.cap, after.ceiling, after.bound_by) == (reported, reported, "metal")
     assert [line["event"] for line in logs] == ["metal limit", "cap changed"]
     with structlog.testing.capture_logs() as logs:
         one.report_metal(7, reported)
         one.report_metal(8, reported)
-        assert one.compute_current_ceiling(GIB) == after
+        assert one.compute_limits(GIB) == after
     assert logs == [], "the same figure is no news"
     assert limiter(machine, tmp_path).cap.bytes == reported
     assert limiter(machine).cap.bytes == 96 * GIB, "without a folder nothing is known"
@@ -134,7 +134,7 @@ def test_what_the_device_reports_replaces_the_guess_and_a_later_start_begins_wit
 def test_an_engine_without_metal_changes_nothing(tmp_path: Path):
     one = limiter(SetMachine(), tmp_path)
     one.report_metal(7, 0)
-    assert one.compute_current_ceiling(GIB).cap == 96 * GIB
+    assert one.compute_limits(GIB).cap == 96 * GIB
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,7 +145,7 @@ def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_re
     one = limiter(machine, tmp_path, cap="90GiB")
     assert one.warnings() == []
     one.report_metal(7, 80 * GIB)
-    assert (one.compute_current_ceiling(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
+    assert (one.compute_limits(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
     assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower value is used"]
     with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
         limiter(machine, tmp_path, cap="90GiB")
@@ -159,15 +159,13 @@ def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_l
     for wired, metal, cap in [(60, 60, 60), (112, 112, 107), (None, 96, 107)]:
         machine.sysctl, machine.metal = wired and wired * GIB, metal * GIB
         one.report_metal(7, 107 * GIB)
-        assert one.compute_current_ceiling(GIB).cap == cap * GIB
+        assert one.compute_limits(GIB).cap == cap * GIB
     machine.sysctl = machine.metal = 112 * GIB
     one.report_metal(8, 112 * GIB)
-    assert one.compute_current_ceiling(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
+    assert one.compute_limits(GIB).cap == 112 * GIB, "the next engine's device has the raised limit"
     machine.sysctl, machine.metal = None, 96 * GIB
     one.report_metal(8, 112 * GIB)
-    assert one.compute_current_ceiling(GIB).cap == 96 * GIB, (
-        "the raised limit is gone, and the default is not known yet"
-    )
+    assert one.compute_limits(GIB).cap == 96 * GIB, "the raised limit is gone, and the default is not known yet"
 
 
 def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_new_limit_allows(tmp_path: Path):
@@ -180,9 +178,9 @@ def test_a_figure_from_under_another_set_limit_does_not_stop_a_start_that_the_ne
 def test_a_containers_limit_that_falls_while_we_run_counts_at_once():
     machine = SetMachine(metal=None)
     one = limiter(machine, cap="64GiB")
-    assert one.compute_current_ceiling(GIB).ceiling == 64 * GIB
+    assert one.compute_limits(GIB).ceiling == 64 * GIB
     machine.container = 16 * GIB
-    assert one.compute_current_ceiling(GIB).ceiling == 16 * GIB
+    assert one.compute_limits(GIB).ceiling == 16 * GIB
     assert one.warnings()
 
 
@@ -190,7 +188,7 @@ def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_e
     machine = SetMachine()
     one = limiter(machine)
     machine.total, machine.metal = 0, None
-    assert one.compute_current_ceiling(GIB).cap == 96 * GIB
+    assert one.compute_limits(GIB).cap == 96 * GIB
     with pytest.raises(SettingsError, match="cannot be read"):
         limiter(machine)
 
@@ -208,14 +206,14 @@ def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges
 
     one = limiter(FailingMachine())
     for _ in range(4):
-        assert one.compute_current_ceiling(GIB).cap == 96 * GIB
+        assert one.compute_limits(GIB).cap == 96 * GIB
 
 
 def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_that_name():
     machine = SetMachine()
     one = limiter(machine)
     machine.free = None
-    found = one.compute_current_ceiling(GIB)
+    found = one.compute_limits(GIB)
     assert (found.cap, found.ceiling, found.bound_by) == (96 * GIB, 1, UNREADABLE)
     assert one.current_ceiling.remedy
 
@@ -258,8 +256,8 @@ def test_under_the_smallest_of_caps_a_step_is_a_byte():
 
 def test_what_the_engine_holds_is_within_its_reach():
     one = limiter(SetMachine(free=32 * GIB))
-    assert one.compute_current_ceiling(8 * GIB).ceiling == 40 * GIB
-    assert one.compute_current_ceiling(0).ceiling == 32 * GIB, "before there is an engine it holds nothing"
+    assert one.compute_limits(8 * GIB).ceiling == 40 * GIB
+    assert one.compute_limits(0).ceiling == 32 * GIB, "before there is an engine it holds nothing"
 
 
 @pytest.fixture
@@ -273,47 +271,47 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
 def test_one_failed_reading_moves_no_ceiling(fails: str, clock: Later):
     machine = SetMachine(free=30 * GIB)
     one = limiter(machine)
-    before = one.compute_current_ceiling(66 * GIB)
+    before = one.compute_limits(66 * GIB)
     assert before.ceiling == 96 * GIB
     clock.by += 1.0
     machine.free = 30 * GIB if fails == "footprint" else None
-    assert one.compute_current_ceiling(66 * GIB if fails == "spare" else None) == before
+    assert one.compute_limits(66 * GIB if fails == "spare" else None) == before
     clock.by += 1.0
     machine.free = 20 * GIB
-    assert one.compute_current_ceiling(66 * GIB).ceiling == 86 * GIB, "the next good reading counts at once"
+    assert one.compute_limits(66 * GIB).ceiling == 86 * GIB, "the next good reading counts at once"
 
 
 @pytest.mark.parametrize("fails", ["footprint", "spare"])
 def test_readings_that_fail_for_a_minute_are_unknown_once_the_last_is_stale(fails: str, clock: Later):
     machine = SetMachine(free=30 * GIB)
     one = limiter(machine)
-    before = one.compute_current_ceiling(66 * GIB)
+    before = one.compute_limits(66 * GIB)
     found = []
     for _ in range(60):
         clock.by += 1.0
         machine.free = None if fails == "spare" else 30 * GIB
-        found.append(one.compute_current_ceiling(None if fails == "footprint" else 66 * GIB))
+        found.append(one.compute_limits(None if fails == "footprint" else 66 * GIB))
     assert found[: int(STALE_AFTER_SECONDS) - 1] == [before] * (int(STALE_AFTER_SECONDS) - 1)
     assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE_AFTER_SECONDS) :]} == {(1, UNREADABLE)}
     machine.free = 30 * GIB
-    assert one.compute_current_ceiling(66 * GIB) == before
+    assert one.compute_limits(66 * GIB) == before
 
 
 def test_a_reading_that_never_came_is_unknown_from_the_first():
     one = limiter(SetMachine(free=30 * GIB))
-    assert one.compute_current_ceiling(None).bound_by == UNREADABLE
-    assert one.compute_current_ceiling(0).ceiling == 30 * GIB
-    assert one.compute_current_ceiling(None).ceiling == 30 * GIB
+    assert one.compute_limits(None).bound_by == UNREADABLE
+    assert one.compute_limits(0).ceiling == 30 * GIB
+    assert one.compute_limits(None).ceiling == 30 * GIB
 
 
 def test_a_wall_clock_that_jumps_makes_no_reading_stale(clock: Later, monkeypatch: pytest.MonkeyPatch):
     machine = SetMachine(free=30 * GIB)
     one = limiter(machine)
-    before = one.compute_current_ceiling(66 * GIB)
+    before = one.compute_limits(66 * GIB)
     machine.free = None
     for jump in (-1e9, 1e9):
         monkeypatch.setattr(time, "time", lambda jump=jump: jump)
-        assert one.compute_current_ceiling(66 * GIB) == before
+        assert one.compute_limits(66 * GIB) == before
 
 
 def unreadable(pid: int) -> Sensor:
@@ -328,13 +326,13 @@ def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monk
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
         one.set_worker(worker.pid)
-        before = one.compute_current_ceiling(0).ceiling
+        before = one.compute_limits(0).ceiling
         with monkeypatch.context() as broken:
             broken.setattr(memory_sensor, "open_sensor", unreadable)
             assert one.worker_phys() == 0
-            assert one.compute_current_ceiling(0).ceiling == before
+            assert one.compute_limits(0).ceiling == before
         worker.communicate()
-    assert one.compute_current_ceiling(0).ceiling == 28 * GIB, "an ended lease holds no memory"
+    assert one.compute_limits(0).ceiling == 28 * GIB, "an ended lease holds no memory"
 
 
 def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_run():
@@ -343,7 +341,7 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
     machine = SetMachine()
     one = limiter(machine, cap="64GiB")
     machine.metal = 48 * GIB
-    assert (one.compute_current_ceiling(GIB).cap, one.compute_current_ceiling(GIB).bound_by) == (48 * GIB, "metal")
+    assert (one.compute_limits(GIB).cap, one.compute_limits(GIB).bound_by) == (48 * GIB, "metal")
     assert "the lower value is used" in one.warnings()[0]
 
 
@@ -362,7 +360,7 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
     one.begin_lease(GIB)
-    without = one.compute_current_ceiling(0).ceiling
+    without = one.compute_limits(0).ceiling
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
@@ -372,7 +370,7 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
         assert one.wired() == pytest.approx(GIB - one.worker_phys(), abs=16 * MIB), "it may have all of it wired"
         machine.held = None
         assert one.wired() is None
-        assert one.compute_current_ceiling(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+        assert one.compute_limits(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
         worker.communicate()
 
 
@@ -418,5 +416,5 @@ def test_a_cap_that_changes_while_we_run_is_warned_about_again():
     one = limiter(machine, cap="64GiB")
     machine.container = 8 * GIB
     with structlog.testing.capture_logs() as logs:
-        one.compute_current_ceiling(0)
+        one.compute_limits(0)
     assert [line["event"] for line in logs] == ["cap changed", "guard weakened"]

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 from node.engine.memory.footprint import (
-    MAX_POOL_BYTES,
+    MAX_FREE_BUFFER_BYTES,
     EngineMemory,
     MlxPeakTracker,
     clear_buffers,
@@ -39,14 +39,14 @@ def held(size: int) -> mx.array:
     return array
 
 
-@pytest.mark.parametrize(("cap", "limit"), [(8 * GIB, 8 * GIB // 100), (64 * GIB, MAX_POOL_BYTES), (0, 0)])
+@pytest.mark.parametrize(("cap", "limit"), [(8 * GIB, 8 * GIB // 100), (64 * GIB, MAX_FREE_BUFFER_BYTES), (0, 0)])
 def test_the_pool_is_one_percent_of_the_cap_and_256_mib_at_most(cap: int, limit: int):
     limit_buffers(cap)
-    assert mx.set_cache_limit(MAX_POOL_BYTES) == limit
+    assert mx.set_cache_limit(MAX_FREE_BUFFER_BYTES) == limit
 
 
 def test_free_buffers_go_and_what_is_held_stays():
-    mx.set_cache_limit(MAX_POOL_BYTES)
+    mx.set_cache_limit(MAX_FREE_BUFFER_BYTES)
     kept, gone = held(8 * MIB), held(16 * MIB)
     del gone
     assert mx.get_cache_memory() >= 16 * MIB
