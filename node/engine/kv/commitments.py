@@ -45,9 +45,9 @@ class Commitment:
         """Record that the row is in the decode batch with `written` tokens, and that its own cache is released."""
         self.written, self.joined, self.capacity_tokens = written, True, 0
 
-    def record_token(self) -> None:
-        """Record that the row has one more token."""
-        self.written += 1
+    def record_token(self, tokens: int = 1) -> None:
+        """Record that the row has one more token, or this many."""
+        self.written += tokens
 
     def reset(self) -> None:
         """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens stay."""

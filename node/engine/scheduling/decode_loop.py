@@ -15,9 +15,9 @@ from node.engine.scheduling.batch_recovery import BatchRecovery, text_of
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch, NextToken
 from node.engine.scheduling.preemptor import Preemptor
+from node.engine.scheduling.rules.commitment_length import growth_tokens
 from node.engine.scheduling.step_output import StepOutput
 from node.engine.text.logprobs import logprob_of
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.refusals import FailureCode, RefusalCode
 
 OUTLIER_FACTOR = 4
@@ -143,9 +143,7 @@ class DecodeLoop:
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.written >= commitment.promised:
-                self._extend(
-                    loaded_model, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
-                )
+                self._extend(loaded_model, row, growth_tokens(commitment.promised, shape.prompt + shape.limit))
 
     def _extend(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
