@@ -8,11 +8,12 @@ from statistics import fmean, median
 
 import pytest
 
-from coordinator.simulation.cluster import RequestOutcome, SimulatedPool
-from coordinator.simulation.report import RunStatistics
-from coordinator.simulation.routers import CLAIRVOYANT, NAMES
-from coordinator.simulation.run import compare, play, policies_of, shipped
-from coordinator.simulation.scenario import Scenario, read
+from simulation.cluster import SimulatedPool
+from simulation.outcomes import RequestOutcome
+from simulation.report import RunStatistics
+from simulation.routers import CLAIRVOYANT, NAMES
+from simulation.run import compare, play, policies_of, shipped
+from simulation.scenario import Scenario, read
 from tests.sim.simulation import STORIES, told
 
 NOWHERE = Path("nowhere")

@@ -121,6 +121,10 @@ class CommitmentLedger:
         """Return the committed bytes that are not yet written."""
         return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
 
+    def committed_bytes(self) -> int:
+        """Return the committed bytes of all rows, written or not."""
+        return sum(batch.reserved_bytes(self.kv) for batch in self._batches)
+
     def cost(self, length: int, rows: int) -> int:
         """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""
         return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)

@@ -1,6 +1,7 @@
 """Batch of the scripted engine: prefill, join, decode and growth of its requests, each through the gate.
 
-The choices are those of the text engine (`node.engine.scheduling.rules`), and none is made here. `turns` sets the times.
+The choices are those of the text engine (`node.engine.scheduling.rules`), and none is made here. `turns` sets the
+times.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,16 +47,14 @@ class ScriptedBatch:
 
     # prefill
 
-    def begin_prefill(self, chunk: PrefillChunk, now: float) -> bool:
-        """Check the gate for a prefill. Return False if there is no room; its prompts then wait, or one ends."""
-        first = chunk.members[0]
+    def has_room(self, chunk: PrefillChunk, now: float) -> bool:
+        """Check the gate for a prefill. Return False if there is no room; its first prompt then waits, or a request
+        ends."""
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:
-            self._delay(first, refused, now)
+            self._delay(chunk.members[0], refused, now)
             return False
         self.forwards += 1
-        for one in chunk.members:
-            one.start()
         return True
 
     def _delay(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
@@ -75,6 +74,7 @@ class ScriptedBatch:
         for one in chunk.members:
             if one not in self._table.queue:  # it was cancelled or preempted meanwhile
                 continue
+            one.start()
             tokens = one.left if chunk.packed else min(one.left, chunk.tokens * turns)
             one.prefill(tokens)
             self._prefills.count_prefilled(one, tokens)

@@ -1,6 +1,6 @@
 """Costs of a simulated engine: the durations of its forwards. Pure.
 
-The scripted engine of a node has fixed costs. The simulation has the costs of Apple chips (`simulation.hardware`).
+The scripted engine of a node has fixed costs. The simulation has the costs of Apple chips (`simulation.mac.hardware`).
 """
 
 from collections.abc import Mapping

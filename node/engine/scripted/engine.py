@@ -20,19 +20,17 @@ Parts
 - `table`, `sequence`: the live requests. `memory`: the gate and the commitments. `requests`, `answers`: the script.
 """
 
-from node.engine.memory.gate import GateSite
+from msgspec.structs import replace
+
+from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.process.interface import MAX_CANCELLED_REMEMBERED, CallRecording, NativeCall, Work
 from node.engine.requests import preflight
 from node.engine.requests.preflight import RequestShape
 from node.engine.scripted import answers
-from node.engine.scripted.batch import ScriptedBatch
+from node.engine.scripted.build import build_turns
 from node.engine.scripted.costs import EngineCosts, FixedCosts
 from node.engine.scripted.memory import ScriptedMemory
-from node.engine.scripted.preemption import ScriptedPreemptor
-from node.engine.scripted.prefills import ScriptedPrefills
 from node.engine.scripted.requests import ScriptedRequests
-from node.engine.scripted.table import ScriptedTable
-from node.engine.scripted.turns import ScriptedTurns
 from node.settings import NodeSettings, ScriptedSettings
 from wire.capacity.arithmetic import shed
 from wire.frames import (
@@ -54,11 +52,9 @@ from wire.frames import (
     UnloadModel,
 )
 from wire.refusals import FailureCode, RefusalCode, Refused
-from wire.report import EngineCounters, MemoryLevel, Model
+from wire.report import EngineCounters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
-MAX_CHUNK_TOKENS = 2048
-"""Tokens of the largest prefill chunk, where prefills take time: the default of the text engine."""
 PREFILL_SPEED = 100_000.0
 """Tokens per second reported for prefills, which take no time: the router divides by this number."""
 
@@ -67,7 +63,7 @@ class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
     A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
-    settings. `chunk`: maximum tokens of a prefill.
+    settings. `gate` is the memory gate; None: a new one.
     """
 
     def __init__(
@@ -75,27 +71,19 @@ class ScriptedEngine:
         settings: ScriptedSettings,
         recorder: CallRecording,
         costs: EngineCosts | None = None,
-        chunk: int = MAX_CHUNK_TOKENS,
+        gate: MemoryGate | None = None,
     ) -> None:
         self._settings = settings
         self._weights = parse_size(settings.weights)
         self._metal = parse_size(settings.metal)
-        self._memory = ScriptedMemory(self._weights, parse_size(settings.memory), settings.kv_per_token)
+        self._memory = ScriptedMemory(self._weights, parse_size(settings.memory), settings.kv_per_token, gate or MemoryGate())
         self._requests = ScriptedRequests(settings, self._memory.ledger)
-        self._costs = costs or FixedCosts(settings.step_ms / 1000)
-        self._table = ScriptedTable(settings.max_batch_size)
-        self._preemptor = ScriptedPreemptor(self._table, self._memory)
-        prefills = ScriptedPrefills(self._table, self._costs, chunk)
-        self._batch = ScriptedBatch(
-            self._table,
+        self._table, self._preemptor, self._batch, self._turns = build_turns(
             self._memory,
-            self._preemptor,
-            prefills,
-            silent_joins=self._costs.free_prefill,
+            costs or FixedCosts(settings.step_ms / 1000),
+            settings.max_batch_size,
+            leap=False,
             crash=lambda number: recorder.crash(settings.model, number),
-        )
-        self._turns = ScriptedTurns(
-            self._table, self._batch, self._preemptor, prefills, self._costs, leap=False
         )
         self.gate = self._memory.gate
         self._acked = self._enforced = self._sheds = self._freed_order = 0
@@ -214,7 +202,7 @@ class ScriptedEngine:
         return [Admitted(number, prompt)]
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
-        model, memory = self._model(), self._memory.read(now)
+        model, memory = self._model(), self._offered(request.owner.name, now)
         refused = self.gate.not_ready_refusal() or preflight.never_fits(
             request, shape, model, self._settings.max_batch_size
         )
@@ -224,6 +212,12 @@ class ScriptedEngine:
         if self._requests.must_refuse(request):
             return self._memory.check(GateSite.PREFLIGHT, now, max(cost, (memory.headroom or 0) + GIB))
         return preflight.admit(shape, memory, model, cost, self.gate)
+
+    def _offered(self, key: str, now: float) -> Memory:
+        """Read the memory as it is for a new request of an API key: preempted requests come first."""
+        memory, wanted = self._memory.read(now), self._preemptor.required_bytes(key)
+        left = None if memory.headroom is None else memory.headroom - wanted
+        return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
     def _cancel(self, number: int, now: float) -> None:
         sequence = self._table.find(number)

@@ -134,9 +134,7 @@ class ScriptedPreemptor:
                 (commitment,) = sequence.ledger.commit(_length(sequence, row), 1)
                 row.commit(commitment)
             self._table.enqueue(sequence)
-        elif refused.code is not RefusalCode.UNREADABLE and not self._may_free_memory(
-            len(self._table.preempted), now
-        ):
+        elif refused.code is not RefusalCode.UNREADABLE and not self._may_free_memory(len(self._table.preempted), now):
             self.end(sequence, refused, FailureCode.NO_HEADROOM, now)
 
 

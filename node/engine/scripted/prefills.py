@@ -34,6 +34,11 @@ class PrefillChunk(NamedTuple):
     seconds: float
     """Duration."""
 
+    def start(self) -> None:
+        """Record that its prompts have caches."""
+        for one in self.members:
+            one.start()
+
     @property
     def packed(self) -> bool:
         """Return whether several prompts are prefilled in one forward."""
@@ -105,9 +110,14 @@ class ScriptedPrefills:
             return turns
         (shorter,), (longer,) = sorted((one.members for one in chunks), key=lambda one: one[0].left)
         taken = {one.members[0]: one.tokens for one in chunks}
+        lead = longer.left - shorter.left
+        if chunks[0].members[0] is longer:  # the shorter one is chosen after a chunk of the longer one
+            lead -= taken[longer]
+        if lead <= 0:
+            return 1
         gain = taken[longer] - taken[shorter]
         if gain > 0:
-            turns = min(turns, (longer.left - shorter.left - 1) // gain)
+            turns = min(turns, (lead - 1) // gain)
         return max(1, 2 * turns)
 
     def _equal_chunks(self, chunk: PrefillChunk, step: float) -> int:

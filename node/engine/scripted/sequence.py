@@ -35,9 +35,9 @@ class ScriptedRow:
         return ""
 
     def steps_left(self, last: int) -> int:
-        """Return the number of further steps in which the row certainly does not end before the last of them. The
-        answer has at most `last` tokens."""
-        return last - self.produced
+        """Return the number of further steps of which only the last one may send tokens or end the row. The answer has
+        at most `last` tokens."""
+        return 1 if self.sent == self.resumed_tokens else last - self.produced
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
         """Generate the next `count` tokens of a request with this number, and end the row with the last one.

@@ -130,6 +130,9 @@ class ScriptedTurns:
             return []
         turns = running.completed(now)
         frames = self._record(running, turns - running.done, now)
+        if turns:
+            for chunk in running.chunks[1:]:
+                chunk.start()
         self._running = running._replace(done=turns)
         return frames
 
@@ -152,8 +155,9 @@ class ScriptedTurns:
     def _prefill_free(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
         """Prefill a prompt in no time."""
         chunk = PrefillChunk((sequence,), sequence.left, 0.0)
-        if not self._batch.begin_prefill(chunk, now):
+        if not self._batch.has_room(chunk, now):
             return self._preemptor.drain_ends()
+        chunk.start()
         return self._batch.end_prefill(chunk, 1, now)
 
     def _begin(self, at: float) -> list[Frame]:
@@ -181,9 +185,10 @@ class ScriptedTurns:
             return (), 1
         chunks = self._prefills.schedule(choices, step)
         turns = self._prefills.steady_turns(chunks, choices, step) if self._leap else 1
-        if not self._batch.begin_prefill(chunks[0], at):
+        if not self._batch.has_room(chunks[0], at):
             return (), 1
-        if turns < 2 or not all(self._batch.begin_prefill(one, at) for one in chunks[1:]):
+        chunks[0].start()
+        if turns < 2 or not all(self._batch.has_room(one, at) for one in chunks[1:]):
             return (chunks[0],), 1
         return tuple(chunks), turns
 

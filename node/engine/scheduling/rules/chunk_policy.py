@@ -135,8 +135,8 @@ def budget(step: float, total: float) -> float:
 def affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
     """Return the tokens that fit into the time of the next chunk of a prompt, at most `most`.
 
-    `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds (0:
-    no row decodes).
+    `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds
+    (0: no row decodes).
     """
     return pace.tokens(budget(step, pace.seconds(left, past)), past, most)
 
