@@ -76,9 +76,11 @@ class ScriptedEngine:
         self._settings = settings
         self._weights = parse_size(settings.weights)
         self._metal = parse_size(settings.metal)
-        self._memory = ScriptedMemory(self._weights, parse_size(settings.memory), settings.kv_per_token, gate or MemoryGate())
+        self._memory = ScriptedMemory(
+            self._weights, parse_size(settings.memory), settings.kv_per_token, gate or MemoryGate()
+        )
         self._requests = ScriptedRequests(settings, self._memory.ledger)
-        self._table, self._preemptor, self._batch, self._turns = build_turns(
+        self.table, self._preemptor, self._batch, self._turns = build_turns(
             self._memory,
             costs or FixedCosts(settings.step_ms / 1000),
             settings.max_batch_size,
@@ -130,7 +132,7 @@ class ScriptedEngine:
 
     def report(self, now: float) -> EngineReport:
         """Return the state of the engine at the monotonic time `now`."""
-        batch, table, gate = self._batch, self._table, self.gate
+        batch, table, gate = self._batch, self.table, self.gate
         return EngineReport(
             self._memory.read(now),
             (self._model(),),
@@ -186,7 +188,7 @@ class ScriptedEngine:
         if number in self._cancelled:
             del self._cancelled[number]
             return []
-        if self._table.find(number) is not None:
+        if self.table.find(number) is not None:
             return []
         prompt = answers.prompt_tokens(request)
         pieces = self._requests.pieces(request, prompt)
@@ -198,7 +200,7 @@ class ScriptedEngine:
         if not any(sequence.active_rows()):  # the whole answer was sent by another node, and only its end is missing
             sequence.begin(now)
             return [Admitted(number, prompt), sequence.finished(now)]
-        self._table.enqueue(sequence)
+        self.table.enqueue(sequence)
         return [Admitted(number, prompt)]
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
@@ -220,7 +222,7 @@ class ScriptedEngine:
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
     def _cancel(self, number: int, now: float) -> None:
-        sequence = self._table.find(number)
+        sequence = self.table.find(number)
         if sequence is not None:
             self._preemptor.drop(sequence, now)
             self._memory.observe(now)

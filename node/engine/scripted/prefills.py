@@ -88,37 +88,47 @@ class ScriptedPrefills:
             return 0.0
         return coalesce_until([one.arrived for one in choices], table.crowded_at)
 
-    def schedule(self, choices: Sequence[ScriptedSequence], step: float) -> list[PrefillChunk]:
-        """Return the prefills of the next turn and of the one after it, which alternate from then on (`steady_turns`).
+    def schedule(
+        self, choices: Sequence[ScriptedSequence], step: float, *, leap: bool
+    ) -> tuple[list[PrefillChunk], int]:
+        """Return the prefill of the next turn, and 1. With `leap`, return the prefills of the next turn and of the one
+        after it, and the number of turns in which they alternate.
 
-        Return one if a prompt is complete after it, or if all turns are equal. `step` is the duration of a decode step
-        in seconds (0: no row decodes). `choices` must not be empty.
+        In these turns no prompt is complete before the last one, and no chunk or choice would differ. A single prefill
+        is that of all these turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices`
+        must not be empty.
         """
         first = self._chunk_of(self._pick(choices, 1), choices, step)
-        if first.completes or self._is_crowded(choices) or len(choices) == 1:
-            return [first]
-        second = self._chunk_of(self._pick(choices, 2), choices, step)
-        return [first] if second.members == first.members else [first, second]
+        if not leap or first.completes:
+            return [first], 1
+        if len(choices) == 1:
+            return [first], self._equal_chunks(first, step)
+        second = self._chunk_of(self._pick(self._after_start(choices, first), 2), choices, step)
+        if second.completes or self._is_crowded(choices):
+            return [first], 1
+        if second.members == first.members:
+            return [first], self._equal_chunks(first, step)
+        third = self._pick(self._after_start(choices, first, second), 3)
+        rounds = self._equal_rounds(first, second, step) if third is first.members[0] else 0
+        return ([first, second], 2 * rounds) if rounds else ([first], 1)
 
-    def steady_turns(self, chunks: Sequence[PrefillChunk], choices: Sequence[ScriptedSequence], step: float) -> int:
-        """Return the number of turns in which `chunks` alternate: no prompt is complete before the last one, and no
-        chunk or choice would differ. `choices` and `step` are as in `schedule`."""
-        if any(one.completes for one in chunks) or (len(choices) > 1 and self._is_crowded(choices)):
-            return 1
-        turns = min(self._equal_chunks(one, step) for one in chunks)
-        if len(chunks) == 1:
-            return turns
-        (shorter,), (longer,) = sorted((one.members for one in chunks), key=lambda one: one[0].left)
-        taken = {one.members[0]: one.tokens for one in chunks}
-        lead = longer.left - shorter.left
-        if chunks[0].members[0] is longer:  # the shorter one is chosen after a chunk of the longer one
-            lead -= taken[longer]
+    def _after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
+        """Return `choices` in their order after the start of `chunks`: started prompts precede others."""
+        starting = [one for chunk in chunks for one in chunk.members]
+        started = [one for one in self._table.queue if one in choices and (one.started or one in starting)]
+        return [*started, *(one for one in choices if one not in started)]
+
+    def _equal_rounds(self, first: PrefillChunk, second: PrefillChunk, step: float) -> int:
+        """Return how often two prefills alternate before a chunk or a choice would differ."""
+        rounds = min(self._equal_chunks(one, step) for one in (first, second))
+        shorter, longer = sorted((first, second), key=lambda one: one.members[0].left)
+        lead = longer.members[0].left - shorter.members[0].left
+        if longer is first:  # the shorter one is chosen after a chunk of the longer one
+            lead -= longer.tokens
         if lead <= 0:
-            return 1
-        gain = taken[longer] - taken[shorter]
-        if gain > 0:
-            turns = min(turns, (lead - 1) // gain)
-        return max(1, 2 * turns)
+            return 0
+        gain = longer.tokens - shorter.tokens
+        return min(rounds, (lead - 1) // gain) if gain > 0 else rounds
 
     def _equal_chunks(self, chunk: PrefillChunk, step: float) -> int:
         """Return how many chunks of this size follow each other before the budget or the size changes."""

@@ -183,12 +183,11 @@ class ScriptedTurns:
         choices = self._prefills.choices(at)
         if not choices or at < self._prefills.wait_until(choices):
             return (), 1
-        chunks = self._prefills.schedule(choices, step)
-        turns = self._prefills.steady_turns(chunks, choices, step) if self._leap else 1
+        chunks, turns = self._prefills.schedule(choices, step, leap=self._leap)
         if not self._batch.has_room(chunks[0], at):
             return (), 1
         chunks[0].start()
-        if turns < 2 or not all(self._batch.has_room(one, at) for one in chunks[1:]):
+        if not all(self._batch.has_room(one, at) for one in chunks[1:]):
             return (chunks[0],), 1
         return tuple(chunks), turns
 

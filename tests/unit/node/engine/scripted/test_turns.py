@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.kv.commitments import CommitmentLedger
@@ -91,7 +91,9 @@ class Played:
 
     def _add(self, number: int, ask: Ask, now: float) -> None:
         params = GenerationParams(max_tokens=ask.output)
-        frame = Generate(number, number, f"r{number}", ask.model, (), params, 0, ask.expected, WeightedKey(ask.key))
+        frame = Generate(
+            number, number, f"r{number}", ask.model, (), params, 0, expected=ask.expected, owner=WeightedKey(ask.key)
+        )
         shape, ledger = shape_of(frame, ask.prompt, ask.output, 100_000), self.ledgers[ask.model]
         if self.memory.check(GateSite.PREFLIGHT, now, ledger.cost(shape.length, 1)) is not None:
             self.frames.append((now, Refusal(number, Refused(RefusalCode.NO_ROOM, "no room"))))
@@ -125,7 +127,6 @@ asks = st.builds(
 )
 
 
-@settings(print_blob=False, report_multiple_bugs=False)
 @given(st.lists(asks, min_size=1, max_size=24), st.sampled_from([3, 6, 40]), st.sampled_from([2, 5, 32]))
 def test_equal_turns_at_once_are_the_same_as_single_turns(requests: list[Ask], hundred_mb: int, rows: int):
     single, leaping = (Played(hundred_mb * 10**8, rows, leap=leap) for leap in (False, True))
