@@ -214,8 +214,8 @@ def growth_preempts(play: Play) -> None:
 
 
 def growth_refuses_a_waiting_request(play: Play) -> None:
-    """Two requests that wait for a row lose their memory first, because they lose no work; then the newest one does. The
-    gate refuses growth until three requests hold memory."""
+    """Two requests that wait for a row lose their memory first, because they lose no work; then the newest one does.
+    The gate refuses growth until three requests hold memory."""
     for number in range(1, BATCH + 1):
         play.ask(number, 30, 60 + 10 * number, expected=30 if number == 2 else 200)
         play.until_tokens(number, 1)

@@ -98,8 +98,8 @@ def real(arrivals: list[Arrival]) -> Ends:
     costs = ChipCosts(CHIPS[NODE.chip], {"chat": (MODEL.active, parse_size(MODEL.kv_per_token))})
     loop = EngineLoop(ScriptedEngine(settings, CrashRecorder(), costs), send)
     thread = threading.Thread(target=loop.run)
-    thread.start()
     begun = time.monotonic()
+    thread.start()
     loop.put(MemoryLimits(10**11, 10**11, 10**9, "metal"))
     try:
         for at, frame in arrivals:
@@ -120,9 +120,7 @@ def test_the_simulated_node_serves_as_the_scripted_engine_does(arrivals: list[Ar
 
 
 def test_the_times_are_those_of_the_chip():
-    """A prompt of 400 tokens on an idle M1 Pro, then 149 steps of one row with 700 committed tokens."""
+    """A prompt of 400 tokens on an idle M1 Pro, then 149 steps of one row with 550 committed tokens."""
     ((end, *_),) = simulated([(0.0, ask(1, 400, 150))])
-    step = (1.0 / 6.74 + 700 * 65536 / 3.83e9) / 36
+    step = (1.0 / 6.74 + 550 * 65536 / 3.83e9) / 36
     assert end == pytest.approx(400 * 1.0 / 6.74 / 266 + 149 * step, rel=0.01)
-
-
