@@ -51,7 +51,7 @@ class SimulatedModel:
         self.holds, self.used = self.holds - 1, now
 
     def request_load(self) -> None:
-        """Let the model wait for its turn to load."""
+        """Queue the model for its load."""
         self.loading = True
 
     def start_load(self, now: float) -> None:

@@ -1,11 +1,10 @@
 """Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
 
-Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. Only what belongs to the node
-is here: the link, reports, model loads, ended chats, leases. Models load one at a time, and idle models are unloaded
+Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module
+has the parts of the node: the link, reports, model loads, ended chats, leases. Models load one at a time, and idle models are unloaded
 for them. Ended chats are evicted before a request is refused. `wire.capacity.arithmetic` makes every decision.
 
-Not modelled: the text of tokens, the transient of a forward beyond the model's one number, preflight on a second
-thread, and other programs on the Mac.
+Not modelled: texts, transients beyond one number for each model, preflight on a second thread, and other programs.
 """
 
 import asyncio
@@ -121,7 +120,7 @@ class SimulatedNode:
         self._settle(now)
 
     def _interrupt(self) -> float:
-        """Let the running turn of the engine be its last one, because requests or memory change. Return the time."""
+        """End the running turns of the engine early, because requests or memory change. Return the time."""
         now = self._loop.time()
         self._emit(self._engine.turns.interrupt(now), now)
         return now

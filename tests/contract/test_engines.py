@@ -1,7 +1,8 @@
 """The scripted engine and the text engine serve the same arrivals in the same order.
 
-Both get the same frames and the same refusals of their gates. Times differ: the text engine runs a small model on MLX, the
-scripted one has the costs of a chip in virtual time. Orders must not: of admissions, first tokens, preemptions and ends.
+Both get the same frames and the same refusals of their gates. Their times differ: the text engine runs a small model on
+MLX, the scripted one has the costs of a chip in virtual time. The orders of admissions, first tokens, preemptions and
+ends are equal.
 """
 
 import json
@@ -199,7 +200,7 @@ def prompts_wait_for_memory(play: Play) -> None:
 
 
 def growth_preempts(play: Play) -> None:
-    """An answer that outgrows its commitment preempts the newest request, which returns when the others have ended."""
+    """An answer that outgrows its commitment preempts the newest request, which returns last."""
     play.ask(1, 30, 120)
     play.until_tokens(1, 3)
     play.ask(2, 30, 90, expected=4)
@@ -228,7 +229,7 @@ def growth_refuses_a_waiting_request(play: Play) -> None:
 
 
 def cancelled_requests(play: Play) -> None:
-    """A decoding and a queued request are cancelled; the others follow."""
+    """A decoding and a queued request are cancelled."""
     for number in range(1, 8):
         play.ask(number, 30, 10 + 9 * number)
     play.until_tokens(2, 3)

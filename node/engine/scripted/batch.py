@@ -142,7 +142,7 @@ class ScriptedBatch:
     def _decode_sequence(
         self, sequence: ScriptedSequence, steps: int, deltas: list[Delta], ends: list[Frame], now: float
     ) -> None:
-        for row in list(sequence.active_rows()):
+        for row in sequence.active_rows():
             sequence.add_tokens(row, steps, now)
             if row.is_due(now - sequence.last_token_at, stream=sequence.request.stream):
                 deltas.append(row.gather(sequence.number))

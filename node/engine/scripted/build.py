@@ -35,7 +35,8 @@ def build_turns(
     leap: bool,
     crash: Callable[[int], None] = _never_crash,
 ) -> TurnParts:
-    """Return the turns of an engine that decodes at most `rows` rows at once. `leap` is as in `ScriptedTurns`, `crash` as in `ScriptedBatch`."""
+    """Return the turns of an engine that decodes at most `rows` rows at once. `leap` is as in `ScriptedTurns`, `crash`
+    as in `ScriptedBatch`."""
     table = ScriptedTable(rows)
     preemptor = ScriptedPreemptor(table, memory)
     prefills = ScriptedPrefills(table, costs, MAX_CHUNK_TOKENS)

@@ -113,7 +113,7 @@ class ScriptedPrefills:
         return ([first, second], 2 * rounds) if rounds else ([first], 1)
 
     def _after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
-        """Return `choices` in their order after the start of `chunks`: started prompts precede others."""
+        """Return `choices` in their order after the start of `chunks`: started prompts come first."""
         starting = [one for chunk in chunks for one in chunk.members]
         started = [one for one in self._table.queue if one in choices and (one.started or one in starting)]
         return [*started, *(one for one in choices if one not in started)]
@@ -191,4 +191,4 @@ def _is_packable(sequence: ScriptedSequence) -> bool:
 
 
 def _batch_of(sequence: ScriptedSequence) -> int:
-    return sequence.ledger.batch_of(next(sequence.active_rows()).commitment)
+    return sequence.ledger.batch_of(sequence.active_rows()[0].commitment)

@@ -1,6 +1,6 @@
 """Requests and rows of the scripted engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from node.engine.kv.commitments import Commitment, CommitmentLedger
@@ -190,7 +190,8 @@ class ScriptedSequence:
     @property
     def width(self) -> int:
         """Number of its rows that have not ended."""
-        return sum(not row.reason for row in self.rows)
+        rows = self.rows
+        return sum(not row.reason for row in rows) if len(rows) != 1 else not rows[0].reason
 
     @property
     def answered(self) -> bool:
@@ -216,7 +217,9 @@ class ScriptedSequence:
     @property
     def length(self) -> int:
         """Tokens of its prefill: the prompt and the known tokens of its longest row."""
-        return self.shape.prompt + max((row.produced for row in self.active_rows()), default=0)
+        rows = self.rows
+        known = rows[0].produced if len(rows) == 1 else max((row.produced for row in self.active_rows()), default=0)
+        return self.shape.prompt + known
 
     @property
     def left(self) -> int:
@@ -228,9 +231,9 @@ class ScriptedSequence:
         """Number of the last token of an answer."""
         return min(self.ends, self.shape.limit)
 
-    def active_rows(self) -> Iterator[ScriptedRow]:
-        """Return an iterator over the rows that have not ended."""
-        return (row for row in self.rows if not row.reason)
+    def active_rows(self) -> Sequence[ScriptedRow]:
+        """Return the rows that have not ended."""
+        return [row for row in self.rows if not row.reason]
 
     def start(self) -> None:
         """Record the start of its prefill: the cached tokens are in memory."""

@@ -1,5 +1,7 @@
-"""A simulated node under the virtual clock, and the scripted engine in its loop under the real clock, serve the same
-arrivals alike: the same order of ends, and times within 5 %."""
+"""A simulated node under the virtual clock serves arrivals as the scripted engine does under the real clock.
+
+The order of ends is equal, and times are within 5 %.
+"""
 
 import asyncio
 import threading
