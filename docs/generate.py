@@ -35,7 +35,7 @@ from tests.support.cluster.application import application
 from wire.units import GIB, MIB
 
 HERE = Path(__file__).parent
-ROOMS = ("wire", "host", "router", "node", "coordinator")
+ROOMS = ("wire", "host", "router", "node", "coordinator", "simulation")
 NOTICE = "<!-- Written by `make docs`. Do not edit. -->"
 
 SETTINGS = f"""# Settings

@@ -26,7 +26,7 @@ from docs.function_names import find_misnamed
 
 ROOT = Path(__file__).parents[1]
 COUNTS = Path(__file__).with_name("style_counts.toml")
-PACKAGES = ("coordinator", "host", "node", "router", "wire")
+PACKAGES = ("coordinator", "host", "node", "router", "simulation", "wire")
 OTHERS = ("dashboards", "deploy", "docs", "tests")
 UNCHECKED = (
     "docs/api.md",

@@ -22,7 +22,7 @@ CONFIG = """\
 [run]
 branch = true
 parallel = true
-source = coordinator,machine,node,router,wire
+source = coordinator,host,node,router,simulation,wire
 patch = subprocess,_exit
 sigterm = true
 disable_warnings = no-data-collected,module-not-measured,couldnt-parse

@@ -21,9 +21,9 @@ from wire.refusals import FailureCode, RefusalCode
 from wire.video import LeaseEndCode, LeaseRefusalCode, ReleaseCause
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "host", "node", "router", "wire")
+PACKAGES = ("coordinator", "host", "node", "router", "simulation", "wire")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-IGNORES = {"coordinator": 2, "host": 1, "node": 0, "router": 0, "wire": 0}
+IGNORES = {"coordinator": 2, "host": 1, "node": 0, "router": 0, "simulation": 0, "wire": 0}
 """Number of lines that the type checker ignores. These numbers only fall: lower them, never raise them."""
 FORBIDDEN = {
     r"\bpickle\b": "what is unpickled can run code",

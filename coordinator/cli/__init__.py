@@ -57,7 +57,7 @@ SECTIONS = {
         "explain": ("coordinator.cli.commands.use:explain", "Show where a request went, and why."),
         "place": ("coordinator.cli.commands.use:place", "Show where a request would go, with every node's numbers."),
         "replay": ("coordinator.cli.commands.use:replay", "Repeat recorded placement decisions with another policy."),
-        "simulate": ("coordinator.simulation.command:simulate", "Simulate a pool in virtual time."),
+        "simulate": ("simulation.command:simulate", "Simulate a pool in virtual time."),
     },
     "Operation": {
         "logs": ("coordinator.cli.commands.logs_and_top:logs", "Print the log of the coordinator or of a node."),

@@ -27,7 +27,7 @@ MAX_LOG_BYTES = 512 * 1024
 """Bytes read from the end of each log."""
 MAX_LINES = 2000
 OMITTED = "[omitted]"
-OWN_PACKAGES = ("coordinator", "node", "router", "host", "wire")
+OWN_PACKAGES = ("coordinator", "node", "router", "host", "simulation", "wire")
 KEPT_FIELDS = frozenset(
     {
         "timestamp",

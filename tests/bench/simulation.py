@@ -9,16 +9,16 @@ import statistics
 import time
 from pathlib import Path
 
-from coordinator.simulation.clock import VirtualLoop
-from coordinator.simulation.cluster import SimulatedPool
-from coordinator.simulation.report import RunStatistics, table
-from coordinator.simulation.routers import CLAIRVOYANT, ProductionRouter
-from coordinator.simulation.run import compare, load, play, policies_of
 from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView
 from router.placement.place import place
 from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
+from simulation.clock import VirtualLoop
+from simulation.cluster import SimulatedPool
+from simulation.report import RunStatistics, table
+from simulation.routers import CLAIRVOYANT, ProductionRouter
+from simulation.run import compare, load, play, policies_of
 from tests.bench.row import Row, commit
 
 SCENARIOS = Path(__file__).parents[1] / "sim" / "scenarios"

@@ -51,7 +51,7 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def neutered(folder: Path) -> Path:
     """Copy the packages, with a gate that is never really checked."""
-    for package in ("coordinator", "host", "node", "router", "wire"):
+    for package in ("coordinator", "host", "node", "router", "simulation", "wire"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     gate = folder / "node" / "engine" / "memory" / "gate.py"
     text = gate.read_text()

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from coordinator.simulation.run import load, play
+from simulation.run import load, play
 
 STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
 

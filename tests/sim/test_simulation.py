@@ -3,19 +3,23 @@
 import math
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from statistics import fmean, median
 
 import pytest
 
-from coordinator.simulation.cluster import RequestOutcome, SimulatedPool
-from coordinator.simulation.report import RunStatistics
-from coordinator.simulation.routers import CLAIRVOYANT, NAMES
-from coordinator.simulation.run import compare, play, policies_of, shipped
-from coordinator.simulation.scenario import Scenario, read
+from simulation.cluster import SimulatedPool
+from simulation.outcomes import RequestOutcome
+from simulation.report import RunStatistics
+from simulation.routers import CLAIRVOYANT, NAMES
+from simulation.run import compare, play, policies_of, shipped
+from simulation.scenario import Scenario, read
 from tests.sim.simulation import STORIES, told
 
 NOWHERE = Path("nowhere")
+ROOT = Path(__file__).parents[2]
 SCENARIOS = Path(__file__).parent / "scenarios"
 CHAT = """
 [[models]]
@@ -103,6 +107,37 @@ def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy
     assert all(answered(fate) for fate in pool.outcomes.values())
     assert not any(machine.here() for machine in pool.machines.values())
     assert all(machine.highest <= machine.memory().ceiling for machine in pool.machines.values())
+
+
+PRINT_RUN = """
+import hashlib, sys
+from pathlib import Path
+from simulation.run import play
+from simulation.scenario import read
+log = []
+figures, pool = play(read(Path(sys.argv[1]).read_text()), "balanced", 3, Path(), log.append)
+print(repr(figures))
+print(hashlib.sha256(repr((log, pool.outcomes)).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("name", ["death", "two-models"])
+def test_a_scenario_is_the_same_in_every_process(name: str):
+    """No choice depends on the order of a set, which differs between processes."""
+    command = [sys.executable, "-c", PRINT_RUN, str(SCENARIOS / f"{name}.toml")]
+    runs = [
+        subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert "served" in runs[0]
 
 
 @pytest.mark.parametrize("name", ["death", "six-models"])

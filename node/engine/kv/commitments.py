@@ -46,9 +46,9 @@ class Commitment:
         released."""
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
-    def record_token(self) -> None:
-        """Record that the row has one more token."""
-        self.stored_tokens += 1
+    def record_token(self, tokens: int = 1) -> None:
+        """Record that the row has one more token, or this many."""
+        self.stored_tokens += tokens
 
     def reset(self) -> None:
         """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens stay."""
@@ -123,6 +123,10 @@ class CommitmentLedger:
         return sum(
             batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
         )
+
+    def compute_committed_bytes(self) -> int:
+        """Return the committed bytes of all rows, stored or not."""
+        return sum(batch.compute_committed_bytes(self.kv) for batch in self._batches)
 
     def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""

@@ -15,9 +15,9 @@ from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch, NextToken
 from node.engine.scheduling.preemptor import Preemptor
+from node.engine.scheduling.rules.commitment_length import growth_tokens
 from node.engine.scheduling.step_output import StepOutput
 from node.engine.text.logprobs import compute_logprob
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.refusals import FailureCode, RefusalCode
 
 OUTLIER_FACTOR = 4
@@ -143,11 +143,8 @@ class DecodeLoop:
         for row in batch.list_rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.stored_tokens >= commitment.committed_tokens:
-                self._extend_commitment(
-                    loaded_model,
-                    row,
-                    max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.committed_tokens)),
-                )
+                more = growth_tokens(commitment.committed_tokens, shape.prompt + shape.limit)
+                self._extend_commitment(loaded_model, row, more)
 
     def _extend_commitment(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own

@@ -28,12 +28,9 @@ from node.engine.memory.gated_forward import GatedForwards
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
-from node.engine.scheduling.rules.chunk_policy import select_batch
+from node.engine.scheduling.rules.chunk_policy import MAX_CACHED_SHARE, select_batch
 
 PAD_TOKEN = 0
-MAX_CACHED_SHARE = 0.5
-"""Share of a prompt's tokens. A prompt of which the prefix cache holds this share or more is prefilled alone, after
-those tokens; otherwise a packed prefill costs less."""
 
 
 class PackedPrefill:

@@ -13,6 +13,7 @@ from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.request_table import RequestTable
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, return_tokens
 from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
@@ -22,13 +23,9 @@ from node.engine.scheduling.rules.preemption import (
     should_preempt,
 )
 from node.engine.scheduling.rules.row_state import RowEvent
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.capacity.batches import row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.refusals import FailureCode, RefusalCode, Refused
-
-GATE_RETRY_SECONDS = 0.1
-"""Seconds until the gate is tried again for work that waits for memory."""
 
 log = structlog.get_logger("engine.generation")
 
@@ -193,6 +190,6 @@ class Preemptor:
 
 
 def _compute_length(row: Row) -> int:
-    """Return the tokens to commit for a row that returns: the known ones, and at most `KV_GROWTH_TOKENS` more."""
-    shape, known = row.sequence.shape, len(row.list_token_ids())
-    return max(known, min(known + KV_GROWTH_TOKENS, shape.prompt + shape.limit))
+    """Return the tokens to commit for a row that returns: the known ones, and a growth."""
+    shape = row.sequence.shape
+    return return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)

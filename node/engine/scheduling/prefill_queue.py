@@ -6,7 +6,7 @@ from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.rules.chunk_policy import budget, next_prefill, shared_budget
+from node.engine.scheduling.rules.chunk_policy import affordable_tokens, next_prefill, shared_budget
 from node.engine.scheduling.rules.prefill_order import coalesce_until, in_service_order, startable, started_rows
 from wire.capacity.fairness import PrefillFairness
 
@@ -96,9 +96,13 @@ class PrefillQueue:
 
     def compute_affordable_tokens(self, prefill: Prefill) -> int:
         """Return the tokens of a prompt that fit into the time of the next chunk."""
-        pace = prefill.loaded_model.stats.pace
-        seconds = budget(self._batches.sum_step_seconds(), pace.seconds(prefill.left, prefill.stored_tokens))
-        return pace.tokens(seconds, prefill.stored_tokens, self._chunk)
+        return affordable_tokens(
+            prefill.loaded_model.stats.pace,
+            prefill.left,
+            prefill.stored_tokens,
+            self._batches.sum_step_seconds(),
+            self._chunk,
+        )
 
     def compute_required_bytes(self) -> int:
         """Return the bytes that the prefills which wait for memory need."""

@@ -13,13 +13,14 @@ from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_loop import DecodeLoop
 from node.engine.scheduling.packed_prefill import PackedPrefill
-from node.engine.scheduling.preemptor import GATE_RETRY_SECONDS, Preemptor
+from node.engine.scheduling.preemptor import Preemptor
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.prefill_queue import PrefillQueue
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
 from node.engine.scheduling.row_join import RowJoin
 from node.engine.scheduling.rules.chunk_policy import chunk_sizes
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 log = structlog.get_logger("engine.generation")

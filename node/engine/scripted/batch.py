@@ -1,146 +1,165 @@
-"""Batch of the scripted engine: queued and running requests, their prefill and decode steps, each through the gate.
+"""Batch of the scripted engine: prefill, join, decode and growth of its requests, each through the gate.
 
-The choices are those of the text engine (`node.engine.scheduling.rules.prefill_order` and `preemption`).
+The choices are those of the text engine (`node.engine.scheduling.rules`), and none is made here. `turns` sets the
+times.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from node.engine.memory.gate import GateSite
-from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, growth_tokens
 from node.engine.scheduling.rules.preemption import newest_holder
-from node.engine.scheduling.rules.prefill_order import startable
-from node.engine.scripted.memory import ScriptedMemory
+from node.engine.scripted.preemption import BatchMemory, ScriptedPreemptor
+from node.engine.scripted.prefills import PrefillChunk, ScriptedPrefills
 from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS
-from wire.frames import Delta, Failed, Frame, Refusal, delta_frames
-from wire.refusals import FailureCode, RefusalCode, Refused
+from node.engine.scripted.table import ScriptedTable
+from wire.frames import Delta, Frame, delta_frames
+from wire.refusals import RefusalCode, Refused
 
 
 class ScriptedBatch:
-    """Requests of the scripted engine. `most`: maximum rows that decode at once. `crash(number)` ends the process in
-    the first decode step of a request that must crash."""
+    """Work of the scripted engine's requests in `table`. `crash(number)` ends the process in the first decode step of a
+    request that must crash. With `silent_joins` a prefill returns no token."""
 
-    def __init__(self, memory: ScriptedMemory, most: int, crash: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        table: ScriptedTable,
+        memory: BatchMemory,
+        preemptor: ScriptedPreemptor,
+        prefills: ScriptedPrefills,
+        *,
+        silent_joins: bool,
+        crash: Callable[[int], None],
+    ) -> None:
+        self._table = table
         self._memory = memory
-        self._most = most
+        self._preemptor = preemptor
+        self._prefills = prefills
+        self._silent_joins = silent_joins
         self._crash = crash
-        self._waiting: list[ScriptedSequence] = []
-        self._running: list[ScriptedSequence] = []
-        self._rows = self._wanted = 0
         self.forwards = self.steps = 0
 
-    @property
-    def waiting(self) -> list[ScriptedSequence]:
-        """Admitted requests that have no rows yet. The caller does not change the list."""
-        return self._waiting
-
-    @property
-    def running(self) -> list[ScriptedSequence]:
-        """Requests that decode. The caller does not change the list."""
-        return self._running
-
-    def find(self, number: int) -> ScriptedSequence | None:
-        """Return the queued or running request with a number; None if there is none."""
-        return next((one for one in (*self._waiting, *self._running) if one.number == number), None)
-
-    def add(self, sequence: ScriptedSequence) -> None:
-        """Queue an admitted request."""
-        self._waiting.append(sequence)
-        self._wanted += sequence.width
-
-    def drop(self, sequence: ScriptedSequence) -> None:
-        """Remove a request and release its commitments."""
-        for row in sequence.active_rows():
-            self._memory.ledger.release(row.commitment)
-        if sequence in self._running:
-            self._running.remove(sequence)
-            self._rows -= sum(1 for _ in sequence.active_rows())
-        elif sequence in self._waiting:
-            self._unqueue(sequence)
-
     def newest(self) -> ScriptedSequence | None:
-        """Return the newest running request; None if none runs."""
-        return newest_holder(self._running)
+        """Return the newest request that holds memory; None if none does."""
+        return newest_holder(self._table.active())
 
-    def next(self) -> ScriptedSequence | None:
-        """Return the next request in turn, if the batch has room for it."""
-        if not self._waiting or self._rows >= self._most:
-            return None
-        if self._rows + self._wanted <= self._most:  # there is room for all
-            return self._waiting[0]
-        return next(iter(startable(self._waiting, self._most - self._rows, self._rows_by_key)), None)
+    # prefill
 
-    def _rows_by_key(self) -> Counter[str]:
-        return Counter(one.owner.name for one in self._running for _ in one.active_rows())
-
-    def _unqueue(self, sequence: ScriptedSequence) -> None:
-        self._waiting.remove(sequence)
-        self._wanted -= sequence.width
-
-    def prefill(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
-        """Prefill a queued prompt and join its rows to the decode batch, both through the gate. After a refusal,
-        release its memory and return the refusal."""
-        self._unqueue(sequence)
+    def has_room(self, chunk: PrefillChunk, now: float) -> bool:
+        """Check the gate for a prefill. Return False if there is no room; its first prompt then waits, or a request
+        ends."""
         refused = self._memory.check(GateSite.PREFILL, now)
-        if refused is None:
-            self.forwards += 1
-            for row in sequence.active_rows():
-                row.join(sequence.shape.prompt)
-            refused = self._memory.check(GateSite.JOIN, now)
         if refused is not None:
-            self.drop(sequence)
-            return [Refusal(sequence.number, refused, sequence.shape.prompt)]
+            self._delay(chunk.members[0], refused, now)
+            return False
         self.forwards += 1
-        sequence.begin(now)
-        self._running.append(sequence)
-        self._rows += sum(1 for _ in sequence.active_rows())
-        return []
+        return True
 
-    def decode(self, now: float) -> list[Frame]:
-        """Decode one token for every row at the monotonic time `now`. Return the deltas of all rows, then the ends."""
+    def _delay(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
+        """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
+        sequence.delay(now + GATE_RETRY_SECONDS)
+        if refused.code is RefusalCode.NO_ROOM and (
+            self._table.rows or self._prefills.choices(now) or self._memory.peak_expires_at(now) is not None
+        ):
+            return
+        waiting = (one for one in self._table.queue if one.retry_at > now)
+        self._preemptor.release_memory(max(waiting, key=lambda one: one.age), refused, now)
+
+    def end_prefill(self, chunk: PrefillChunk, turns: int, now: float) -> list[Frame]:
+        """Record a prefill of `turns` equal turns. Prompts that are complete join the decode batch through the gate."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
-        self.steps += 1
-        for sequence in self._running.copy():
+        for one in chunk.members:
+            if one not in self._table.queue:  # it was cancelled or preempted meanwhile
+                continue
+            one.start()
+            tokens = one.left if chunk.packed else min(one.left, chunk.tokens * turns)
+            one.prefill(tokens)
+            self._prefills.count_prefilled(one, tokens)
+            if not one.left:
+                self._join(one, deltas, ends, now, silent=chunk.packed or self._silent_joins)
+        return [*delta_frames(deltas), *ends, *self._preemptor.drain_ends()]
+
+    def _join(
+        self, sequence: ScriptedSequence, deltas: list[Delta], ends: list[Frame], now: float, *, silent: bool
+    ) -> None:
+        for row in sequence.active_rows():
+            row.join(sequence.shape.prompt)
+        refused = self._memory.check(GateSite.JOIN, now)
+        if refused is not None:
+            self._delay(sequence, refused, now)
+            return
+        self.forwards += 1
+        sequence.begin(now)
+        self._table.start_decode(sequence)
+        if not silent:
+            self._decode_sequence(sequence, 1, deltas, ends, now)
+
+    # decode
+
+    def grow(self, now: float) -> list[Frame]:
+        """Extend the commitment of each row that has used all of it. Return the ends of requests without room."""
+        for sequence in list(self._table.running):
+            for row in sequence.active_rows():
+                if row.commitment.is_joined and row.commitment.stored_tokens >= row.commitment.committed_tokens:
+                    self._extend(sequence, row, now)
+        return self._preemptor.drain_ends()
+
+    def _extend(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> None:
+        """Extend a row's commitment. Until the tokens fit, other requests lose their memory, or its own request does.
+        While the memory is unreadable rows continue to grow, because only new work is refused for that."""
+        commitment, ledger = row.commitment, sequence.ledger
+        more = growth_tokens(commitment.committed_tokens, sequence.shape.prompt + sequence.shape.limit)
+        while sequence in self._table.running:
+            refused = self._memory.check(GateSite.GROW, now, ledger.compute_extension_bytes(commitment, more))
+            if refused is None or refused.code is RefusalCode.UNREADABLE:
+                ledger.extend(commitment, more)
+                return
+            message = f"the answer became longer than expected: {refused.message}"
+            self._preemptor.release_for(sequence, replace(refused, message=message), now)
+
+    def steady_steps(self) -> int:
+        """Return the number of decode steps in which no row certainly ends or must grow before the last one."""
+        return min(
+            min(row.steps_left(one.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
+            for one in self._table.running
+            for row in one.active_rows()
+        )
+
+    def decode(self, steps: int, now: float) -> list[Frame]:
+        """Decode this many tokens for every row: deltas of all rows first, then the ends."""
+        deltas: list[Delta] = []
+        ends: list[Frame] = []
+        self.steps += steps
+        for sequence in list(self._table.running):
             if sequence.crashes:
                 self._crash(sequence.number)
-            end = self._decode_sequence(sequence, deltas, now)
-            if end is not None:
-                ends.append(end)
+            self._decode_sequence(sequence, steps, deltas, ends, now)
         return [*delta_frames(deltas), *ends]
 
-    def _decode_sequence(self, sequence: ScriptedSequence, deltas: list[Delta], now: float) -> Frame | None:
-        for row in list(sequence.active_rows()):
-            refused = self._grow(sequence, row, now)
-            if refused is not None:
-                self.drop(sequence)
-                return Failed(
-                    sequence.number,
-                    FailureCode.NO_HEADROOM,
-                    f"the answer became longer than expected: {refused.message}",
-                )
-            row.gathered.append(sequence.add_token(row, now))
-            if sequence.request.stream or row.reason or now - sequence.last_token_at >= FLUSH_INTERVAL_SECONDS:
-                deltas.append(row.gather())
+    def _decode_sequence(
+        self, sequence: ScriptedSequence, steps: int, deltas: list[Delta], ends: list[Frame], now: float
+    ) -> None:
+        for row in sequence.active_rows():
+            sequence.add_tokens(row, steps, now)
+            if row.is_due(now - sequence.last_token_at, stream=sequence.request.stream):
+                deltas.append(row.gather(sequence.number))
                 sequence.mark_sent(now)
             if row.reason:
-                self._memory.ledger.release(row.commitment)
-                self._rows -= 1
-        if any(sequence.active_rows()):
-            return None
-        self._running.remove(sequence)
-        return sequence.finished(now)
+                sequence.ledger.release(row.commitment)
+                self._table.end_row()
+        if not sequence.width:
+            self._table.remove(sequence, now)
+            ends.append(sequence.finished(now))
 
-    def _grow(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> Refused | None:
-        """Commit the next `KV_GROWTH_TOKENS` tokens for a row that has used its commitment; return the refusal if there
-        is no room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
-        commitment, ledger = row.commitment, self._memory.ledger
-        if commitment.stored_tokens < commitment.committed_tokens:
-            return None
-        more = min(KV_GROWTH_TOKENS, sequence.shape.limit - row.produced)
-        refused = self._memory.check(GateSite.GROW, now, ledger.compute_extension_bytes(commitment, more))
-        if refused is not None and refused.code is not RefusalCode.UNREADABLE:
-            return refused
-        ledger.extend(commitment, more)
-        return None
+    def flush(self) -> Sequence[Frame]:
+        """Return all tokens of decoding requests that were not sent yet."""
+        unsent = [
+            row.gather(one.number)
+            for one in self._table.running
+            for row in one.active_rows()
+            if row.produced > row.sent
+        ]
+        return delta_frames(unsent)

@@ -11,15 +11,24 @@ Every request ends in exactly one of the three frames. A cancelled request gets 
 `Generate` is remembered, and the `Generate` is ignored.
 
 A prefill takes no time and returns no token; the first token comes with the row's first decode step. A row that has
-used its commitment requests `KV_GROWTH_TOKENS` more tokens; if the gate refuses, that request ends.
+used its commitment requests `KV_GROWTH_TOKENS` more tokens. If the gate refuses, a request is preempted or ends by the
+rules of the text engine.
+
+Parts
+- `turns`: the turns as a function of time, with the durations of `costs`. The simulation drives the same turns.
+- `batch`, `prefills`, `preemption`: the work of a turn. Their rules are those of the text engine.
+- `table`, `sequence`: the live requests. `memory`: the gate and the commitments. `requests`, `answers`: the script.
 """
 
-from node.engine.memory.gate import GateSite
+from msgspec.structs import replace
+
+from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.process.interface import MAX_CANCELLED_REMEMBERED, CallRecording, NativeCall, Work
 from node.engine.requests import preflight
 from node.engine.requests.preflight import RequestShape
 from node.engine.scripted import answers
-from node.engine.scripted.batch import ScriptedBatch
+from node.engine.scripted.build import build_turns
+from node.engine.scripted.costs import EngineCosts, FixedCosts
 from node.engine.scripted.memory import ScriptedMemory
 from node.engine.scripted.requests import ScriptedRequests
 from node.settings import NodeSettings, ScriptedSettings
@@ -43,11 +52,9 @@ from wire.frames import (
     UnloadModel,
 )
 from wire.refusals import FailureCode, RefusalCode, Refused
-from wire.report import EngineCounters, MemoryLevel, Model
+from wire.report import EngineCounters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
-MAX_LATE_SECONDS = 1.0
-"""Delay in seconds after which missed steps are not made up for, because the machine slept."""
 PREFILL_SPEED = 100_000.0
 """Tokens per second reported for prefills, which take no time: the router divides by this number."""
 
@@ -55,21 +62,32 @@ PREFILL_SPEED = 100_000.0
 class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
-    A request with the word `settings.crash` ends the process.
+    A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
+    settings. `gate` is the memory gate; None: a new one.
     """
 
-    def __init__(self, settings: ScriptedSettings, recorder: CallRecording) -> None:
+    def __init__(
+        self,
+        settings: ScriptedSettings,
+        recorder: CallRecording,
+        costs: EngineCosts | None = None,
+        gate: MemoryGate | None = None,
+    ) -> None:
         self._settings = settings
-        self._step = settings.step_ms / 1000
         self._weights = parse_size(settings.weights)
         self._metal = parse_size(settings.metal)
-        self._memory = ScriptedMemory(self._weights, parse_size(settings.memory), settings.kv_per_token)
+        self._memory = ScriptedMemory(
+            self._weights, parse_size(settings.memory), settings.kv_per_token, gate or MemoryGate()
+        )
         self._requests = ScriptedRequests(settings, self._memory.ledger)
-        self._batch = ScriptedBatch(
-            self._memory, settings.max_batch_size, lambda number: recorder.crash(settings.model, number)
+        self.table, self._preemptor, self._batch, self._turns = build_turns(
+            self._memory,
+            costs or FixedCosts(settings.step_ms / 1000),
+            settings.max_batch_size,
+            leap=False,
+            crash=lambda number: recorder.crash(settings.model, number),
         )
         self.gate = self._memory.gate
-        self._deadline = 0.0
         self._acked = self._enforced = self._sheds = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
 
@@ -98,28 +116,15 @@ class ScriptedEngine:
     def step(self, now: float) -> list[Frame]:
         """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Return
         the frames to send."""
-        frames: list[Frame] = []
-        if self._batch.running and now >= self._deadline:
-            frames = self._batch.decode(now)
-            missed = now - self._deadline > MAX_LATE_SECONDS
-            self._deadline = (now if missed else self._deadline) + self._step
-        following = self._batch.next()
-        if following is not None:
-            idle = not self._batch.running
-            frames += self._batch.prefill(following, now)
-            if idle and self._batch.running:
-                self._deadline = now + self._step
+        frames = self._turns.step(now)
         self._memory.observe(now)
         return frames
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring
         work."""
-        if self._batch.next() is not None:
-            return now
-        if self._batch.running:
-            return self._deadline
-        return self._memory.peak_expires_at(now)
+        following = self._turns.next_at(now)
+        return self._memory.peak_expires_at(now) if following is None else following
 
     def running_call(self) -> NativeCall | None:
         """Return None, because there are no native calls."""
@@ -127,15 +132,22 @@ class ScriptedEngine:
 
     def report(self, now: float) -> EngineReport:
         """Return the state of the engine at the monotonic time `now`."""
-        batch, gate = self._batch, self.gate
+        batch, table, gate = self._batch, self.table, self.gate
         return EngineReport(
             self._memory.read(now),
             (self._model(),),
-            len(batch.running),
-            len(batch.waiting),
-            sum(sequence.shape.prompt for sequence in batch.waiting),
+            len(table.running),
+            len(table.queue) + len(table.preempted),
+            sum(sequence.left for sequence in table.queue),
             self._acked,
-            EngineCounters(gate.checks.total(), gate.refusals.total(), batch.forwards, batch.steps, sheds=self._sheds),
+            EngineCounters(
+                gate.checks.total(),
+                gate.refusals.total(),
+                batch.forwards,
+                batch.steps,
+                sheds=self._sheds,
+                preemptions=self._preemptor.preemptions,
+            ),
             limits_number=gate.limits_number,
             enforced=self._enforced,
             measures=gate.get_measures(),
@@ -176,7 +188,7 @@ class ScriptedEngine:
         if number in self._cancelled:
             del self._cancelled[number]
             return []
-        if self._batch.find(number) is not None:
+        if self.table.find(number) is not None:
             return []
         prompt = answers.prompt_tokens(request)
         pieces = self._requests.pieces(request, prompt)
@@ -188,11 +200,11 @@ class ScriptedEngine:
         if not any(sequence.active_rows()):  # the whole answer was sent by another node, and only its end is missing
             sequence.begin(now)
             return [Admitted(number, prompt), sequence.finished(now)]
-        self._batch.add(sequence)
+        self.table.enqueue(sequence)
         return [Admitted(number, prompt)]
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
-        model, memory = self._model(), self._memory.read(now)
+        model, memory = self._model(), self._offered(request.owner.name, now)
         refused = self.gate.refuse_unless_ready() or preflight.refuse_impossible(
             request, shape, model, self._settings.max_batch_size
         )
@@ -203,10 +215,16 @@ class ScriptedEngine:
             return self._memory.check(GateSite.PREFLIGHT, now, max(cost, (memory.headroom or 0) + GIB))
         return preflight.refuse_without_room(shape, memory, model, cost, self.gate)
 
+    def _offered(self, key: str, now: float) -> Memory:
+        """Read the memory as it is for a new request of an API key: preempted requests come first."""
+        memory, wanted = self._memory.read(now), self._preemptor.required_bytes(key)
+        left = None if memory.headroom is None else memory.headroom - wanted
+        return replace(memory, reserved=memory.reserved + wanted, headroom=left)
+
     def _cancel(self, number: int, now: float) -> None:
-        sequence = self._batch.find(number)
+        sequence = self.table.find(number)
         if sequence is not None:
-            self._batch.drop(sequence)
+            self._preemptor.drop(sequence, now)
             self._memory.observe(now)
             return
         self._cancelled[number] = None
@@ -220,7 +238,7 @@ class ScriptedEngine:
         if order.level < MemoryLevel.OVER_HARD or newest is None:
             return []
         refused, delivered = shed(self._memory.read(now), order.excess), newest.delivered
-        self._batch.drop(newest)
+        self._preemptor.drop(newest, now)
         self._memory.forget_peak(now)
         self._sheds += 1
         if delivered:

@@ -11,8 +11,8 @@ class ScriptedMemory:
     """Memory of a simulated model. `weights` and `total`, the RAM, are in bytes. `kv_per_token` are the bytes of a
     token of a row."""
 
-    def __init__(self, weights: int, total: int, kv_per_token: int) -> None:
-        self.gate = MemoryGate()
+    def __init__(self, weights: int, total: int, kv_per_token: int, gate: MemoryGate) -> None:
+        self.gate = gate
         self.ledger = CommitmentLedger(KvParameters(kv_per_token))
         self._weights = weights
         self._total = total

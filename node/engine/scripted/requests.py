@@ -3,7 +3,7 @@
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.requests import preflight
 from node.engine.scripted import answers
-from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
+from node.engine.scripted.sequence import ScriptedSequence, TextRow
 from node.engine.text.stop_strings import StopStrings
 from node.settings import ScriptedSettings
 from wire.frames import Generate
@@ -39,25 +39,23 @@ class ScriptedRequests:
         """Create the rows of a request with their commitments; resumed rows contain their known tokens."""
         word = self._settings.crash
         crashes = bool(word) and answers.mentions(answers.message_texts(request), word)
-        rows = [
-            ScriptedRow(choice, commitment, StopStrings(request.params.stop), self._token_source(pieces, choice))
-            for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
-        ]
         unlimited = request.params.max_tokens is None
         ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
-        sequence = ScriptedSequence(request, shape, ends, crashes, now, rows)
-        for row in rows:
-            self._replay(sequence, row, now)
-        return sequence
-
-    def _replay(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> None:
-        """Restore a row after the ids that another node has sent: their text is not sent again."""
-        for _ in sequence.request.known(row.choice):
-            sequence.add_token(row, now)
+        sequence = ScriptedSequence(
+            request=request, shape=shape, ledger=self._ledger, ends=ends, crashes=crashes, arrived=now
+        )
+        for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices)):
+            row = TextRow(
+                choice=choice,
+                commitment=commitment,
+                stops=StopStrings(request.params.stop),
+                token_source=self._token_source(pieces, choice),
+            )
+            row.replay(sequence.number, request.known(choice), now, ends=ends, limit=shape.limit)
             if row.reason:
                 self._ledger.release(row.commitment)
-                break
-        row.end_replay()
+            sequence.rows.append(row)
+        return sequence
 
     def _token_source(self, pieces: list[str], choice: int) -> answers.TokenSource:
         if pieces:

@@ -1,9 +1,10 @@
 """Requests and rows of the scripted engine."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from node.engine.kv.commitments import Commitment
+from node.engine.kv.commitments import Commitment, CommitmentLedger
+from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
 from node.engine.requests.preflight import RequestShape
 from node.engine.scripted.answers import TokenSource
 from node.engine.text.stop_strings import StopStrings
@@ -11,32 +12,100 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, Finished, Generate, Timings
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ScriptedRow:
-    """One choice of an admitted request."""
+    """One choice of an admitted request, whose tokens are counted. Its text is made up when it is sent."""
 
     choice: int
     """Index of the choice in its request."""
     commitment: Commitment
     """Memory commitment of the row."""
-    stops: StopStrings
-    """Stop strings of the answer."""
-    token_source: TokenSource
-    """Source of its tokens."""
     produced: int = 0
     """Number of generated tokens."""
     reason: str = ""
     """Reason of its end; empty while it is running."""
-    gathered: list[Delta] = field(default_factory=list[Delta])
-    """Deltas not sent yet."""
     resumed_tokens: int = 0
     """Number of first tokens that another node generated and sent."""
+    sent: int = 0
+    """Number of tokens that were sent, by this node or another."""
 
-    def add_token(self, number: int, now: float, *, ends: int, limit: int) -> Delta:
-        """Generate the next token of a request with this number, and end the row if it is the last one.
+    @property
+    def stop(self) -> str:
+        """Stop string that ended the answer; empty if none did."""
+        return ""
+
+    def steps_left(self, last: int) -> int:
+        """Return the number of further steps of which only the last one may send tokens or end the row. The answer has
+        at most `last` tokens."""
+        return 1 if self.sent == self.resumed_tokens else last - self.produced
+
+    def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
+        """Generate the next `count` tokens of a request with this number, and end the row with the last one.
 
         `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
         """
+        self.produced += count
+        self.commitment.record_token(count)
+        if self.produced >= min(ends, limit):
+            self.reason = "stop" if self.produced == ends else "length"
+
+    def is_due(self, seconds: float, *, stream: bool) -> bool:
+        """Return whether its unsent tokens are to be sent now, `seconds` after the last ones of its request.
+
+        Tokens without text are sent at the first one and at the end.
+        """
+        return bool(self.reason) or self.sent == self.resumed_tokens
+
+    def gather(self, number: int) -> Delta:
+        """Return the tokens of a request with this number that were not sent yet, and mark them as sent. There must be
+        at least one."""
+        new, self.sent = self.produced - self.sent, self.produced
+        return Delta(number, self.choice, tuple(range(new)), ((Channel.CONTENT, "x" * new),))
+
+    def end_replay(self, known: int) -> None:
+        """Record that `known` tokens were sent by another node, and that none of them is in memory."""
+        self.produced = self.resumed_tokens = self.sent = known
+        self.commitment.reset()
+
+    def prefill(self, tokens: int) -> None:
+        """Record that its own cache holds `tokens` tokens."""
+        self.commitment.record_prefill(tokens, tokens)
+
+    def join(self, prompt: int) -> None:
+        """Record that the row decodes, after a prefill of `prompt` tokens and of its known ones."""
+        self.commitment.record_join(prompt + self.produced)
+
+    def commit(self, commitment: Commitment) -> None:
+        """Replace the memory commitment of the row: by one of the ledger, or by an empty one without memory."""
+        self.commitment = commitment
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TextRow(ScriptedRow):
+    """One choice of an admitted request, whose answer has a text."""
+
+    stops: StopStrings
+    """Stop strings of the answer."""
+    token_source: TokenSource
+    """Source of its tokens."""
+    gathered: list[Delta] = field(default_factory=list[Delta])
+    """Deltas not sent yet."""
+
+    @property
+    def stop(self) -> str:
+        """Stop string that ended the answer; empty if none did."""
+        return self.stops.found
+
+    def steps_left(self, last: int) -> int:
+        """Return 1, because a stop string may end the answer at any token."""
+        return 1
+
+    def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
+        """Generate the next `count` tokens of a request with this number, and end the row with the last one."""
+        for _ in range(count):
+            self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
+
+    def _add_token(self, number: int, now: float, *, ends: int, limit: int) -> Delta:
         token, text = self.token_source(self.produced, now)
         self.produced += 1
         self.commitment.record_token()
@@ -48,24 +117,27 @@ class ScriptedRow:
             shown += self.stops.flush()
         return Delta(number, self.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
 
-    def end_replay(self) -> None:
-        """Record that all tokens so far were sent by another node, and that none of them is in memory."""
-        self.resumed_tokens = self.produced
-        self.commitment.reset()
+    def is_due(self, seconds: float, *, stream: bool) -> bool:
+        """Return whether its unsent tokens are to be sent now, `seconds` after the last ones of its request."""
+        return stream or bool(self.reason) or seconds >= FLUSH_INTERVAL_SECONDS
 
-    def join(self, prompt: int) -> None:
-        """Record that the row decodes, after a prefill of `prompt` tokens and its resumed ones."""
-        self.commitment.record_join(prompt + self.resumed_tokens)
-
-    def gather(self) -> Delta:
+    def gather(self, number: int) -> Delta:
         """Return the deltas that were not sent yet as one, and mark them as sent. There must be at least one."""
-        gathered, self.gathered = self.gathered, []
+        gathered, self.gathered, self.sent = self.gathered, [], self.produced
         ids = tuple(token for delta in gathered for token in delta.ids)
         text = "".join(text for delta in gathered for _, text in delta.pieces)
-        return Delta(gathered[0].request, self.choice, ids, ((Channel.CONTENT, text),) if text else ())
+        return Delta(number, self.choice, ids, ((Channel.CONTENT, text),) if text else ())
+
+    def replay(self, number: int, known: Sequence[int], now: float, *, ends: int, limit: int) -> None:
+        """Restore a row after the tokens `known` that another node has sent: their text is not sent again."""
+        for _ in known:
+            self._add_token(number, now, ends=ends, limit=limit)
+            if self.reason:
+                break
+        self.end_replay(self.produced)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class ScriptedSequence:
     """Admitted request in the scripted engine. Times are monotonic seconds."""
 
@@ -73,14 +145,28 @@ class ScriptedSequence:
     """The request."""
     shape: RequestShape
     """Its size."""
+    ledger: CommitmentLedger
+    """Ledger of its model."""
     ends: int
     """Number of tokens of its scripted answers. It is above the limit if only the limit ends them."""
-    crashes: bool
-    """Whether its first decode step ends the process."""
     arrived: float
     """Time of arrival."""
+    crashes: bool = False
+    """Whether its first decode step ends the process."""
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
     """Its choices."""
+    cached: int = 0
+    """Prompt tokens from the prefix cache."""
+    warm: int = 0
+    """Prompt tokens that its next prefill finds in the prefix cache."""
+    prefilled: int = 0
+    """Tokens of its prompt and of its known answers in memory, during its prefill."""
+    started: bool = False
+    """Whether it has a cache, and therefore places for its rows."""
+    retry_at: float = 0.0
+    """Time from which its prefill may continue; 0.0 unless it waits for memory."""
+    yielded: bool = False
+    """Whether it was preempted for another key."""
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
     last_token_at: float = 0.0
@@ -92,24 +178,26 @@ class ScriptedSequence:
         return self.request.request
 
     @property
+    def model(self) -> str:
+        """Name of its model."""
+        return self.request.model
+
+    @property
     def owner(self) -> WeightedKey:
         """API key of the request."""
         return self.request.owner
 
     @property
     def width(self) -> int:
-        """Number of rows that the request needs."""
-        return len(self.rows)
-
-    @property
-    def started(self) -> bool:
-        """Whether the request decodes."""
-        return self.begun > 0
+        """Number of its rows that have not ended."""
+        rows = self.rows
+        return sum(not row.reason for row in rows) if len(rows) != 1 else not rows[0].reason
 
     @property
     def answered(self) -> bool:
-        """Whether another node has already generated a part of the answer."""
-        return bool(self.request.resume)
+        """Return whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
+        preempted for another key."""
+        return any(row.produced for row in self.rows) and not self.yielded
 
     @property
     def age(self) -> tuple[float, int]:
@@ -123,39 +211,73 @@ class ScriptedSequence:
 
     @property
     def delivered(self) -> bool:
-        """Whether any token that this node generated was sent."""
-        return any(row.produced > len(row.gathered) + row.resumed_tokens for row in self.rows)
+        """Return whether any token that this node generated was sent."""
+        return any(row.sent > row.resumed_tokens for row in self.rows)
 
     @property
-    def yielded(self) -> bool:
-        """False, because no request is preempted for another key."""
-        return False
+    def length(self) -> int:
+        """Tokens of its prefill: the prompt and the known tokens of its longest row."""
+        rows = self.rows
+        known = rows[0].produced if len(rows) == 1 else max((row.produced for row in self.active_rows()), default=0)
+        return self.shape.prompt + known
 
-    def active_rows(self) -> Iterator[ScriptedRow]:
-        """Return an iterator over the rows that have not ended."""
-        return (row for row in self.rows if not row.reason)
+    @property
+    def left(self) -> int:
+        """Tokens that are not prefilled yet."""
+        return self.length - (self.prefilled if self.started else self.warm)
+
+    @property
+    def last(self) -> int:
+        """Number of the last token of an answer."""
+        return min(self.ends, self.shape.limit)
+
+    def active_rows(self) -> Sequence[ScriptedRow]:
+        """Return the rows that have not ended."""
+        return [row for row in self.rows if not row.reason]
+
+    def start(self) -> None:
+        """Record the start of its prefill: the cached tokens are in memory."""
+        if not self.started:
+            self.started, self.prefilled = True, self.warm
+
+    def prefill(self, tokens: int) -> None:
+        """Record a prefilled chunk of this many tokens."""
+        self.prefilled += tokens
+        for row in self.active_rows():
+            row.prefill(self.prefilled)
+
+    def delay(self, until: float) -> None:
+        """Record that its prefill has no room until this time."""
+        self.retry_at = until
 
     def begin(self, now: float) -> None:
-        """Record the start of the decode at the monotonic time `now`."""
-        self.begun = self.last_token_at = now
+        """Record the start of its decode."""
+        self.begun, self.last_token_at, self.retry_at = self.begun or now, now, 0.0
+
+    def preempt(self, *, for_key: bool) -> None:
+        """Record that its memory is released until it returns; `for_key`: for another key."""
+        self.yielded |= for_key
+        self.started, self.prefilled, self.warm, self.retry_at = False, 0, 0, 0.0
+        for row in self.active_rows():
+            row.commit(Commitment(0))
 
     def mark_sent(self, now: float) -> None:
         """Record that output is sent at the monotonic time `now`."""
         self.last_token_at = now
 
-    def add_token(self, row: ScriptedRow, now: float) -> Delta:
-        """Generate the next token of a row of this request at the monotonic time `now`. Return it as a delta."""
-        return row.add_token(self.number, now, ends=self.ends, limit=self.shape.limit)
+    def add_tokens(self, row: ScriptedRow, count: int, now: float) -> None:
+        """Generate the next `count` tokens of one of its rows."""
+        row.add_tokens(self.number, count, now, ends=self.ends, limit=self.shape.limit)
 
     def finished(self, now: float) -> Finished:
-        """Return the last frame of the request, which ends at the monotonic time `now`: reasons, token counts and
-        durations."""
-        stops = tuple(row.stops.found for row in self.rows)
+        """Return its last frame: reasons, token counts and durations."""
+        stops = tuple(row.stop for row in self.rows)
         return Finished(
             self.number,
             tuple(row.reason for row in self.rows),
             self.shape.prompt,
             sum(row.produced for row in self.rows),
+            self.cached,
             timings=Timings(self.begun - self.arrived, 0.0, now - self.begun),
             stops=stops if any(stops) else (),
         )

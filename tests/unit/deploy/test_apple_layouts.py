@@ -123,7 +123,7 @@ def test_every_symbol_that_we_call_is_in_libsystem(calls: dict[str, Any]):
 
 
 def test_every_file_that_uses_ctypes_and_every_structure_is_checked():
-    folders = ("coordinator", "host", "node", "router", "wire")
+    folders = ("coordinator", "host", "node", "router", "simulation", "wire")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     uses = re.compile(r"^\s*(import|from) ctypes\b", re.MULTILINE)
     users = {str(path.relative_to(ROOT)) for path in files if uses.search(path.read_text())}

@@ -31,6 +31,9 @@ PACKED_FORWARD_SECONDS = 0.6
 MIN_CHUNK_TOKENS = 4
 """Tokens of the smallest chunk: prefill makes progress even if a chunk takes longer than its time."""
 
+MAX_CACHED_SHARE = 0.5
+"""Share of a prompt's tokens. A prompt of which the prefix cache holds this share or more is prefilled alone, after
+those tokens; otherwise a packed prefill costs less."""
 MAX_PADDING_SHARE = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 
@@ -127,6 +130,15 @@ def budget(step: float, total: float) -> float:
     if not step:
         return IDLE_CHUNK_SECONDS
     return FULL_PROMPT_SECONDS if total <= FULL_PROMPT_SECONDS else CHUNK_PER_STEP * step
+
+
+def affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
+    """Return the tokens that fit into the time of the next chunk of a prompt, at most `most`.
+
+    `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds
+    (0: no row decodes).
+    """
+    return pace.tokens(budget(step, pace.seconds(left, past)), past, most)
 
 
 def shared_budget(step: float, waiting: int, decoding: int) -> float:

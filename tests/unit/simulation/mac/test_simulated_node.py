@@ -3,30 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.simulation.clock import VirtualLoop
-from coordinator.simulation.scenario import ModelSpec, NodeSpec
-from coordinator.simulation.simulated_kv import SimulatedRow, SimulatedRows
-from coordinator.simulation.simulated_node import SimulatedNode
-from coordinator.simulation.workload import ConversationTurn
+from simulation.clock import VirtualLoop
+from simulation.mac.simulated_node import SimulatedNode
+from simulation.scenario import ModelSpec, NodeSpec
+from simulation.workload import ConversationTurn
 from wire.capacity.arithmetic import Fits, judge, request_need
-from wire.capacity.batches import join_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, GenerationParams, Refusal
-from wire.report import KvParameters
 from wire.units import GIB, MIB
 
 ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
-lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
-
-
-@given(lengths)
-def test_a_row_adds_what_the_verdict_says_it_does(tokens: list[int]):
-    rows = SimulatedRows(KvParameters(1000, waste=256 * MIB))
-    for length in tokens:
-        added = join_bytes(rows.groups(), length, rows.kv)
-        before = rows.promised()
-        rows.add(SimulatedRow(length))
-        assert rows.promised() == before + added
 
 
 class Mac:

@@ -5,7 +5,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
 
-STORY = str(Path(__file__).parents[3] / "sim" / "stories" / "line.toml")
+STORY = str(Path(__file__).parents[2] / "sim" / "stories" / "line.toml")
 
 
 def run(*words: str) -> Result:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.simulation.cluster import RequestOutcome, SimulatedPool
 from router.dispatch.request import RequestFailure
+from simulation.cluster import SimulatedPool
+from simulation.outcomes import RequestOutcome
 from wire.refusals import Refused
 
 

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.simulation.report import fair_shares, quantile
+from simulation.report import fair_shares, quantile
 
 amounts = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(0, 1e6), min_size=1, max_size=8)
 

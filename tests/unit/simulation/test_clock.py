@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from coordinator.simulation.clock import Deadlock, VirtualLoop
+from simulation.clock import Deadlock, VirtualLoop
 
 
 def test_time_passes_by_itself():

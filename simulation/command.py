@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from coordinator.simulation.report import RunStatistics
+    from simulation.report import RunStatistics
 
 
 @click.command()
@@ -22,9 +22,9 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
 
     SCENARIO is household, lab, or a TOML file (docs/simulation.md). No process is started and no pool is used.
     """
-    from coordinator.simulation.report import table
-    from coordinator.simulation.run import compare, load, play, policies_of
-    from coordinator.simulation.scenario import ScenarioError
+    from simulation.report import table
+    from simulation.run import compare, load, play, policies_of
+    from simulation.scenario import ScenarioError
 
     try:
         scenario_name, folder = load(scenario)

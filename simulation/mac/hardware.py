@@ -6,9 +6,12 @@ do machines; the ratio between them matters here. Prefill is bound by compute: i
 Decode is bound by memory reads: the same parameters, and the cached rows.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
+from node.engine.scripted.costs import DecodeLoad
 from wire.units import GIB
 
 MEASURED_BILLIONS = 6.74
@@ -71,3 +74,29 @@ def step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> flo
     """
     read = billions / MEASURED_BILLIONS
     return (read * (1 + BATCH_COST * (rows - 1)) + kv_bytes / MEASURED_BYTES) / chip.decode
+
+
+class ChipCosts:
+    """Costs of the scripted engine on a chip (`node.engine.scripted.costs.EngineCosts`).
+
+    `models` are the active parameters in billions and the KV bytes of a token, by model. A decode step reads the
+    KV bytes of all committed tokens: these change at growth only.
+    """
+
+    free_prefill = False
+
+    def __init__(self, chip: Chip, models: Mapping[str, tuple[float, int]]) -> None:
+        self._chip = chip
+        self._models = models
+        self._paces = {name: ChunkPace(each=1 / prefill_speed(chip, active)) for name, (active, _) in models.items()}
+
+    def pace(self, model: str) -> ChunkPace:
+        """Return the duration of a model's prefill chunks, which is the same for each token."""
+        return self._paces[model]
+
+    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+        """Return the seconds of a decode step of all rows: a step of each model after the other."""
+        return sum(
+            step_seconds(self._chip, self._models[name][0], load.rows, load.tokens * self._models[name][1])
+            for name, load in loads.items()
+        )

@@ -6,9 +6,7 @@ second. Membership is the production state machine without its suspicion of itse
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from dataclasses import replace as changed
 from random import Random
 from typing import Protocol
@@ -25,15 +23,17 @@ from coordinator.cluster.member_state import (
     PublishMember,
     ResumeRequests,
 )
-from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
-from coordinator.simulation.simulated_node import SimulatedNode
-from coordinator.simulation.workload import ConversationTurn, SimulatedConversation
-from router.dispatch.request import Outcome, RequestFailure
+from router.dispatch.request import Outcome
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
-from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
+from simulation.arrivals import Arrivals
+from simulation.links import SimulatedLinks
+from simulation.mac.simulated_node import SimulatedNode
+from simulation.outcomes import OutcomeTable, RequestOutcome
+from simulation.scenario import EventSpec, NodeSpec, Scenario
+from simulation.workload import ConversationTurn, SimulatedConversation
+from wire.frames import Frame, Generate, Report
 from wire.identity import NodeId
-from wire.refusals import Refused
 from wire.units import parse_size
 
 SLOTS = 20
@@ -72,35 +72,6 @@ class SimulatedRouter(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class RequestOutcome:
-    """Course and result of one request. Times are virtual, in seconds; None: not yet."""
-
-    turn: ConversationTurn
-    arrived: float
-    fits: bool
-    """Whether the request fits on some node that holds nothing else."""
-    sent: float | None = None
-    """Time of the last try before the first token."""
-    first: float | None = None
-    """Time of the first token."""
-    ended: float | None = None
-    outcome: Outcome | None = None
-    tries: int = 0
-    """Number of times that the request was sent to a node."""
-    first_refused: bool = False
-    """Whether the node of the first try refused."""
-    gaps: int = 0
-    """Not used; always 0."""
-    nodes: list[str] = field(default_factory=list[str])
-    """Node of each try, in order."""
-
-    @property
-    def served(self) -> bool:
-        """Whether the answer is complete."""
-        return isinstance(self.outcome, Finished)
-
-
 class SimulatedPool:
     """Nodes, links, membership and arrivals of one simulation, without the router.
 
@@ -118,37 +89,41 @@ class SimulatedPool:
     ) -> None:
         self.scenario = scenario
         self.loop = loop
-        self._log = log
         self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
-        self._conversations = deque(conversations)
-        self._turns: dict[str, ConversationTurn] = {}
-        self._rest: dict[str, list[ConversationTurn]] = {}
-        self.outcomes: dict[str, RequestOutcome] = {}
+        self.log = OutcomeTable(loop, log)
+        self._arrivals = Arrivals(conversations, loop, self._arrive)
         self.machines: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
         self._views: dict[NodeId, NodeView] = {}
-        self._reported_at: dict[NodeId, float] = {}
-        self._links: dict[NodeId, int] = {}
-        self._silent: dict[NodeId, list[tuple[bool, Frame]]] = {}
+        self._links = SimulatedLinks(
+            loop,
+            scenario.latency,
+            is_open=lambda node: self.members[node].link,
+            down=lambda node, frame: self.machines[node].take(frame),
+            up=self._handle_frames,
+        )
         self._lives: dict[NodeId, int] = {}
-        self._requests: dict[int, str] = {}
-        self._up: deque[tuple[float, NodeId, int, Frame]] = deque()
-        self._down: deque[tuple[float, NodeId, int, Frame]] = deque()
-        self._open = 0
-        self._over = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
         self.contender: SimulatedRouter | None = None
         self.loads = self.preemptions = self.reports = 0
-        self.finished_at = 0.0
         for spec in scenario.nodes:
             for name in spec.names():
                 self._join(NodeId(name), spec)
 
+    @property
+    def outcomes(self) -> dict[str, RequestOutcome]:
+        """Outcomes of all requests that have arrived, by request id."""
+        return self.log.by_id
+
+    @property
+    def finished_at(self) -> float:
+        """Time at which the last request ended."""
+        return self._arrivals.finished_at
+
     def _join(self, node: NodeId, spec: NodeSpec) -> None:
         now = self.loop.time()
         self._specs[node] = spec
-        self._links[node] = 0
         self._lives[node] = 0
         self.members[node] = membership.step(Member(node, membership.NodeState.JOINING, now), MemberEnrolled(), now)[0]
         self.machines[node] = self._machine(node, loads=True)
@@ -161,8 +136,8 @@ class SimulatedPool:
             self.scenario.models,
             self.loop,
             loads=loads,
-            send=lambda frame: self._send_up(node, frame),
-            turn_of=self._turns.__getitem__,
+            send=lambda frame: self._links.send_up(node, frame),
+            turn_of=self._arrivals.turns.__getitem__,
             changed=lambda: self._schedule_notification(node),
         )
 
@@ -174,133 +149,44 @@ class SimulatedPool:
             self.contender.changed(node)
 
     def _connect(self, node: NodeId) -> None:
-        self._links[node] += 1
-        self._step(node, MemberConnected(self._links[node], f"life {self._lives[node]}"))
+        self._step(node, MemberConnected(self._links.connect(node), f"life {self._lives[node]}"))
 
-    # frames
+    # frames and requests
 
     def send(self, node: NodeId, frame: Frame) -> bool:
         """Send a frame to a node, where it arrives after the latency. Return False if the node has no link."""
-        member = self.members[node]
-        if not member.link:
+        if not self.members[node].link:
             return False
         if isinstance(frame, Generate):
-            self.note_sent(node, frame)
-        self._travel(self._down, node, frame)
+            self.log.note_sent(node, frame)
+        self._links.send_down(node, frame)
         return True
 
-    def _send_up(self, node: NodeId, frame: Frame) -> None:
-        self._travel(self._up, node, frame)
-
-    def _travel(self, way: "deque[tuple[float, NodeId, int, Frame]]", node: NodeId, frame: Frame) -> None:
-        due = self.loop.time() + self.scenario.latency
-        way.append((due, node, self._links[node], frame))
-        if len(way) == 1:
-            self.loop.call_at(due, self._arrive, way)
-
-    def _arrive(self, way: "deque[tuple[float, NodeId, int, Frame]]") -> None:
-        """Deliver the due frames in order. Several reports make one view."""
+    def _handle_frames(self, frames: list[tuple[NodeId, Frame]]) -> None:
+        """Handle the frames of one moment in order. Several reports make one view."""
         reported = False
-        while way and way[0][0] <= self.loop.time():
-            _, node, link, frame = way.popleft()
-            if link != self._links[node] or not self.members[node].link:
+        for node, frame in frames:
+            if isinstance(frame, Report):
+                self._reported(node, frame)
+                reported = True
                 continue
-            if node in self._silent:
-                self._silent[node].append((way is self._up, frame))
-            elif way is self._down:
-                self.machines[node].take(frame)
-            else:
-                reported |= self._handle_frame(node, frame)
-        if way:
-            self.loop.call_at(way[0][0], self._arrive, way)
+            self.log.note_frame(node, frame)
+            if self.contender is not None:
+                self.contender.receive(node, frame)
         if reported:
             self._publish()
 
-    def _handle_frame(self, node: NodeId, frame: Frame) -> bool:
-        if isinstance(frame, Report):
-            self._reported(node, frame)
-            return True
-        self._note(node, frame)
-        if self.contender is not None:
-            self.contender.receive(node, frame)
-        return False
-
-    # results of requests
-
-    def note_sent(self, node: NodeId, frame: Generate) -> None:
-        """Record in the outcome of a request that it was sent to a node."""
-        outcome = self.outcomes[frame.request_id]
-        self._requests[frame.request] = frame.request_id
-        outcome.tries += 1
-        outcome.nodes.append(str(node))
-        if outcome.first is None:
-            outcome.sent = self.loop.time()
-        self.log_line(f"{frame.request_id} -> {node}")
-
-    def _note(self, node: NodeId, frame: Frame) -> None:
-        now = self.loop.time()
-        if isinstance(frame, Deltas):
-            for delta in frame.deltas:
-                outcome = self._outcome(delta.request)
-                if outcome is not None and outcome.first is None:
-                    outcome.first = now
-                    self.log_line(f"{outcome.turn.id} first token on {node} after {now - outcome.arrived:.2f} s")
-        elif isinstance(frame, Refusal):
-            outcome = self._outcome(frame.request)
-            if outcome is not None:
-                outcome.first_refused |= outcome.tries == 1
-                self.log_line(f"{outcome.turn.id} refused by {node}: {frame.refused.code}")
-
-    def _outcome(self, request: int) -> RequestOutcome | None:
-        return self.outcomes.get(self._requests.get(request, ""))
-
-    def ended(self, request_id: str, outcome: Outcome) -> None:
-        """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
-        record, now = self.outcomes[request_id], self.loop.time()
-        record.ended, record.outcome = now, outcome
-        self._open -= 1
-        if isinstance(outcome, Finished):
-            self.log_line(f"{request_id} done after {now - record.arrived:.2f} s")
-        else:
-            code = outcome.code.value if isinstance(outcome, Refused) else outcome.code
-            self.log_line(f"{request_id} ended: {code}")
-        rest = self._rest.pop(request_id, [])
-        if rest and record.served:
-            self.loop.call_later(rest[0].think, self._arrives, rest)
-            self._open += 1
-        self._check_over()
-
-    def _check_over(self) -> None:
-        if not self._open and not self._conversations:
-            self.finished_at = self.loop.time()
-            self._over.set()
-
-    def log_line(self, line: str) -> None:
-        """Write a line with the virtual time to the log, if there is one."""
-        if self._log is not None:
-            self._log(f"{self.loop.time():.3f} {line}")
-
-    # arrivals
-
-    def _next_conversation(self) -> None:
-        conversation = self._conversations.popleft()
-        self._open += 1
-        if self._conversations:
-            self.loop.call_at(max(self._conversations[0].at, self.loop.time()), self._next_conversation)
-        self._arrives(conversation.turns)
-
-    def _arrives(self, turns: list[ConversationTurn]) -> None:
-        turn, *rest = turns
-        self._turns[turn.id] = turn
-        if rest:
-            self._rest[turn.id] = rest
-        fits = any(machine.ever(turn) for machine in self.machines.values())
-        self.outcomes[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
-        self.log_line(
-            f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"
+    def _arrive(self, turn: ConversationTurn) -> None:
+        self.log.add(
+            turn, fits=any(machine.forecast.ever(turn, self.loop.time()) for machine in self.machines.values())
         )
         if self.contender is not None:
             self.contender.submit(turn)
+
+    def ended(self, request_id: str, outcome: Outcome) -> None:
+        """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
+        served = self.log.end(request_id, outcome)
+        self._arrivals.end(request_id, served=served)
 
     # reports and membership
 
@@ -311,19 +197,18 @@ class SimulatedPool:
         idle = max(1, round(IDLE_SECONDS / period))
         for node in nodes:
             machine = self.machines.get(node)
-            if machine is None or node in self._silent or not (machine.dirty or round_ % idle == 0):
+            if machine is None or self._links.is_silent(node) or not (machine.dirty or round_ % idle == 0):
                 continue
             report = machine.report()
             if self.scenario.report_loss and self._random.random() < self.scenario.report_loss:
                 continue
             self.reports += 1
-            self._travel(self._up, node, report)
+            self._links.send_up(node, report)
 
     def _reported(self, node: NodeId, report: Report) -> None:
         now = self.loop.time()
-        self._step(node, MemberReported(self._links[node], report.draining))
+        self._step(node, MemberReported(self._links.number(node), report.draining))
         member = self.members[node]
-        self._reported_at[node] = now
         self._views[node] = build_node_view(
             report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
         )
@@ -334,23 +219,18 @@ class SimulatedPool:
         for action in actions:
             match action:
                 case ResumeRequests():
-                    self.log_line(f"{node} is gone: {action.reason}")
+                    self.log.log_line(f"{node} is gone: {action.reason}")
                     if self.contender is not None:
                         self.contender.node_gone(node, action.reason)
                 case CloseLink():
-                    self._cut(node)
+                    self._links.lose_held(node)
                 case PublishMember():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
-                    self.log_line(f"{node} {member.state}")
+                    self.log.log_line(f"{node} {member.state}")
                 case _:
                     pass
         return bool(actions)
-
-    def _cut(self, node: NodeId) -> None:
-        """Close the link of a silent node. Its held frames are lost."""
-        if node in self._silent:
-            self._silent[node] = []
 
     def _tick(self) -> None:
         self.loop.call_later(self.scenario.report_seconds, self._tick)
@@ -367,18 +247,18 @@ class SimulatedPool:
     def _happen(self, event: EventSpec) -> None:
         node = NodeId(event.node)
         machine = self.machines.get(node)
-        if machine is None or node in self._silent:
-            self.log_line(f"{node} is down or silent: event {event.does} ignored")
+        if machine is None or self._links.is_silent(node):
+            self.log.log_line(f"{node} is down or silent: event {event.does} ignored")
             return
-        self.log_line(f"{node} {event.does} for {event.seconds:g} s")
+        self.log.log_line(f"{node} {event.does} for {event.seconds:g} s")
         if event.does == "lease":
             size = parse_size(event.size)
             given = machine.lease(size)
-            self.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
+            self.log.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
             if given:
                 self.loop.call_later(event.seconds, machine.lease, -size)
         elif event.does == "silent":
-            self._silent[node] = []
+            self._links.silence(node)
             self.loop.call_later(event.seconds, self._reconnects, node)
         else:
             self._dies(node, machine)
@@ -386,13 +266,10 @@ class SimulatedPool:
 
     def _dies(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()
-        while self._up:  # frames in flight are read before the end of the connection
-            _, node_id, _, frame = self._up.popleft()
-            if self._handle_frame(node_id, frame):
-                self._publish()
+        self._links.deliver_up()
         self._retire(machine)
         del self.machines[node]
-        self._step(node, MemberDisconnected(self._links[node]))
+        self._step(node, MemberDisconnected(self._links.number(node)))
         self._publish()
 
     def _retire(self, machine: SimulatedNode) -> None:
@@ -404,18 +281,15 @@ class SimulatedPool:
         self._lives[node] += 1
         self.machines[node] = self._machine(node, loads=False)
         self._connect(node)
-        self.log_line(f"{node} is back, without loaded models")
+        self.log.log_line(f"{node} is back, without loaded models")
 
     def _reconnects(self, node: NodeId) -> None:
-        queued = self._silent.pop(node)
-        if self.members[node].link:
-            for upward, frame in queued:
-                self._travel(self._up if upward else self._down, node, frame)
-            self.log_line(f"{node} reports again")
+        if self._links.end_silence(node):
+            self.log.log_line(f"{node} reports again")
             return
         self.machines[node].forget()
         self._connect(node)
-        self.log_line(f"{node} reconnects")
+        self.log.log_line(f"{node} reconnects")
 
     # the run
 
@@ -436,22 +310,12 @@ class SimulatedPool:
         self.loop.call_later(self.scenario.report_seconds, self._tick)
         for event in self.scenario.events:
             self.loop.call_at(event.at, self._happen, event)
-        if self._conversations:
-            self.loop.call_at(self._conversations[0].at, self._next_conversation)
-        else:
-            self._over.set()
+        self._arrivals.start()
         try:
             async with asyncio.timeout(self.scenario.seconds + GIVE_UP_SECONDS):
-                await self._over.wait()
+                await self._arrivals.wait()
         except TimeoutError:
-            for request_id, outcome in self.outcomes.items():
-                if outcome.outcome is None:
-                    outcome.outcome = RequestFailure("never_ended", "the request has not ended")
-                    self.log_line(f"{request_id} did not end")
+            self.log.fail_open()
         for machine in self.machines.values():
             self._retire(machine)
         contender.close()
-
-    def cancel(self, node: NodeId, request: int) -> None:
-        """Send a node the cancellation of the request with this number."""
-        self.send(node, Cancel(request))

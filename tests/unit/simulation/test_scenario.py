@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.simulation.run import load, policies_of
-from coordinator.simulation.scenario import ScenarioError, read
-from coordinator.simulation.workload import draw
+from simulation.run import load, policies_of
+from simulation.scenario import ScenarioError, read
+from simulation.workload import draw
 
 GOOD = """
 about = "One."

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from coordinator.simulation.hardware import CHIPS
 from host.settings_loader import SettingsError
+from simulation.mac.hardware import CHIPS
 from wire.units import parse_size
 
 MAX_NODES = 20_000

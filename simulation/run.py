@@ -6,17 +6,17 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
-from coordinator.simulation.clock import VirtualLoop
-from coordinator.simulation.cluster import SimulatedPool
-from coordinator.simulation.report import RunStatistics, figures_of
-from coordinator.simulation.routers import CLAIRVOYANT, NAMES, make
-from coordinator.simulation.scenario import Scenario, ScenarioError, read
-from coordinator.simulation.workload import draw
+from simulation.clock import VirtualLoop
+from simulation.cluster import SimulatedPool
+from simulation.report import RunStatistics, figures_of
+from simulation.routers import CLAIRVOYANT, NAMES, make
+from simulation.scenario import Scenario, ScenarioError, read
+from simulation.workload import draw
 
 
 def shipped() -> dict[str, str]:
     """Return the TOML text of every scenario in the package, by name."""
-    folder = resources.files("coordinator.simulation") / "scenarios"
+    folder = resources.files("simulation") / "scenarios"
     return {
         file.name.removesuffix(".toml"): file.read_text("utf-8")
         for file in sorted(folder.iterdir(), key=lambda file: file.name)

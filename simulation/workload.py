@@ -13,8 +13,8 @@ from statistics import NormalDist
 
 import msgspec
 
-from coordinator.simulation.hardware import CHIPS, prefill_speed
-from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
+from simulation.mac.hardware import CHIPS, prefill_speed
+from simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
 
 BYTES_PER_TOKEN = 4.0
 """Median of the bytes per prompt token."""
@@ -45,6 +45,10 @@ class ConversationTurn:
     """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
     conversation: tuple[tuple[str, int], ...] = ()
     """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
+
+    def rename(self, request_id: str) -> None:
+        """Set the request id, once the order of all conversations is known."""
+        self.id = request_id
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +90,7 @@ def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversat
 
 def _name(conversation: SimulatedConversation, name: str) -> None:
     for number, turn in enumerate(conversation.turns):
-        turn.id = name if len(conversation.turns) == 1 else f"{name}.{number}"
+        turn.rename(name if len(conversation.turns) == 1 else f"{name}.{number}")
 
 
 def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[SimulatedConversation]:

@@ -1,0 +1,44 @@
+"""Parts of the scripted engine's turns, connected."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from node.engine.scripted.batch import ScriptedBatch
+from node.engine.scripted.costs import EngineCosts
+from node.engine.scripted.preemption import BatchMemory, ScriptedPreemptor
+from node.engine.scripted.prefills import ScriptedPrefills
+from node.engine.scripted.table import ScriptedTable
+from node.engine.scripted.turns import ScriptedTurns
+
+MAX_CHUNK_TOKENS = 2048
+"""Tokens of the largest prefill forward: the default of the text engine."""
+
+
+class TurnParts(NamedTuple):
+    """Turns of a scripted engine with their parts."""
+
+    table: ScriptedTable
+    preemptor: ScriptedPreemptor
+    batch: ScriptedBatch
+    turns: ScriptedTurns
+
+
+def _never_crash(number: int) -> None:
+    """Do nothing."""
+
+
+def build_turns(
+    memory: BatchMemory,
+    costs: EngineCosts,
+    rows: int,
+    *,
+    leap: bool,
+    crash: Callable[[int], None] = _never_crash,
+) -> TurnParts:
+    """Return the turns of an engine that decodes at most `rows` rows at once. `leap` is as in `ScriptedTurns`, `crash`
+    as in `ScriptedBatch`."""
+    table = ScriptedTable(rows)
+    preemptor = ScriptedPreemptor(table, memory)
+    prefills = ScriptedPrefills(table, costs, MAX_CHUNK_TOKENS)
+    batch = ScriptedBatch(table, memory, preemptor, prefills, silent_joins=costs.free_prefill, crash=crash)
+    return TurnParts(table, preemptor, batch, ScriptedTurns(table, batch, preemptor, prefills, costs, leap=leap))

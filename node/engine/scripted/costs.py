@@ -1,0 +1,57 @@
+"""Costs of a simulated engine: the durations of its forwards. Pure.
+
+The scripted engine of a node has fixed costs. The simulation has the costs of Apple chips (`simulation.mac.hardware`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
+
+
+class DecodeLoad(NamedTuple):
+    """Decoding rows of one model."""
+
+    rows: int
+    tokens: int
+    """Committed tokens of all these rows."""
+
+
+class EngineCosts(Protocol):
+    """Durations of forwards in seconds."""
+
+    @property
+    def free_prefill(self) -> bool:
+        """Return whether a prefill takes no time. It then runs at once, also within a decode step, and returns no
+        token."""
+        ...
+
+    def pace(self, model: str) -> ChunkPace:
+        """Return the duration of a model's prefill chunks."""
+        ...
+
+    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+        """Return the seconds of a decode step of all rows, given by model; there is at least one row."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedCosts:
+    """Costs without hardware: every decode step takes the same time, and a prefill takes none."""
+
+    step: float
+    """Seconds of a decode step."""
+
+    @property
+    def free_prefill(self) -> bool:
+        """Return True."""
+        return True
+
+    def pace(self, model: str) -> ChunkPace:
+        """Return a pace of 0 s."""
+        return ChunkPace()
+
+    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+        """Return the seconds of a decode step."""
+        return self.step

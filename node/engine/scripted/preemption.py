@@ -1,0 +1,147 @@
+"""Preemption in the scripted engine: release the memory of chosen requests, and return them once there is room.
+
+The choices are those of the text engine (`node.engine.scheduling.rules.preemption`).
+"""
+
+from typing import Protocol
+
+from node.engine.memory.gate import GateSite
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, return_tokens
+from node.engine.scheduling.rules.preemption import (
+    choose_for_key,
+    choose_victim,
+    first_of,
+    next_to_return,
+    should_preempt,
+)
+from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
+from node.engine.scripted.table import ScriptedTable
+from wire.frames import Failed, Frame, Refusal
+from wire.refusals import FailureCode, RefusalCode, Refused
+
+
+class BatchMemory(Protocol):
+    """Memory of the scripted engine's requests, behind the gate."""
+
+    def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
+        """Check for `estimate` bytes in addition to the commitments; return the refusal, if any."""
+        ...
+
+    def observe(self, now: float) -> None:
+        """Update the recent peak, because memory was allocated or freed."""
+        ...
+
+    def peak_expires_at(self, now: float) -> float | None:
+        """Return the time at which the recent peak falls; None if only another reading can change it."""
+        ...
+
+
+class ScriptedPreemptor:
+    """Preempts and ends requests for lack of memory or rows, and returns preempted ones."""
+
+    def __init__(self, table: ScriptedTable, memory: BatchMemory) -> None:
+        self._table = table
+        self._memory = memory
+        self._ends: list[Frame] = []
+        self.return_at = 0.0
+        """Time from which the next preempted request may return."""
+        self.preemptions = 0
+
+    def drain_ends(self) -> list[Frame]:
+        """Return the frames of the requests that ended here since the last call."""
+        ends, self._ends = self._ends, []
+        return ends
+
+    # lack of memory
+
+    def release_for(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
+        """Release the memory of the request that loses least for a row that must grow; of its own request if no other
+        one can."""
+        self.release_memory(choose_victim(self._table.active()) or sequence, refused, now)
+
+    def release_memory(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
+        """Release a request's memory: the router places it again, or it returns here later."""
+        unreadable = refused.code is RefusalCode.UNREADABLE
+        if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1, now)):
+            self.preempt(sequence, for_key=False)
+        else:
+            self.end(sequence, refused, FailureCode.NO_HEADROOM, now)
+
+    def _may_free_memory(self, waiting: int, now: float) -> bool:
+        """Return whether memory may become free: more requests are live than the `waiting` ones, or the recent peak
+        falls."""
+        return len(self._table) > waiting or self._memory.peak_expires_at(now) is not None
+
+    def preempt(self, sequence: ScriptedSequence, *, for_key: bool) -> None:
+        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
+        self._release(sequence)
+        self._table.preempt(sequence)
+        sequence.preempt(for_key=for_key)
+        self.preemptions += 1
+
+    def end(self, sequence: ScriptedSequence, refused: Refused, code: str, now: float) -> None:
+        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
+        self.drop(sequence, now)
+        if sequence.delivered:
+            self._ends.append(Failed(sequence.number, code, refused.message))
+        else:
+            self._ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
+
+    def drop(self, sequence: ScriptedSequence, now: float) -> None:
+        """Remove a request in any state and release its memory."""
+        self._release(sequence)
+        self._table.remove(sequence, now)
+
+    def _release(self, sequence: ScriptedSequence) -> None:
+        if sequence not in self._table.preempted:
+            for row in sequence.active_rows():
+                sequence.ledger.release(row.commitment)
+
+    # sharing between keys
+
+    def share_rows(self, first: ScriptedSequence) -> None:
+        """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
+        holding = [(one, self._held_rows(one)) for one in self._table.active()]
+        missing = first.width - self._table.free_rows()
+        for sequence in choose_for_key(first.owner, first.width, missing, holding):
+            self.preempt(sequence, for_key=True)
+
+    def _held_rows(self, sequence: ScriptedSequence) -> int:
+        held = sequence.started or any(row.commitment.is_joined for row in sequence.active_rows())
+        return sequence.width if held else 0
+
+    # return
+
+    def required_bytes(self, key: str | None) -> int:
+        """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
+        oldest = first_of(self._table.preempted, key)
+        return 0 if oldest is None else _needed_bytes(oldest)
+
+    def return_next(self, now: float) -> None:
+        """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
+        if not self._table.preempted or now < self.return_at:
+            return
+        self.return_at = now + GATE_RETRY_SECONDS
+        sequence = next_to_return(self._table.preempted, self._table.unclaimed_rows())
+        if sequence is not None:
+            self._return(sequence, now)
+
+    def _return(self, sequence: ScriptedSequence, now: float) -> None:
+        """Queue a preempted request again if there is room; fail it if there never will be."""
+        refused = self._memory.check(GateSite.PREFLIGHT, now, _needed_bytes(sequence))
+        if refused is None:
+            for row in sequence.active_rows():
+                (commitment,) = sequence.ledger.commit(_length(sequence, row), 1)
+                row.commit(commitment)
+            self._table.enqueue(sequence)
+        elif refused.code is not RefusalCode.UNREADABLE and not self._may_free_memory(len(self._table.preempted), now):
+            self.end(sequence, refused, FailureCode.NO_HEADROOM, now)
+
+
+def _needed_bytes(sequence: ScriptedSequence) -> int:
+    return sum(sequence.ledger.compute_cost(_length(sequence, row), 1) for row in sequence.active_rows())
+
+
+def _length(sequence: ScriptedSequence, row: ScriptedRow) -> int:
+    shape = sequence.shape
+    return return_tokens(shape.prompt + row.produced, shape.prompt + shape.limit)

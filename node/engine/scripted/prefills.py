@@ -1,0 +1,194 @@
+"""Prefills of the scripted engine: which prompts are prefilled next, and how large their chunks are.
+
+All rules are those of the text engine (`node.engine.scheduling.rules`). A prefill that takes no time
+(`EngineCosts.free_prefill`) is neither packed nor divided into chunks.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from node.engine.scheduling.rules.chunk_policy import (
+    FULL_PROMPT_SECONDS,
+    MAX_CACHED_SHARE,
+    affordable_tokens,
+    next_prefill,
+    select_batch,
+    shared_budget,
+)
+from node.engine.scheduling.rules.prefill_order import coalesce_until, in_service_order, startable
+from node.engine.scripted.costs import EngineCosts
+from node.engine.scripted.sequence import ScriptedSequence
+from node.engine.scripted.table import ScriptedTable
+from wire.capacity.fairness import CROWDED_PROMPTS, PrefillFairness
+
+
+class PrefillChunk(NamedTuple):
+    """Prefill of one turn: a chunk of one prompt, or several whole prompts in one forward."""
+
+    members: tuple[ScriptedSequence, ...]
+    """Its prompts."""
+    tokens: int
+    """Tokens of the chunk of a single prompt."""
+    seconds: float
+    """Duration."""
+
+    def start(self) -> None:
+        """Record that its prompts have caches."""
+        for one in self.members:
+            one.start()
+
+    @property
+    def packed(self) -> bool:
+        """Return whether several prompts are prefilled in one forward."""
+        return len(self.members) > 1
+
+    @property
+    def completes(self) -> bool:
+        """Return whether a prompt is complete after this chunk."""
+        return self.packed or self.tokens >= self.members[0].left
+
+
+class ScriptedPrefills:
+    """Choices of the next prefills. `chunk`: maximum tokens of a forward."""
+
+    def __init__(self, table: ScriptedTable, costs: EngineCosts, chunk: int) -> None:
+        self._table = table
+        self._costs = costs
+        self._chunk = chunk
+        self._turn = 0
+        self._fairness = PrefillFairness()
+
+    def next_free(self, now: float) -> ScriptedSequence | None:
+        """Return the next request whose prefill takes no time, if the batch has room for it at this time."""
+        table = self._table
+        if not self._costs.free_prefill or not table.queue or table.rows >= table.most:
+            return None
+        if table.unclaimed_rows() >= 0 and table.queue[0].retry_at <= now:  # there is room for all
+            return table.queue[0]
+        return next(iter(self.choices(now)), None)
+
+    def next_unstarted(self) -> ScriptedSequence | None:
+        """Return the next prompt that gets rows; None if all have started."""
+        return next(in_service_order(self._table.queue, self._table.rows_by_key()), None)
+
+    def choices(self, now: float) -> list[ScriptedSequence]:
+        """Return the prompts that may continue at this time. Prompts that wait for memory are left out."""
+        table = self._table
+        if not table.queue:
+            return []
+        found = startable(table.queue, table.free_rows(), table.rows_by_key)
+        return [one for one in found if one.retry_at <= now]
+
+    def wait_until(self, choices: Sequence[ScriptedSequence]) -> float:
+        """Return the time until which `choices` wait for packing; 0.0 without a wait."""
+        table = self._table
+        if table.rows or any(one.started for one in choices) or sum(one.width for one in choices) >= table.most:
+            return 0.0
+        return coalesce_until([one.arrived for one in choices], table.crowded_at)
+
+    def schedule(
+        self, choices: Sequence[ScriptedSequence], step: float, *, leap: bool
+    ) -> tuple[list[PrefillChunk], int]:
+        """Return the prefill of the next turn, and 1. With `leap`, return the prefills of the next turn and of the one
+        after it, and the number of turns in which they alternate.
+
+        In these turns no prompt is complete before the last one, and no chunk or choice would differ. A single prefill
+        is that of all these turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices`
+        must not be empty.
+        """
+        first = self._chunk_of(self._pick(choices, 1), choices, step)
+        if not leap or first.completes:
+            return [first], 1
+        if len(choices) == 1:
+            return [first], self._equal_chunks(first, step)
+        second = self._chunk_of(self._pick(self._after_start(choices, first), 2), choices, step)
+        if second.completes or self._is_crowded(choices):
+            return [first], 1
+        if second.members == first.members:
+            return [first], self._equal_chunks(first, step)
+        third = self._pick(self._after_start(choices, first, second), 3)
+        rounds = self._equal_rounds(first, second, step) if third is first.members[0] else 0
+        return ([first, second], 2 * rounds) if rounds else ([first], 1)
+
+    def _after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
+        """Return `choices` in their order after the start of `chunks`: started prompts come first."""
+        starting = [one for chunk in chunks for one in chunk.members]
+        started = [one for one in self._table.queue if one in choices and (one.started or one in starting)]
+        return [*started, *(one for one in choices if one not in started)]
+
+    def _equal_rounds(self, first: PrefillChunk, second: PrefillChunk, step: float) -> int:
+        """Return how often two prefills alternate before a chunk or a choice would differ."""
+        rounds = min(self._equal_chunks(one, step) for one in (first, second))
+        shorter, longer = sorted((first, second), key=lambda one: one.members[0].left)
+        lead = longer.members[0].left - shorter.members[0].left
+        if longer is first:  # the shorter one is chosen after a chunk of the longer one
+            lead -= longer.tokens
+        if lead <= 0:
+            return 0
+        gain = longer.tokens - shorter.tokens
+        return min(rounds, (lead - 1) // gain) if gain > 0 else rounds
+
+    def _equal_chunks(self, chunk: PrefillChunk, step: float) -> int:
+        """Return how many chunks of this size follow each other before the budget or the size changes."""
+        pace, left = self._costs.pace(chunk.members[0].model), chunk.members[0].left
+        if pace.fixed or pace.far:
+            return 1
+        whole = FULL_PROMPT_SECONDS / pace.each if step else 0.0
+        return max(1, math.ceil((left - max(whole, chunk.tokens)) / chunk.tokens))
+
+    def _is_crowded(self, choices: Sequence[ScriptedSequence]) -> bool:
+        """Return whether fairness between keys may choose another prompt in every turn."""
+        return max(Counter(one.owner.name for one in choices).values()) > CROWDED_PROMPTS
+
+    def _pick(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
+        """Return the prompt of the turn that is `ahead` turns after the last one."""
+        shown = [(one.left, one.arrived, one.owner) for one in choices]
+        return choices[next_prefill(shown, self._turn + ahead, self._fairness)]
+
+    def _chunk_of(self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float) -> PrefillChunk:
+        pace, past = self._costs.pace(first.model), first.length - first.left
+        most = affordable_tokens(pace, first.left, past, step, self._chunk)
+        members = [first] if most < first.left else self._members(first, choices, step)
+        if len(members) == 1:
+            tokens = min(most, first.left)
+            return PrefillChunk((first,), tokens, pace.seconds(tokens, past) if tokens else 0.0)
+        longest = max(one.left for one in members) - 1
+        return PrefillChunk(tuple(members), 0, pace.seconds(len(members) * longest, 0))
+
+    def _members(
+        self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float
+    ) -> list[ScriptedSequence]:
+        """Return the prompts to pack with `first`: prompts of its batch, if there is time for all of them at once."""
+        if not _is_packable(first):
+            return [first]
+        batch = _batch_of(first)
+        members = [first]
+        members += [
+            one
+            for one in choices
+            if one is not first and one.model == first.model and _is_packable(one) and _batch_of(one) == batch
+        ]
+        seconds = shared_budget(step, len(choices), self._table.rows)
+        most = self._costs.pace(first.model).tokens(seconds, 0, self._chunk)
+        return [members[place] for place in select_batch([one.length - 1 for one in members], most)]
+
+    def count_turns(self, turns: int) -> None:
+        """Count turns with a prefill, which decide between the shortest and the oldest prompt."""
+        self._turn += turns
+
+    def count_prefilled(self, sequence: ScriptedSequence, tokens: int) -> None:
+        """Count prefilled tokens for the fairness between keys."""
+        self._fairness.has_read(sequence.owner, tokens)
+
+
+def _is_packable(sequence: ScriptedSequence) -> bool:
+    """Return whether a prompt may be packed: it is whole, and little of it is cached."""
+    if sequence.started or sequence.width > 1:
+        return False
+    return sequence.length > 1 and sequence.warm < MAX_CACHED_SHARE * sequence.length
+
+
+def _batch_of(sequence: ScriptedSequence) -> int:
+    return sequence.ledger.get_batch_number(sequence.active_rows()[0].commitment)

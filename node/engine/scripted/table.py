@@ -1,0 +1,121 @@
+"""Table of the scripted engine's live requests: queued for prefill, decoding, and preempted."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from node.engine.scheduling.rules.prefill_order import started_rows
+from node.engine.scripted.costs import DecodeLoad
+from node.engine.scripted.sequence import ScriptedSequence
+
+
+class ScriptedTable:
+    """Requests that have not ended. Callers do not change the lists. `most`: maximum rows that decode at once."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._queue: list[ScriptedSequence] = []
+        self._running: list[ScriptedSequence] = []
+        self._preempted: list[ScriptedSequence] = []
+        self._rows = self._wanted = 0
+        self.crowded_at = float("-inf")
+        """Time at which several requests were last live."""
+
+    @property
+    def queue(self) -> Sequence[ScriptedSequence]:
+        """Requests whose prefill has not ended, in the order of the queue."""
+        return self._queue
+
+    @property
+    def running(self) -> Sequence[ScriptedSequence]:
+        """Requests that decode."""
+        return self._running
+
+    @property
+    def preempted(self) -> Sequence[ScriptedSequence]:
+        """Requests without memory that return once there is room."""
+        return self._preempted
+
+    @property
+    def rows(self) -> int:
+        """Number of decoding rows."""
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._running) + len(self._preempted)
+
+    def find(self, number: int) -> ScriptedSequence | None:
+        """Return the request of this number; None if there is none."""
+        every = chain(self._queue, self._running, self._preempted)
+        return next((one for one in every if one.number == number), None)
+
+    def active(self) -> list[ScriptedSequence]:
+        """Return the requests that are not preempted, oldest first."""
+        return sorted((*self._queue, *self._running), key=lambda one: one.age)
+
+    def rows_by_key(self) -> Counter[str]:
+        """Return the number of decoding rows of each API key."""
+        rows = Counter[str]()
+        for one in self._running:
+            rows[one.owner.name] += one.width
+        return rows
+
+    def loads(self) -> dict[str, DecodeLoad]:
+        """Return the decoding rows by model, with their committed tokens."""
+        loads: dict[str, DecodeLoad] = {}
+        for one in self._running:
+            for row in one.active_rows():
+                rows, tokens = loads.get(one.model, (0, 0))
+                loads[one.model] = DecodeLoad(rows + 1, tokens + row.commitment.committed_tokens)
+        return loads
+
+    def free_rows(self) -> int:
+        """Return how many more rows may start in addition to decoding and prefilling ones."""
+        return self.most - self._rows - started_rows(self._queue)
+
+    def unclaimed_rows(self) -> int:
+        """Return how many rows are free after all queued prompts have started; negative if there are too few."""
+        return self.most - self._rows - self._wanted
+
+    # changes
+
+    def enqueue(self, sequence: ScriptedSequence) -> None:
+        """Add a request at the end of the queue."""
+        if sequence in self._preempted:
+            self._preempted.remove(sequence)
+        self._queue.append(sequence)
+        self._wanted += sequence.width
+
+    def start_decode(self, sequence: ScriptedSequence) -> None:
+        """Move a request from the queue to the decoding ones."""
+        self._unqueue(sequence)
+        self._running.append(sequence)
+        self._rows += sequence.width
+
+    def end_row(self) -> None:
+        """Count one decoding row less, because it has ended."""
+        self._rows -= 1
+
+    def preempt(self, sequence: ScriptedSequence) -> None:
+        """Move a request to the preempted ones."""
+        self._take_out(sequence)
+        self._preempted.append(sequence)
+
+    def remove(self, sequence: ScriptedSequence, now: float) -> None:
+        """Remove a request that has ended at this time."""
+        self._take_out(sequence)
+        if len(self):
+            self.crowded_at = now
+
+    def _take_out(self, sequence: ScriptedSequence) -> None:
+        if sequence in self._queue:
+            self._unqueue(sequence)
+        elif sequence in self._running:
+            self._running.remove(sequence)
+            self._rows -= sequence.width
+        elif sequence in self._preempted:
+            self._preempted.remove(sequence)
+
+    def _unqueue(self, sequence: ScriptedSequence) -> None:
+        self._queue.remove(sequence)
+        self._wanted -= sequence.width

@@ -1,0 +1,212 @@
+"""Turns of the scripted engine: one decode step of all rows and one prefill each, as a function of time. Pure.
+
+The same turns run under a real clock (`node.engine.process.loop`) and under a virtual one (`simulation`). A turn begins
+with its choices, and its results count from its end. Its duration is the sum of its forwards (`EngineCosts`). A turn
+begins where the last one ended, so that delays never add up.
+
+With `leap`, equal turns are computed at once: those in which no row ends or grows, no prompt is complete, and no choice
+differs. The results are those of single turns, which a property test compares.
+"""
+
+import math
+from typing import NamedTuple
+
+from node.engine.scripted.batch import ScriptedBatch
+from node.engine.scripted.costs import EngineCosts
+from node.engine.scripted.preemption import ScriptedPreemptor
+from node.engine.scripted.prefills import PrefillChunk, ScriptedPrefills
+from node.engine.scripted.sequence import ScriptedSequence
+from node.engine.scripted.table import ScriptedTable
+from wire.frames import Frame
+
+MAX_LATE_SECONDS = 1.0
+"""Delay in seconds after which missed turns are not made up for, because the machine slept."""
+
+
+class RunningTurns(NamedTuple):
+    """Equal turns that are running now."""
+
+    began: float
+    """Time at which the first one began."""
+    turns: int
+    """Number of turns."""
+    done: int
+    """Number of turns whose results are recorded."""
+    step: float
+    """Seconds of a decode step; 0 if no row decodes."""
+    chunks: tuple[PrefillChunk, ...]
+    """Prefills of the turns, which alternate; empty without a prefill."""
+
+    def seconds(self, turns: int) -> float:
+        """Return the duration of the first `turns` turns."""
+        period = len(self.chunks)
+        if not period:
+            return turns * self.step
+        rounds, rest = divmod(turns, period)
+        whole = sum(one.seconds for one in self.chunks)
+        return turns * self.step + rounds * whole + sum(one.seconds for one in self.chunks[:rest])
+
+    def ends_at(self) -> float:
+        """Return the time at which the last turn ends."""
+        return self.began + self.seconds(self.turns)
+
+    def completed(self, now: float) -> int:
+        """Return the number of turns that have ended at this time, without the last one."""
+        period = max(1, len(self.chunks))
+        whole = self.seconds(period)
+        turns = period * int((now - self.began) / whole) if whole else 0
+        turns = max(self.done, min(turns, self.turns - 1))
+        while turns < self.turns - 1 and self.began + self.seconds(turns + 1) <= now:
+            turns += 1
+        while turns > self.done and self.began + self.seconds(turns) > now:
+            turns -= 1
+        return turns
+
+
+class ScriptedTurns:
+    """Turns of one scripted engine (see the module's docstring)."""
+
+    def __init__(
+        self,
+        table: ScriptedTable,
+        batch: ScriptedBatch,
+        preemptor: ScriptedPreemptor,
+        prefills: ScriptedPrefills,
+        costs: EngineCosts,
+        *,
+        leap: bool,
+    ) -> None:
+        self._table = table
+        self._batch = batch
+        self._preemptor = preemptor
+        self._prefills = prefills
+        self._costs = costs
+        self._leap = leap
+        self._running: RunningTurns | None = None
+
+    def step(self, now: float) -> list[Frame]:
+        """Record the running turns if they have ended, then begin the next. Return the frames to send."""
+        frames: list[Frame] = []
+        at = now
+        running = self._running
+        if running is not None and now >= running.ends_at():
+            frames += self._record(running, running.turns - running.done, now)
+            self._running = None
+            late = now - running.ends_at() > MAX_LATE_SECONDS
+            at = now if late else running.ends_at()
+        following = self._prefills.next_free(now)
+        if following is not None:
+            frames += self._prefill_free(following, now)
+        if self._running is None:
+            frames += self._begin(at)
+        return frames
+
+    def next_at(self, now: float) -> float | None:
+        """Return the time of the next `step`; None if only a new request can bring work."""
+        if self._prefills.next_free(now) is not None:
+            return now
+        if self._running is not None:
+            return self._running.ends_at()
+        choices = [] if self._costs.free_prefill else self._prefills.choices(now)
+        if choices or self._table.rows:
+            return max(now, self._prefills.wait_until(choices)) if choices else now
+        waiting = [one.retry_at for one in self._table.queue]
+        if self._table.preempted:
+            waiting.append(self._preemptor.return_at)
+        return max(now, min(waiting)) if waiting else None
+
+    def interrupt(self, now: float) -> list[Frame]:
+        """Record the turns that have ended, and let the running turn be the last one, because requests or memory
+        change. Return the frames to send."""
+        frames = self.catch_up(now)
+        if self._running is not None and self._running.turns > self._running.done + 1:
+            self._running = self._running._replace(turns=self._running.done + 1)
+        return frames
+
+    def catch_up(self, now: float) -> list[Frame]:
+        """Record the turns that have ended, except the last one. Return the frames to send."""
+        running = self._running
+        if running is None or running.turns == running.done + 1:
+            return []
+        turns = running.completed(now)
+        frames = self._record(running, turns - running.done, now)
+        if turns:
+            for chunk in running.chunks[1:]:
+                chunk.start()
+        self._running = running._replace(done=turns)
+        return frames
+
+    def _record(self, running: RunningTurns, turns: int, now: float) -> list[Frame]:
+        """Record the next `turns` of the running turns."""
+        frames: list[Frame] = []
+        if not turns:
+            return frames
+        if running.step:
+            frames += self._batch.decode(turns, now)
+        period = len(running.chunks)
+        for place, chunk in enumerate(running.chunks):
+            count = len(range((place - running.done) % period, turns, period))
+            if count:
+                frames += self._batch.end_prefill(chunk, count, now)
+        if period:
+            self._prefills.count_turns(turns)
+        return frames
+
+    def _prefill_free(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
+        """Prefill a prompt in no time."""
+        chunk = PrefillChunk((sequence,), sequence.left, 0.0)
+        if not self._batch.has_room(chunk, now):
+            return self._preemptor.drain_ends()
+        chunk.start()
+        return self._batch.end_prefill(chunk, 1, now)
+
+    def _begin(self, at: float) -> list[Frame]:
+        """Make the choices of the next turn, and begin it if there is work."""
+        self._preemptor.return_next(at)
+        self._share_rows()
+        frames = self._batch.grow(at)
+        step = self._costs.step_seconds(self._table.loads()) if self._table.rows else 0.0
+        chunks, turns = self._begin_prefill(at, step)
+        frames += self._preemptor.drain_ends()
+        if not self._table.rows and not chunks:
+            return frames
+        if not self._table.rows:
+            step = 0.0
+        turns = self._count_equal(RunningTurns(at, turns, 0, step, chunks), at) if self._leap else 1
+        self._running = RunningTurns(at, turns, 0, step, chunks)
+        return frames
+
+    def _begin_prefill(self, at: float, step: float) -> tuple[tuple[PrefillChunk, ...], int]:
+        """Choose the prefills of the next turns. Return them, and the number of turns in which they alternate."""
+        if self._costs.free_prefill:
+            return (), 1
+        choices = self._prefills.choices(at)
+        if not choices or at < self._prefills.wait_until(choices):
+            return (), 1
+        chunks, turns = self._prefills.schedule(choices, step, leap=self._leap)
+        if not self._batch.has_room(chunks[0], at):
+            return (), 1
+        chunks[0].start()
+        if not all(self._batch.has_room(one, at) for one in chunks[1:]):
+            return (chunks[0],), 1
+        return tuple(chunks), turns
+
+    def _share_rows(self) -> None:
+        """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
+        if len({one.owner.name for one in self._table.queue}) == 0 or self._table.free_rows() >= self._table.most:
+            return
+        first = self._prefills.next_unstarted()
+        if first is not None and not first.retry_at:
+            self._preemptor.share_rows(first)
+
+    def _count_equal(self, running: RunningTurns, at: float) -> int:
+        """Return the number of turns that are equal to the ones that begin now."""
+        turns = running.turns if running.chunks else math.inf
+        if running.step:
+            turns = min(turns, self._batch.steady_steps())
+        waits = [one.retry_at for one in self._table.queue if one.retry_at > at]
+        if self._table.preempted:
+            waits.append(max(at, self._preemptor.return_at))
+        if waits:
+            turns = min(turns, running._replace(turns=int(turns) + 1).completed(min(waits)) + 1)
+        return max(1, int(turns))

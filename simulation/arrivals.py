@@ -1,0 +1,64 @@
+"""Arrivals of a simulation: the turns of conversations in order, each after the answer to the one before."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from simulation.workload import ConversationTurn, SimulatedConversation
+
+
+class Arrivals:
+    """Arrivals of `conversations`, which are in order of their first turn. `arrive` is called with each turn."""
+
+    def __init__(
+        self,
+        conversations: Iterable[SimulatedConversation],
+        loop: asyncio.AbstractEventLoop,
+        arrive: Callable[[ConversationTurn], None],
+    ) -> None:
+        self._loop = loop
+        self._arrive = arrive
+        self._conversations = deque(conversations)
+        self._rest: dict[str, list[ConversationTurn]] = {}
+        self._open = 0
+        self._over = asyncio.Event()
+        self.turns: dict[str, ConversationTurn] = {}
+        """Turns that have arrived, by request id."""
+        self.finished_at = 0.0
+        """Time at which the last request ended."""
+
+    def start(self) -> None:
+        """Start the arrivals."""
+        if self._conversations:
+            self._loop.call_at(self._conversations[0].at, self._next_conversation)
+        else:
+            self._over.set()
+
+    async def wait(self) -> None:
+        """Wait until all requests have ended."""
+        await self._over.wait()
+
+    def _next_conversation(self) -> None:
+        conversation = self._conversations.popleft()
+        self._open += 1
+        if self._conversations:
+            self._loop.call_at(max(self._conversations[0].at, self._loop.time()), self._next_conversation)
+        self._next_turn(conversation.turns)
+
+    def _next_turn(self, turns: list[ConversationTurn]) -> None:
+        turn, *rest = turns
+        self.turns[turn.id] = turn
+        if rest:
+            self._rest[turn.id] = rest
+        self._arrive(turn)
+
+    def end(self, request_id: str, *, served: bool) -> None:
+        """Record the end of a request. After a complete answer, the conversation continues."""
+        self._open -= 1
+        rest = self._rest.pop(request_id, [])
+        if rest and served:
+            self._loop.call_later(rest[0].think, self._next_turn, rest)
+            self._open += 1
+        if not self._open and not self._conversations:
+            self.finished_at = self._loop.time()
+            self._over.set()

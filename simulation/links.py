@@ -1,0 +1,115 @@
+"""Links of a simulated pool: frames travel one way in the latency and keep their order; a silent link holds them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from wire.frames import Frame
+from wire.identity import NodeId
+
+
+class _TravellingFrame(NamedTuple):
+    due: float
+    node: NodeId
+    link: int
+    frame: Frame
+
+
+_Way = deque[_TravellingFrame]
+
+
+class SimulatedLinks:
+    """Links of all nodes. `is_open(node)` returns whether a node has a link.
+
+    `down(node, frame)` is called for a frame that arrives at a node. `up(frames)` is called with all frames that arrive
+    at the router at one moment, each with its node.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        latency: float,
+        is_open: Callable[[NodeId], object],
+        down: Callable[[NodeId, Frame], None],
+        up: Callable[[list[tuple[NodeId, Frame]]], None],
+    ) -> None:
+        self._loop = loop
+        self._latency = latency
+        self._is_open = is_open
+        self._receive_down = down
+        self._receive_up = up
+        self._numbers: dict[NodeId, int] = {}
+        self._silent: dict[NodeId, list[tuple[bool, Frame]]] = {}
+        self._up, self._down = _Way(), _Way()
+
+    def number(self, node: NodeId) -> int:
+        """Return the number of a node's link; 0 before the first."""
+        return self._numbers.get(node, 0)
+
+    def connect(self, node: NodeId) -> int:
+        """Open a new link of a node; return its number. Frames of the link before are lost."""
+        self._numbers[node] = self.number(node) + 1
+        return self._numbers[node]
+
+    def send_up(self, node: NodeId, frame: Frame) -> None:
+        """Send a frame of a node to the router."""
+        self._travel(self._up, node, frame)
+
+    def send_down(self, node: NodeId, frame: Frame) -> None:
+        """Send a frame of the router to a node."""
+        self._travel(self._down, node, frame)
+
+    def _travel(self, way: _Way, node: NodeId, frame: Frame) -> None:
+        due = self._loop.time() + self._latency
+        way.append(_TravellingFrame(due, node, self.number(node), frame))
+        if len(way) == 1:
+            self._loop.call_at(due, self._arrive, way)
+
+    def _arrive(self, way: _Way) -> None:
+        """Deliver the due frames in order."""
+        upward: list[tuple[NodeId, Frame]] = []
+        while way and way[0].due <= self._loop.time():
+            one = way.popleft()
+            if one.link != self.number(one.node) or not self._is_open(one.node):
+                continue
+            if one.node in self._silent:
+                self._silent[one.node].append((way is self._up, one.frame))
+            elif way is self._up:
+                upward.append((one.node, one.frame))
+            else:
+                self._receive_down(one.node, one.frame)
+        if way:
+            self._loop.call_at(way[0].due, self._arrive, way)
+        if upward:
+            self._receive_up(upward)
+
+    def deliver_up(self) -> None:
+        """Deliver all frames to the router now, because frames in flight are read before the end of a connection."""
+        upward = [(one.node, one.frame) for one in self._up]
+        self._up.clear()
+        self._receive_up(upward)
+
+    # silence
+
+    def is_silent(self, node: NodeId) -> bool:
+        """Return whether a node's link is silent."""
+        return node in self._silent
+
+    def silence(self, node: NodeId) -> None:
+        """Hold all frames of a node's link from now on."""
+        self._silent[node] = []
+
+    def lose_held(self, node: NodeId) -> None:
+        """Lose the held frames of a silent link, because the link is closed."""
+        if node in self._silent:
+            self._silent[node] = []
+
+    def end_silence(self, node: NodeId) -> bool:
+        """End the silence of a link. Deliver the held frames and return True if the link is still open."""
+        held = self._silent.pop(node)
+        if not self._is_open(node):
+            return False
+        for upward, frame in held:
+            self._travel(self._up if upward else self._down, node, frame)
+        return True

@@ -1,0 +1,71 @@
+"""Prefix cache of a simulated node: one entry for each ended chat, for its next turn. The oldest is evicted first."""
+
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+from wire.report import CacheState
+
+CACHE_SHARE = 0.15
+"""Share of the cap without weights that is used for ended chats."""
+MAX_EVICTIONS_REPORTED = 64
+MAX_KEY_BYTES = 32
+
+
+class EndedChat(NamedTuple):
+    """Cached chat."""
+
+    model: str
+    tokens: int
+    size: int
+    """Bytes of its KV cache."""
+
+
+def key_of(session: str) -> bytes:
+    """Return the key of a chat in reports."""
+    return session.encode()[-MAX_KEY_BYTES:]
+
+
+class EndedChats:
+    """Ended chats of a simulated node, by session."""
+
+    def __init__(self) -> None:
+        self._chats: OrderedDict[str, EndedChat] = OrderedDict()
+        self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
+        self._evictions = 0
+        self.nbytes = 0
+        """Bytes of all chats."""
+
+    def __bool__(self) -> bool:
+        return bool(self._chats)
+
+    def find(self, session: str, model: str, prompt: int) -> int:
+        """Return the tokens of a prompt that are cached: all but one at most."""
+        chat = self._chats.get(session) if session else None
+        return 0 if chat is None or chat.model != model else min(chat.tokens, prompt - 1)
+
+    def use(self, session: str) -> None:
+        """Make a chat the newest one, if it is cached."""
+        if session in self._chats:
+            self._chats.move_to_end(session)
+
+    def put(self, session: str, chat: EndedChat) -> None:
+        """Cache an ended chat."""
+        self._chats[session] = chat
+        self.nbytes += chat.size
+
+    def discard(self, session: str) -> None:
+        """Remove the last turn of a chat, if it is cached, because a later one takes its place."""
+        chat = self._chats.pop(session, None)
+        if chat is not None:
+            self.nbytes -= chat.size
+
+    def evict_oldest(self) -> None:
+        """Evict the oldest chat. There must be one."""
+        session, chat = self._chats.popitem(last=False)
+        self.nbytes -= chat.size
+        self._evictions += 1
+        self._evicted.append(key_of(session))
+
+    def to_report(self) -> CacheState:
+        """Return the state of the cache as a node reports it."""
+        return CacheState(self.nbytes, len(self._chats), evictions=self._evictions, evicted=tuple(self._evicted))

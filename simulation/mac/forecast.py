@@ -1,0 +1,94 @@
+"""Forecast of the clairvoyant router: room on a node, and the time to a first token if no further request arrives."""
+
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
+
+from node.engine.scheduling.rules.chunk_policy import CHUNK_PER_STEP
+from node.engine.scripted.sequence import ScriptedSequence
+from node.engine.scripted.table import ScriptedTable
+from simulation.mac.ended_chats import EndedChats
+from simulation.mac.hardware import ChipCosts
+from simulation.mac.node_memory import NodeMemory
+from simulation.mac.node_models import NodeModels, weights_of
+from simulation.workload import ConversationTurn
+from wire.capacity.arithmetic import Fits, can_ever_fit, judge, request_need
+
+
+class NodeForecast:
+    """Forecast for one node. `queued()` returns its requests whose prefill has not ended. Times are virtual, in
+    seconds."""
+
+    def __init__(
+        self,
+        models: NodeModels,
+        memory: NodeMemory,
+        chats: EndedChats,
+        costs: ChipCosts,
+        table: ScriptedTable,
+        queued: Callable[[], list[ScriptedSequence]],
+    ) -> None:
+        self._models = models
+        self._memory = memory
+        self._chats = chats
+        self._costs = costs
+        self._table = table
+        self._queued = queued
+
+    def fits(self, turn: ConversationTurn, now: float) -> bool:
+        """Return whether a request with its complete answer would fit now, if chats and idle models were evicted."""
+        model = self._models.get(turn.model)
+        if model is None:
+            return False
+        need = request_need(model.to_report(now), turn.prompt, turn.output)
+        need -= model.model.weights if model.loading else 0
+        reusable = self._chats.nbytes + weights_of(self._models.idle(model))
+        return isinstance(judge(replace(self._memory.read(now), reusable=reusable), need), Fits)
+
+    def ever(self, turn: ConversationTurn, now: float) -> bool:
+        """Return whether a request with its complete answer would fit on this node without any other load."""
+        model = self._models.get(turn.model)
+        return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
+
+    def first_token(self, turn: ConversationTurn, now: float) -> float:
+        """Return the seconds to the first token of a request that arrives now. The node must have the model of the
+        request."""
+        model = self._models[turn.model]
+        mine = turn.prompt - self._chats.find(turn.session, turn.model, turn.prompt)
+        lefts = [one.left * self._costs.pace(one.model).each for one in self._queued()]
+        wait = 0.0
+        if model.loading and model.ready_at:
+            wait = model.ready_at - now
+        elif not model.loaded:
+            wait = model.model.load_seconds + sum(one.model.load_seconds for one in self._models if one.loading)
+        own = mine * self._costs.pace(turn.model).each
+        return wait + prefill_end([*lefts, own], decoding=bool(self._table.rows))
+
+
+def prefill_end(lefts: Sequence[float], *, decoding: bool) -> float:
+    """Return when the last of these prefills ends, in seconds. `lefts` are their seconds, the oldest first.
+
+    Shortest and oldest alternate. With `decoding`, decode takes its share of the time.
+    """
+    share = CHUNK_PER_STEP / (1 + CHUNK_PER_STEP) if decoding else 1.0
+    return _last_end(list(lefts)) / share
+
+
+def _last_end(lefts: list[float]) -> float:
+    last, spent, oldest, place = len(lefts) - 1, 0.0, 0, 0
+    order = sorted(range(len(lefts)), key=lefts.__getitem__)
+    done = [False] * len(lefts)
+    while not done[last]:
+        while done[oldest]:
+            oldest += 1
+        while done[order[place]]:
+            place += 1
+        shortest = order[place]
+        if lefts[oldest] <= lefts[shortest]:
+            spent += lefts[oldest]
+            done[oldest] = True
+        else:
+            spent += 2 * lefts[shortest]
+            lefts[oldest] -= lefts[shortest]
+            done[shortest] = True
+    return spent

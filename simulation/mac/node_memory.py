@@ -1,0 +1,123 @@
+"""Memory of a simulated node: weights, commitments, ended chats and leases, by the arithmetic of the gate."""
+
+from node.engine.memory.gate import GateSite
+from simulation.mac.ended_chats import CACHE_SHARE, EndedChat, EndedChats
+from simulation.mac.hardware import BASE, cap_of
+from simulation.mac.node_models import NodeModels, SimulatedModel, weights_of
+from wire.capacity.arithmetic import Fits, current, default_margin, headroom, judge
+from wire.capacity.batches import row_bytes
+from wire.refusals import Refused
+from wire.report import Memory
+
+
+class NodeMemory:
+    """Memory of a simulated node with `total` bytes of RAM. Its engine asks here before every forward
+    (`node.engine.scripted.preemption.BatchMemory`)."""
+
+    def __init__(self, total: int, models: NodeModels, chats: EndedChats) -> None:
+        self._total = total
+        self._models = models
+        self._chats = chats
+        self._cap = cap_of(total)
+        self._margin = default_margin(self._cap)
+        self._leases = 0
+        self.highest = 0
+        """Highest footprint of all reports."""
+
+    def read(self, now: float, *, reported: bool = False) -> Memory:
+        """Return the memory at this time.
+
+        With `reported`, written tokens count as active memory, as in a report. Without, they count as reserved, and the
+        sum is the same.
+        """
+        written = promised = 0
+        for model in self._models:
+            if len(model.ledger):
+                promised += model.ledger.compute_committed_bytes()
+                if reported:
+                    written += model.ledger.compute_stored_bytes()
+            if model.loaded:
+                written += model.model.weights
+                promised += model.model.weights
+            elif model.loading:
+                written += int(model.model.weights * model.progress(now))
+                promised += model.model.weights
+        active = written + self._chats.nbytes
+        ceiling, phys, reserved = max(1, self._cap - self._leases), active + BASE, promised - written
+        if reported:
+            self.highest = max(self.highest, phys)
+        return Memory(
+            cap=self._cap,
+            ceiling=ceiling,
+            margin=self._margin,
+            phys=phys,
+            active=active,
+            recent=0,
+            current=current(active, phys, 0),
+            reserved=reserved,
+            headroom=headroom(ceiling, self._margin, phys, reserved),
+            leases=self._leases,
+            bound_by="metal",
+            armed=True,
+            source="modelled",
+            total=self._total,
+            base=BASE,
+            reusable=self._chats.nbytes if reported else 0,
+        )
+
+    # the gate
+
+    def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
+        """Check for `estimate` bytes in addition to the commitments; return the refusal, if any. Ended chats are
+        evicted and idle models unloaded if that makes room."""
+        return self.check_for(estimate, now, None)
+
+    def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
+        """Check for `need` bytes as in `check`, without an unload of the model `keep`."""
+        if isinstance(judge(self.read(now), need), Fits):
+            return None
+        self._free(need, now, keep)
+        answer = judge(self.read(now), need)
+        return answer if isinstance(answer, Refused) else None
+
+    def observe(self, now: float) -> None:
+        """Do nothing: the modelled memory has no peaks."""
+
+    def peak_expires_at(self, now: float) -> float | None:
+        """Return None, because the modelled memory has no peaks."""
+        return None
+
+    def _free(self, need: int, now: float, keep: SimulatedModel | None) -> None:
+        """Evict ended chats, oldest first, then unload idle models, least recently used first, until `need` bytes fit.
+
+        Release nothing if all of it would not be enough.
+        """
+        idle = self._models.idle(keep)
+        if (self.read(now).headroom or 0) + self._chats.nbytes + weights_of(idle) < need:
+            return
+        while self._chats and not isinstance(judge(self.read(now), need), Fits):
+            self._chats.evict_oldest()
+        while idle and not isinstance(judge(self.read(now), need), Fits):
+            idle.pop(0).unload()
+
+    # changes
+
+    def lease(self, size: int, now: float) -> bool:
+        """Lease `size` bytes to a video. Return False if they do not fit. A negative size ends a lease."""
+        if size > 0 and self.check_for(size, now, None) is not None:
+            return False
+        self._leases += size
+        return True
+
+    def keep_chat(self, session: str, model: SimulatedModel, tokens: int, now: float) -> None:
+        """Cache an ended chat of `tokens` tokens for its next turn, in place of its last turn, if there is room."""
+        if not session:
+            return
+        self._chats.discard(session)
+        size, limit = row_bytes(model.model.kv, tokens), int((self._cap - self._models.loaded_bytes()) * CACHE_SHARE)
+        if size > limit:
+            return
+        while self._chats.nbytes + size > limit:
+            self._chats.evict_oldest()
+        if isinstance(judge(self.read(now), size), Fits):
+            self._chats.put(session, EndedChat(model.spec.name, tokens, size))

@@ -1,0 +1,169 @@
+"""Models of a simulated node: in the catalogue, being loaded one at a time, and in memory."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from node.engine.kv.commitments import CommitmentLedger
+from simulation.mac.hardware import Chip, prefill_speed, step_seconds
+from simulation.scenario import ModelSpec
+from wire.capacity.batches import waste_bytes
+from wire.report import Model
+from wire.units import parse_size
+
+MIN_LOAD_SECONDS = 1e-6
+"""Duration of a load from an infinitely fast disk."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SimulatedModel:
+    """Model in the catalogue of a simulated node, and its state there. Times are virtual, in seconds."""
+
+    spec: ModelSpec
+    model: Model
+    """Constant part of the model in reports."""
+    ledger: CommitmentLedger
+    """Commitments of the model's requests."""
+    chip: Chip
+    """Chip of the node."""
+    loaded: bool = False
+    used: float = 0.0
+    """Time of the last use."""
+    ready_at: float = 0.0
+    """Time at which the running load ends; 0 if no load runs."""
+    loading: bool = False
+    """Whether the model is being loaded, or waits for its turn to load."""
+    holds: int = 0
+    """Number of its requests that have not ended."""
+
+    @property
+    def idle(self) -> bool:
+        """Return whether the model may be unloaded."""
+        return self.loaded and not self.holds
+
+    def hold(self, now: float) -> None:
+        """Count a request, which keeps the model in memory until its end."""
+        self.holds, self.used = self.holds + 1, now
+
+    def release(self, now: float) -> None:
+        """Count the end of a request."""
+        self.holds, self.used = self.holds - 1, now
+
+    def request_load(self) -> None:
+        """Queue the model for its load."""
+        self.loading = True
+
+    def start_load(self, now: float) -> None:
+        """Start the load."""
+        self.ready_at = now + max(MIN_LOAD_SECONDS, self.model.load_seconds)
+
+    def end_load(self) -> None:
+        """Record that the model is in memory."""
+        self.loading, self.loaded, self.ready_at = False, True, 0.0
+
+    def unload(self) -> None:
+        """Remove the model from memory."""
+        self.loaded = False
+
+    def progress(self, now: float) -> float:
+        """Return the share of the weights that are in memory; a load that waits has 1 in a report of bytes."""
+        total = self.model.load_seconds
+        return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
+
+    def to_report(self, now: float) -> Model:
+        """Return the model as a node reports it."""
+        groups = self.ledger.list_groups()
+        if not self.loaded:
+            progress = self.progress(now) if self.loading and self.ready_at else 0.0
+            return replace(self.model, loading=self.loading, progress=progress, groups=groups)
+        return replace(
+            self.model,
+            loaded=True,
+            prefill_speed=prefill_speed(self.chip, self.spec.active),
+            decode_speed=1 / step_seconds(self.chip, self.spec.active, 1, 0.0),
+            groups=groups,
+        )
+
+
+class NodeModels:
+    """Models of one simulated node with a disk of `disk` bytes per second. `cap` is the node's cap in bytes."""
+
+    def __init__(self, chip: Chip, disk: int, cap: int) -> None:
+        self._chip = chip
+        self._disk = disk
+        self._cap = cap
+        self._models: dict[str, SimulatedModel] = {}
+        self._loading: list[SimulatedModel] = []
+        self.loads = 0
+
+    def __iter__(self) -> Iterator[SimulatedModel]:
+        return iter(self._models.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
+
+    def __getitem__(self, name: str) -> SimulatedModel:
+        return self._models[name]
+
+    def get(self, name: str) -> SimulatedModel | None:
+        """Return a model; None if the node does not have it."""
+        return self._models.get(name)
+
+    def add(self, spec: ModelSpec, *, loaded: bool) -> None:
+        """Add a model to the catalogue, or with `loaded` to the memory."""
+        weights = parse_size(spec.weights)
+        model = Model(
+            spec.name,
+            f"sim:{spec.name}",
+            weights=weights,
+            kv_per_token=parse_size(spec.kv_per_token),
+            transient=parse_size(spec.transient),
+            context=spec.context,
+            load_seconds=weights / self._disk,
+            expected_output=spec.usual,
+            kv_waste=waste_bytes(self._cap),
+        )
+        ledger = CommitmentLedger(model.kv)
+        self._models[spec.name] = SimulatedModel(spec=spec, model=model, ledger=ledger, chip=self._chip, loaded=loaded)
+
+    def costs(self) -> dict[str, tuple[float, int]]:
+        """Return the active parameters in billions and the KV bytes of a token, by model."""
+        return {name: (one.spec.active, one.model.kv_per_token) for name, one in self._models.items()}
+
+    def load(self, model: SimulatedModel, now: float) -> None:
+        """Load a model after all models whose load was requested before. Ignore a model that is loading."""
+        if model.loading:
+            return
+        model.request_load()
+        self._loading.append(model)
+        self.loads += 1
+        if len(self._loading) == 1:
+            model.start_load(now)
+
+    def next_loaded_at(self) -> float | None:
+        """Return the time at which the running load ends; None if no load runs."""
+        return self._loading[0].ready_at if self._loading else None
+
+    def end_load(self, now: float) -> SimulatedModel | None:
+        """Return the model whose load has ended at this time, and start the next load; None if no load has ended."""
+        if not self._loading or self._loading[0].ready_at > now:
+            return None
+        model = self._loading.pop(0)
+        model.end_load()
+        if self._loading:
+            self._loading[0].start_load(now)
+        return model
+
+    def idle(self, keep: SimulatedModel | None) -> list[SimulatedModel]:
+        """Return the models that may be unloaded, least recently used first, without `keep`."""
+        return sorted((one for one in self if one.idle and one is not keep), key=lambda one: one.used)
+
+    def loaded_bytes(self) -> int:
+        """Return the bytes of the weights in memory."""
+        return sum(one.model.weights for one in self if one.loaded)
+
+
+def weights_of(models: Iterable[SimulatedModel]) -> int:
+    """Return the bytes of the weights of these models."""
+    return sum(one.model.weights for one in models)
