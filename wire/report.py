@@ -1,6 +1,7 @@
 """Parts of a node's report: memory, models, engine, sharing and enforcement. `wire.frames.Report` carries them.
 
-A node reports twice a second while it is busy. The router places requests by the reports; pages and tables show them.
+A node reports every `report_busy_seconds` while it is busy (setting, by default 0.5 s). The router places requests by
+the reports; pages and tables show them.
 
 Sizes are bytes, speeds are tokens per second, times are seconds. Fields are only appended, never reordered. A reader
 uses defaults for fields that an older node does not send, and ignores unknown fields.
@@ -90,9 +91,9 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     guard: bool = True
     """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
-    """Whether the gate refuses requests that do not fit: limits are set, the guard is on, the reading is live."""
+    """Whether the gate refuses requests that do not fit: the cap is above 0, the guard is on, the reading is live."""
     source: Word = ""
-    """Source of `phys`: `statm`, `phys_footprint` or `scripted`."""
+    """Source of `phys`: `statm`, `phys_footprint` or `scripted`; empty before the first reading."""
     age: Seconds = 0.0
     """Age of the reading when the report was written."""
     total: Size = 0
@@ -100,8 +101,8 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     base: Size = 0
     """Footprint of the engine before any model is loaded. Requests cannot use these bytes."""
     reusable: Size = 0
-    """Bytes of `current` that the engine frees before it refuses a request: prefix cache and canary. Set in reports
-    only. Placement counts these bytes as free; the gate does not until they are freed."""
+    """Bytes of `current` that the engine frees before it refuses a request: prefix cache and emergency reserve. Set in
+    reports only. Placement counts these bytes as free; the gate does not until they are freed."""
     cache: Size = 0
     """Free buffers that MLX keeps. For display."""
     peak: Size = 0
@@ -258,9 +259,9 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
-    """Prefill chunks that were reduced to fit."""
+    """Prefills that were made smaller to fit: fewer tokens in a chunk, or fewer prompts in a forward."""
     preemptions: Natural = 0
-    """Requests that were preempted and continued later."""
+    """Requests that were preempted, to continue later or to end."""
     overs: Natural = 0
     """Forwards after which the engine found itself above its cap."""
     departures: Natural = 0

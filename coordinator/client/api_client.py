@@ -337,9 +337,10 @@ def print_table(
 ) -> None:
     """Print a table with the header `columns`. Each row has one text per column.
 
-    On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`. No cell
-    is truncated. With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are
-    red. The columns `numbers` are right-aligned.
+    On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`
+    characters. If the other columns alone are wider than the terminal, cells are cut and wrapping columns may vanish.
+    With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are red. The
+    columns `numbers` are right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

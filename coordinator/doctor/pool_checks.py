@@ -28,7 +28,8 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster 
 def check_settings(here: HostProbe) -> Finding:
     """Check config.toml and the environment as a start would read them.
 
-    Fail if a setting is invalid; warn if a running process uses another value than the file has.
+    Fail if a setting is invalid. Warn if a running process uses another value than the file has, or if the settings
+    could not be inspected.
     """
     from coordinator.client.config_inspect import inspect_settings, read_running_settings
 
@@ -64,7 +65,7 @@ def check_settings(here: HostProbe) -> Finding:
 
 
 def check_coordinator(here: HostProbe) -> Finding:
-    """Check whether the coordinator answers at its endpoint, or at each address that the node stored."""
+    """Check whether the coordinator answers at its endpoint, or at one of the addresses that the node stored."""
     inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
     if here.session.running or here.has_cluster:
@@ -255,7 +256,11 @@ def check_identity(here: HostProbe) -> Finding:
 
 
 def check_video(here: HostProbe) -> Finding:
-    """Check that the ports of this Mac's Ray are free, if video is enabled."""
+    """Check that the ports of this Mac's Ray are free, if video is enabled and Ray is installed.
+
+    Ports in use are no fault if this node has started Ray, because its own Ray may use them. The check does not apply
+    if the node's inspection did not answer.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     inspection = here.read_inspection()
@@ -289,7 +294,10 @@ def _is_port_taken(port: int) -> bool:
 
 
 def check_log_errors(here: HostProbe) -> Finding:
-    """Check that the logs of coordinator and node have no errors in the last hour."""
+    """Check that the logs of coordinator and node have no errors in the last hour.
+
+    Of each log, only the last `MAX_TAIL_BYTES` bytes are read.
+    """
     folder = here.state / "logs"
     if not folder.is_dir():
         return not_here("there are no logs yet")

@@ -25,13 +25,19 @@ MAX_KNOWN_ADDRESSES = 4096
 
 
 def compute_max_connections(files: int) -> int:
-    """Return the number of connections for a limit of `files` open files: at least 16, at most `MAX_CONNECTIONS`."""
+    """Return the maximum number of connections for a limit of `files` open files.
+
+    That is `files` − `RESERVED_FILES`, at least 16 and at most `MAX_CONNECTIONS`.
+    """
     return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
 @lru_cache(maxsize=1024)
 def get_origin(address: str) -> str:
-    """Return the key under which an address is counted: the address, or the /64 network of an IPv6 address."""
+    """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address.
+
+    An IPv4-mapped IPv6 address counts as its IPv4 address. A text that is not an IP address is returned unchanged.
+    """
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -131,7 +137,11 @@ class ConnectionSlots:
         return len(self._taken)
 
     def reserve_slot(self, address: str) -> ConnectionSlot | None:
-        """Reserve a slot for a new connection, if necessary by closing an idle one. Return None if no slot is free."""
+        """Reserve a slot for a new connection from `address`. At a limit, close the connection that was idle longest.
+
+        At the limit of TLS handshakes, close the oldest handshake. Return None at the limit of the address, or at the
+        limit in total, if no connection counted there is idle.
+        """
         origin = get_origin(address)
         mine = self._origins.get(origin)
         if mine is not None and len(mine.taken) >= self._get_limit(origin) and not self._close_oldest(mine.idle):
@@ -185,7 +195,10 @@ class ConnectionSlots:
             order.move_to_end(slot)
 
     def record_valid_key(self, origin: str) -> None:
-        """Record that a client of this origin has presented a valid key."""
+        """Record that a client of this origin has presented a valid key.
+
+        Above `MAX_KNOWN_ADDRESSES`, the origin whose last valid key is oldest counts as one without a key again.
+        """
         self._known[origin] = None
         self._known.move_to_end(origin)
         if len(self._known) > MAX_KNOWN_ADDRESSES:

@@ -9,8 +9,9 @@ The peer is not trusted: it may send 16 KiB in total, has 5 s, and its connectio
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
-refused. There are two exceptions: the key of that member signed the request, or a person approved its code, shown as a
-replacement. After `cluster node remove`, the machine enrols as a new node.
+refused, unless the key of that member signed it. There are two other exceptions while that member is not linked. A
+person approved the code, shown as a replacement; or the token was created for a replacement (`JoinTokens.may_replace`).
+After `cluster node remove`, the machine enrols as a new node.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
 `withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay
@@ -155,7 +156,8 @@ class EnrollmentConnection:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames to send after the deadline or a person's decision; empty if neither has come."""
+        """Return the frames to send after the deadline, a decision, or the loss of the place in the queue; else
+        none."""
         decision = self._approval.decision if self._approval else None
         if self.closed:
             return []
@@ -338,6 +340,9 @@ def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | No
 
 
 def sanitize_hardware(hardware: Hardware) -> Hardware:
-    """Return a machine's hardware description without unprintable characters and negative numbers."""
+    """Return a machine's hardware description with safe texts and without negative numbers, which become 0.
+
+    Texts are as from `wire.bonjour_record.plain`: at most 64 ASCII characters, any other character as `?`.
+    """
     chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

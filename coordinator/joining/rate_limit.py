@@ -36,7 +36,10 @@ class RateLimit:
 
 
 def get_network(address: str) -> str:
-    """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address."""
+    """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address.
+
+    An IPv4-mapped IPv6 address counts as its IPv4 address. A text that is not an IP address is returned unchanged.
+    """
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,8 +1,10 @@
-"""Sign-in to the page: `cluster open` prints a one-time link, which the page exchanges for a key of its own.
+"""Sign-in to the page: `cluster open` prints a one-time link. The page exchanges its code for a browser key.
 
-The code is in the link's fragment (after `#`), which browsers send to no server and write to no log. It is valid for
-two minutes and one use. The key has administrator scope, is valid for twelve hours, and exists in memory only. The page
-keeps it for its own origin. There is no cookie, hence no foreign site and no other port of this machine can use it.
+The code is in the link's fragment (after `#`), which browsers send to no server and write to no log. A code is valid
+for two minutes and one use. A browser key has administrator scope and is valid for twelve hours. The coordinator holds
+keys in memory only: a restart ends them, and above `MAX_KEYS` the oldest ends. The page stores its key in
+`localStorage`, which belongs to one origin. There is no cookie. Therefore no foreign site and no other port of this
+machine can use the key.
 """
 
 import hashlib
@@ -47,7 +49,7 @@ class BrowserSessions:
     def redeem_code(self, code: str) -> tuple[str, float] | None:
         """Exchange a sign-in code for a key. Return the key and its expiry in Unix seconds.
 
-        Return None for a code that is unknown, used or expired.
+        Above `MAX_KEYS`, revoke the oldest browser key. Return None for a code that is unknown, used or expired.
         """
         self._delete_expired()
         digest = _compute_digest(code)

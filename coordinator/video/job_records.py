@@ -25,19 +25,22 @@ class JobRecords:
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
-        """Measured memory of each package and engine."""
+        """Measured memory by package, version of the engine, and bits of the quantization."""
         return self._profiles
 
     def put_job(self, job: VideoJob) -> None:
-        """Store a job."""
+        """Store a job, in the background. `flush` raises the error of a failed write."""
         self._write(lambda: self._store.put_job(job))
 
     def delete_job(self, job: str) -> None:
-        """Delete the record of a job."""
+        """Delete the record of a job, in the background. `flush` raises the error of a failed write."""
         self._write(lambda: self._store.delete_job(job))
 
     def add_peak(self, job: VideoJob, peak: int, view: ClusterView) -> None:
-        """Add the measured peak of a job, in bytes, to the profile of its package. `view` has the job's node."""
+        """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
+
+        Do nothing if the peak is not above 0, or if the job's node does not have the package in `view`.
+        """
         package = next((one for node, one in find_packages(view, job.wanted.model) if node.id == job.node), None)
         if package is None or peak <= 0:
             return

@@ -1,7 +1,8 @@
 """Machine id: a hash that stays the same as long as the hardware does.
 
-macOS: IOPlatformUUID (unverified on macOS). Linux: /etc/machine-id, which a cloned disk copies. On Linux the check
-therefore protects only against a copied state folder.
+macOS: IOPlatformUUID (unverified on macOS). Linux: /etc/machine-id or D-Bus's copy, which a cloned disk copies. On
+Linux the check therefore protects only against a copied state folder. Without either, the id follows from the MAC
+address.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def machine_id(override: str = "") -> str:
-    """Return the id of this machine: 32 hex digits of a hash.
+    """Return the id of this machine: 32 hex digits of a hash of the platform's machine id.
 
-    `override` (setting `node.machine`) is hashed instead, for several nodes on one machine.
+    Without a platform id, the MAC address is hashed. `override` (setting `node.machine`) replaces both if not empty,
+    for several nodes on one machine.
     """
     raw = override or (_platform_uuid() if sys.platform == "darwin" else _linux_id()) or f"mac:{uuid.getnode():x}"
     return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]

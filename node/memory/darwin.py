@@ -93,7 +93,10 @@ class LibSystem:
         return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
-        """Reset the high-water mark of the interval of a process. Return whether that succeeded."""
+        """Start a new interval of a process: reset the high-water mark of its footprint in the interval.
+
+        Return False if the system has no such call or refuses it.
+        """
         return self._reset_interval is not None and self._reset_interval(pid) == 0
 
     def _read_usage(self, pid: int) -> RusageV4 | None:
@@ -101,7 +104,8 @@ class LibSystem:
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
     def read_process_identity(self, pid: int) -> str:
-        """Return an identifier of a process that no later process has: its start time. Empty for an ended process."""
+        """Return an identifier of a process that no later process has: its start time. Empty for an ended, foreign or
+        unreadable process."""
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
@@ -154,7 +158,7 @@ class DarwinFootprint:
         return self._system.read_high_water_marks(self._pid)
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval. Return whether that succeeded."""
+        """Start a new interval: reset the high-water mark of the footprint in it. Return False if that failed."""
         return self._system.begin_interval(self._pid)
 
     def close(self) -> None:

@@ -24,7 +24,8 @@ class MemoryReading:
     phys: int | None
     """Footprint in bytes; None if unreadable."""
     source: str
-    """Name of the source: `statm`, `phys_footprint` or `scripted`."""
+    """Name of the source: `statm`, `phys_footprint`, `scripted`, or `no engine` without a process. Empty before the
+    first reading."""
     at: float
     """Monotonic time of the reading in seconds."""
 

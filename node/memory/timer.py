@@ -8,7 +8,10 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Timer that calls `ring` once for each `set`, on the running loop. Times are seconds of the loop's clock."""
+    """Timer that calls `ring` on the running loop at the time of the last `set`, once, unless cancelled.
+
+    Times are seconds of the loop's clock.
+    """
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring

@@ -94,7 +94,8 @@ class SharingController:
         """Last decision."""
 
     async def start(self) -> None:
-        """Read all inputs and decide, then repeat in the background until `stop`."""
+        """Decide whether this Mac accepts work, then decide again in the background every `POLL_INTERVAL_SECONDS` until
+        `stop`."""
         await self.read_power()
         self.update()
         log.info(
@@ -128,7 +129,10 @@ class SharingController:
         return None if until is None else max(1.0, until - self._wall())
 
     def apply_order(self, order: Order) -> None:
-        """Set or remove the pause by an order of the coordinator, and decide. A write error is logged."""
+        """Set or remove the pause by an order of the coordinator, and decide. A write error is logged.
+
+        The duration 0 removes the pause; None sets a pause without an end.
+        """
         try:
             if order.seconds is None or order.seconds > 0:
                 until = None if order.seconds is None else self._wall() + order.seconds

@@ -50,7 +50,7 @@ class TriedNodes:
         self.lost.add(node)
 
     def readmit(self, node: NodeId) -> None:
-        """Allow a node that is ready again."""
+        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals stay."""
         self.lost.discard(node)
 
     def remove_node(self, node: NodeId) -> None:
@@ -64,9 +64,9 @@ class ActiveRequest:
     """Request of a client in the dispatcher.
 
     `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are those of `spec` unless
-    given. `charged` is the charge of its key's quota in tokens; None if it was not admitted. `rates` is the state of
-    the key's rates after the charge. `chain` has the hashes of its prompt. `cached_shares` maps nodes to the share of
-    the prompt in their prefix cache.
+    given. `charged` is the charge of its key's quota in tokens; None if the quota refused the request or is not
+    charged. `rates` is the state of the key's rates after the charge. `chain` has the hashes of its prompt; None if
+    placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache.
     """
 
     __slots__ = (
@@ -252,17 +252,20 @@ class ActiveRequest:
     # queue
 
     def enter_queue(self, entry: "QueuedRequest[ActiveRequest]") -> None:
-        """Record the place in the queue."""
+        """Record the place in the queue and its deadline."""
         self.entry = entry
         self.deadline = entry.deadline
 
     def leave_queue(self) -> None:
-        """Record that the request has no place in the queue any more."""
+        """Record that the request has no place in the queue any more, and waits for no model swap."""
         self.entry = None
         self.set_swap("")
 
     def set_swap(self, swap: str) -> bool:
-        """Set the model swap that the request waits for, empty for none. Return whether it has changed."""
+        """Set the model swap that the request waits for, empty for none. Return whether it has changed.
+
+        A change sets the reason in the next keep-alive to the client.
+        """
         if swap == self.swap:
             return False
         self.swap = swap
@@ -270,6 +273,9 @@ class ActiveRequest:
         return True
 
     def extend_deadline(self, deadline: float) -> None:
-        """Move the deadline in the queue to `deadline` (monotonic seconds), unless it is later already."""
+        """Move the deadline in the queue to `deadline` (monotonic seconds), unless it is later already.
+
+        Do nothing if the request is not queued.
+        """
         if self.entry is not None:
             self.deadline = self.entry.extend(deadline)

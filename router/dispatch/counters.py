@@ -48,7 +48,7 @@ OUTCOMES = frozenset(
         *(code.value for code in RefusalCode),
     }
 )
-"""Outcomes of a request: success, cancelled by its client, failed, or refused with a code."""
+"""Outcomes of a request: `ok`, a code of `FailureCode` or `RefusalCode`, or `FAILED` for any other."""
 
 
 class ModelCounts:
@@ -97,7 +97,7 @@ class Counters:
     mean."""
 
     requests: dict[str, int] = field(default_factory=dict[str, int])
-    """Ended requests by outcome: `ok`, `cancelled`, or the code of the refusal or failure."""
+    """Ended requests by outcome, one of `OUTCOMES`."""
     answers: dict[int, int] = field(default_factory=dict[int, int])
     """HTTP answers of the model routes by status; 499 is a client that left before an answer."""
     refusals: dict[str, int] = field(default_factory=dict[str, int])
@@ -143,7 +143,10 @@ class Counters:
     )
 
     def get_model(self, name: str) -> ModelCounts:
-        """Return a model's totals. An empty name stands for a model that no member has."""
+        """Return a model's totals; zeros for a new model.
+
+        An empty name, and a new name above `MAX_MODELS`, return the totals of `OTHER`.
+        """
         counts = self.models.get(name or OTHER)
         if counts is None:
             name = name if name and len(self.models) < MAX_MODELS else OTHER
@@ -158,7 +161,11 @@ class Counters:
         return counts
 
     def add_key_tokens(self, key: str, model: str, tokens: int) -> None:
-        """Add the tokens of a key's request. An empty `model` is one that no member has."""
+        """Add the tokens of a request to the total of its key and model.
+
+        A model without totals of its own counts as `OTHER`; an empty `model` always does. Above `MAX_KEY_MODELS` pairs,
+        tokens of a new pair are not counted.
+        """
         pair = key, model if model in self.models else OTHER
         if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
             self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
@@ -254,7 +261,7 @@ class Counters:
             self.get_model(model).itl.observe(now - last[1], streams)
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the totals of a node that is no longer a member."""
+        """Remove the totals and the last decode steps of a node that is no longer a member."""
         self.placements.pop(node, None)
         self.nodes.pop(node, None)
         for key in [key for key in self._last_steps if key[0] == node]:

@@ -30,10 +30,12 @@ BASE = 700 * 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Speeds of an Apple chip with the measured model, in tokens per second: of prefill, and of decode with one row."""
+    """Speeds of an Apple chip in tokens per second, with the model of `MEASURED_BILLIONS` parameters in 4 bits."""
 
     prefill: float
+    """Prompt tokens per second."""
     decode: float
+    """Generated tokens per second, with one row."""
 
 
 CHIPS = MappingProxyType(

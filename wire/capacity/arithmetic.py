@@ -8,12 +8,15 @@ same fields. Router and gate therefore agree about the same reading; property te
 `node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
-    headroom  = ceiling − margin − current − reserved     may be negative; the one definition
-    predicted = current + reserved + estimate + margin
-    verdict   = Fits if predicted <= ceiling else Refused with every number
+    occupied  = max(0, current − reusable)                reusable is 0 on the node itself
+    headroom  = ceiling − margin − occupied − reserved    may be negative
+    predicted = occupied + reserved + estimate + margin
+    verdict   = Fits if predicted <= ceiling, or if the guard is off; else Refused with every number
 
-Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. The default margin comes from a mixture of experts under a cap of
-107.52 GiB, whose forwards exceeded the readings by up to 10.6 GiB: 12 / 107.52 = 11.2 %.
+Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. `level` and `shed` use `current` in place of `occupied`.
+
+The default margin comes from a mixture of experts under a cap of 107.52 GiB, whose forwards exceeded the readings by up
+to 10.6 GiB. A margin of 12 GiB covers that: 12 / 107.52 = 11.2 %.
 """
 
 import math
@@ -124,8 +127,8 @@ def level(memory: Memory) -> MemoryLevel:
 def excess(memory: Memory) -> int:
     """Return the bytes by which the engine exceeds cap − leases now; negative below that limit.
 
-    The dynamic ceiling is not used because its jitter must not end requests. The recent peak is not used because a past
-    peak needs no action.
+    An unknown footprint counts as 0. The dynamic ceiling is not used because its jitter must not end requests. The
+    recent peak is not used because a past peak needs no action.
     """
     return max(memory.active, memory.phys or 0) - hard_line(memory)
 
@@ -148,7 +151,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     """Check whether `estimate` more bytes fit on a node. Return `Fits`, or the refusal with all numbers.
 
     `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself.
-    `node` is the name in the refusal. If the guard is off, everything fits. If the footprint is unknown, nothing fits.
+    `node` is the name in the refusal. If the guard is off, everything fits. Otherwise nothing fits while the footprint
+    is unknown.
     """
     reserved = memory.reserved + unacknowledged
     now = occupied(memory)
@@ -183,13 +187,17 @@ def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
 
 
 def exceeds_headroom(memory: Memory, estimate: int) -> bool:
-    """Return whether `estimate` more bytes are known not to fit; False if the memory cannot be read."""
+    """Return whether `estimate` more bytes are known not to fit; False if the memory cannot be read or the guard is
+    off."""
     answer = judge(memory, estimate)
     return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
 
 
 def shed(memory: Memory, over: int) -> Refused:
-    """Return the refusal for a running request that ends because its node is `over` bytes above its cap."""
+    """Return the refusal for a running request that is preempted or ended, because its node is over its cap − leases.
+
+    `over` is the number of bytes above that limit.
+    """
     now = current(memory.active, memory.phys, memory.recent)
     free_bytes = headroom(memory.ceiling, memory.margin, now, memory.reserved)
     numbers = MemoryNumbers(
@@ -242,10 +250,11 @@ def tail(transient: TransientModel) -> int:
 
 
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
-    """Return the highest transient bytes of a forward while this request runs.
+    """Return the highest transient bytes of a forward of this model while the request runs, with `choices` answers.
 
-    That is the smallest prefill chunk at the end of its prompt, or a decode step. Forwards run one at a time, and
-    transients of several requests therefore do not add up.
+    Counted are the smallest prefill chunk at the start and at the end of the prompt, and a decode step of each batch. A
+    batch wider than the measured ones adds `Model.uncovered`. Forwards run one at a time, and transients of several
+    requests therefore do not add up.
     """
     length = prompt_tokens + output_tokens
     return _highest(model, prompt_tokens, length, choices, choose_batch(model.groups, length, model.kv)[0])

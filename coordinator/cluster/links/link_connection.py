@@ -134,7 +134,10 @@ class Connection(LinkEndpoint):
         self._turn_deadline = 0.0
 
     def opened(self) -> None:
-        """Read the peer's identity from its certificate and start the deadline for Hello."""
+        """Read the peer's identity from its certificate and start the deadline for Hello.
+
+        Begin an enrolment if the peer has no certificate and the server admits the connection.
+        """
         assert self.transport is not None  # noqa: S101  set by connection_made
         if self._deadline is not None:
             self._deadline.cancel()
@@ -215,7 +218,8 @@ class Connection(LinkEndpoint):
     def received(self, tag: int, body: bytes) -> None:
         """Process one frame: Hello or MemberQuery on a new connection, a frame of `FROM_NODES` on a link.
 
-        Raise `WireError` for an invalid frame and for any other frame. A link over its budget is closed.
+        Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Close a
+        link that is over its budget. Ignore frames after the connection was refused or answered.
         """
         if self._refused:
             return

@@ -160,7 +160,7 @@ class GrammarGuide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """Compiled grammar of a request. Every answer gets a state of its own."""
+    """Compiled grammar of a request. Every answer gets a matcher of its own."""
 
     matcher: LLMatcher
     """Matcher, copied for each answer."""
@@ -173,7 +173,7 @@ class CompiledGrammar:
     request."""
 
     def create_cursor(self) -> GrammarMatcher:
-        """Return the grammar state at the start of an answer."""
+        """Return a new matcher of the grammar, in its state at the start of an answer."""
         owner, start = self.guide.owner, self.outline.reasoning
         thinking = ReasoningEndSearch(self.outline.think[1].encode(), owner.token_bytes) if start else None
         opener = owner.find_single_token(self.outline.think[0]) if start is ReasoningStart.MAY else None

@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`check` is the only access to the gate once a request is admitted; `run_native` is the only access to MLX. Both are
-counted. A test can therefore verify from outside that no forward ran.
+Forwards are checked by the gate only in `GatedForwards`; `run_native` is the only access to MLX. Checks, forwards and
+steps are counted. A test can therefore verify from outside that no forward ran.
 
 The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
@@ -37,10 +37,10 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `memory` reads the memory. `peak_tracker` measures MLX's peak. `free_memory(site, bytes)` frees memory and returns
-    whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
-    `weights(model)` returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while
-    the machine sleeps.
+    `recorder` writes each call for the case of a crash. `memory` reads the memory. `peak_tracker` measures MLX's peak.
+    `free_memory(site, bytes)` frees memory and returns whether that was enough. `give_up_load(why)` aborts a load in
+    progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
+    `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class GatedForwards:
         return answer if isinstance(answer, Refused) else None
 
     def check_cap(self) -> Refused | None:
-        """Check the memory after a forward. Return the refusal for the request that must end; None if none must.
+        """Check the memory after a forward. Return the refusal for the request to preempt or end; None if none must.
 
-        A request must end if the engine is above its cap minus leases, and aborting a load in progress does not
-        suffice. With the guard off, none ends.
+        If the engine is above its cap minus leases, abort a load in progress and read again. Return a refusal if the
+        engine is still above. With the guard off, return None.
         """
         memory = self.read_memory(time.monotonic())
         if not memory.guard or excess(memory) <= 0:
@@ -149,8 +149,9 @@ class GatedForwards:
 
     @contextmanager
     def run_native(self, kind: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
-        """Publish and count a native call while it runs. Yield the published call.
+        """Run a native call as the context: record it for the case of a crash, publish it, and measure its peak.
 
+        Yield the published call. Prefills and joins are counted as forwards, decode steps as steps, other calls not.
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
         weights. Raise `Halted` if no call may begin.
         """
@@ -191,7 +192,7 @@ class GatedForwards:
         return self._weights(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
 
     def halt(self) -> None:
-        """Forbid further native calls. Any thread may call this."""
+        """Forbid further native calls: `run_native` raises `Halted`. Any thread may call this."""
         self.halted = True
 
     def count_shed(self) -> None:
@@ -211,7 +212,11 @@ class GatedForwards:
         self.failures += by_engine
 
     def get_counts(self) -> EngineCounters:
-        """Return the counts of checks, refusals, calls and failures since the engine started."""
+        """Return the counts since the engine started: checks, refusals, forwards, steps, failures, sheds, shrinks,
+        preemptions and overs.
+
+        `evictions` and `departures` are 0, because the model unloader counts them.
+        """
         return EngineCounters(
             self.gate.checks.total(),
             self.gate.refusals.total(),

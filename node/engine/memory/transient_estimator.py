@@ -128,7 +128,7 @@ class TransientEstimator:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient ever observed, in bytes."""
+        """Highest transient observed in bytes, also in the forwards of an earlier fit (`set_coefficients`)."""
         self.residual = 0
         """Largest number of bytes by which a covered forward has exceeded its estimate under this profile."""
         self._covered: dict[str, ProfiledRange] = {}
@@ -213,8 +213,12 @@ class TransientEstimator:
         return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
     def observe_prefill(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
-        """Record a prefill that took `taken` bytes in addition to its KV, and fit again if necessary. `last` and `grew`
-        are as `last` and `grows` in `estimate_prefill`."""
+        """Record a prefill that took `taken` bytes in addition to its KV. `last` and `grew` are as `last` and `grows`
+        in `estimate_prefill`.
+
+        Fit the coefficients again if it took more than the estimate, or if it is the first of its kind and took far
+        less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: it only raises the cost of logits.
+        """
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._record_excess(CHUNKS, tokens, taken - self.estimate_prefill(tokens, past, last=last, grows=grew))
@@ -229,7 +233,8 @@ class TransientEstimator:
     def observe_packed(self, rows: int, tokens: int, taken: int) -> None:
         """Record one forward over `rows` prompts of `tokens` tokens that took `taken` bytes in addition to its KV.
 
-        The forward becomes a sample only if it exceeded its estimate: below that, the share of a single row is unknown.
+        The forward becomes a sample, and the coefficients are fitted again, only if it exceeded its estimate. Below the
+        estimate the share of a single row is unknown.
         """
         self.highest, foreseen = max(self.highest, taken), rows * self.estimate_prefill(tokens, 0)
         self._record_excess(CHUNKS, rows * tokens, taken - foreseen)
@@ -249,8 +254,11 @@ class TransientEstimator:
         self._record_excess(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
-        """Record a decode step of `rows` rows padded to `longest` tokens that took `taken` bytes in addition to its KV,
-        and fit again if necessary."""
+        """Record a decode step of `rows` rows padded to `longest` tokens that took `taken` bytes in addition to its KV.
+
+        `grew`: the caches were full and were copied in this step. Fit the coefficients again if the step took more than
+        the estimate, or if it is the first of its kind and took far less.
+        """
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._record_excess(STEPS, rows, taken - self.estimate_step(rows, longest, grows=grew))
@@ -265,8 +273,11 @@ class TransientEstimator:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def set_coefficients(self, transient: TransientModel, highest: int) -> None:
-        """Replace the coefficients by those of an earlier fit, until there are enough samples for another one.
-        `highest` is the highest transient measured then, in bytes."""
+        """Replace the coefficients by those of an earlier fit, until there are enough samples for another fit.
+
+        `logits` stays at least that of the previous prior. `highest` is the highest transient of the earlier forwards
+        in bytes; a higher value of this process is kept.
+        """
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
 

@@ -50,27 +50,35 @@ class ModelTable:
         return self._load.loaded_bytes if self._load is not None and self._load.name == name else 0
 
     def compute_known_bytes(self) -> int:
-        """Return the known bytes in memory: weights as far as they are loaded, and rows."""
+        """Return the known bytes in memory: weights as far as they are loaded, and the written bytes of all rows."""
         rows = sum(
             loaded_model.weights + loaded_model.ledger.compute_stored_bytes() for loaded_model in self._loaded.values()
         )
         return rows + (0 if self._load is None else self._load.loaded_bytes)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes of all rows, and those of the weights still to load."""
+        """Return the committed bytes that are not yet written, of all rows, and the bytes of the weights still to
+        load."""
         reserved = sum(loaded_model.ledger.compute_reserved_bytes() for loaded_model in self._loaded.values())
         return reserved + (0 if self._load is None else self._load.bytes_left)
 
     # measurements
 
     def compute_residual(self, floor: int) -> int | None:
-        """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
-        loaded, or if one was not measured up to the smallest chunk of this engine (`floor` tokens)."""
+        """Return the worst residual of all loaded models in bytes, from their profiles or seen since.
+
+        `floor` is the smallest prefill chunk of this engine in tokens. Return None if no model is loaded, or if a model
+        was not measured up to that chunk.
+        """
         return compute_worst_residual(self._loaded.values(), floor)
 
 
 def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
-    """Return the worst residual of these models, in bytes; None as in `ModelTable.compute_residual`."""
+    """Return the worst residual of these models in bytes: the most by which a measured forward exceeded its estimate.
+
+    `floor` is the smallest prefill chunk in tokens. Return None without models, or if a model has no profile that
+    covers a chunk of `floor` tokens.
+    """
     models = list(loaded_models)
     profiles = [loaded_model.stats.profile for loaded_model in models]
     measured = [profile.residual for profile in profiles if profile is not None and profile.chunk >= floor]

@@ -1,11 +1,12 @@
-"""Crash recorder: write each native call, before it begins, into memory that outlives the process.
+"""Crash recorder: write each native call, before the call begins, to a page of memory that outlives the process.
 
-A crash in native code leaves no time for a message. The page is therefore shared with the agent (a deleted file, mapped
-by both). It names the request, or the loading model, whose forward was running. The router never places that request
-again. A model that crashes the engine twice is not loaded for a while.
+A crash in native code leaves no time for a message. The page is a deleted file that the engine maps. The agent holds
+its descriptor and reads the page after the end of the process. The page names the request, or the loading model, whose
+call was running. The router never places that request again. A model that crashes the engine twice within 10 minutes is
+not loaded for 10 minutes (`node.engine_process.quarantine`).
 
-The page has a slot for the forward and one for each thread that tokenizes prompts. After a crash the forward, if any,
-is the cause. After a hang it is the call that had been running for the longest time.
+The page has a slot for the forward and one for each thread that tokenizes prompts, up to three threads. After a crash
+the forward, if any, is the cause. After a hang, the cause is the call that had been running for the longest time.
 """
 
 import mmap
@@ -65,7 +66,10 @@ class CrashRecorder:
 
     @contextmanager
     def record_tokenization(self, model: str, request: int = 0) -> Generator[None]:
-        """Record that this thread tokenizes a prompt for a model, until the context ends."""
+        """Record that this thread tokenizes a prompt for a model, until the context ends.
+
+        Nothing is recorded for a thread without a slot: only the first `SLOTS` − 1 threads have one.
+        """
         slot = self._slots.setdefault(threading.get_ident(), len(self._slots) + 1)
         if slot >= SLOTS:
             yield

@@ -46,7 +46,7 @@ class BatchTable:
         return self.get_batches(loaded_model).get(number)
 
     def put(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
-        """Add a batch, or do nothing if it is the present one."""
+        """Set the batch of a model under this number, in place of an earlier batch."""
         self._batches.setdefault(loaded_model.name, {})[number] = batch
 
     def pop(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
@@ -83,7 +83,8 @@ class BatchTable:
         self._sample, self._grew = mark, grew
 
     def invalidate_step(self) -> None:
-        """Record that another call has allocated or freed memory since the last step, so that it cannot be measured."""
+        """Mark the memory of the last decode step as not measurable, because another call has allocated or freed memory
+        since."""
         self._sample = 0
 
     def is_measurable(self, marks: int) -> bool:

@@ -1,19 +1,19 @@
 """Padded batch of rows that decode together: the only module that knows mlx-lm's `GenerationBatch` (0.32.2).
 
-`GenerationBatch` behaves in ways that its interface does not state. They were read and tried.
+`GenerationBatch` has behaviours that its interface does not state.
 tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
-- Constructor: Its constructor runs a forward over each row's last known token, unless it has no rows. A batch is
-  therefore created empty, and its rows are set to the state after that forward. Their first token comes from the last
-  forward of the prefill.
+- Constructor: Runs a forward over each row's last known token, unless there are no rows. A batch is therefore created
+  empty, and its rows are set to the state after that forward. The first token of a row comes from the last forward of
+  the prefill (`join`), or from the next step (`prepare_rows`).
 - Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many
   in flight.
 - Laziness: `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is
   evaluated alone, which frees its old arrays before the next layer is copied.
-- Exceptions: After an exception none of its contents can be trusted (continuing gave wrong tokens, silently). The
-  caller discards the object and rebuilds the rows from their ids.
+- Exceptions: After an exception the content of the batch is invalid: continuing gave wrong tokens without an error. The
+  caller discards the batch and rebuilds the rows from their ids.
 
-Stop sequences, limits and the lazily extracted cache at a row's end are not used. Rows end by `drop_rows`, and
-`extract` copies one out.
+Stop sequences, limits and the lazily extracted cache at a row's end are not used. `drop_rows` removes rows, and
+`extract` copies the cache of one row.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,10 +34,11 @@ K = TypeVar("K")
 
 
 class RowSampler:
-    """Wrapper of a row's sampler and logits processors: an exception of theirs fails that row alone and is stored in
-    `error`.
+    """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
 
-    The `masker` runs after all other processors. It receives each token before the next step.
+    `error` is the first exception. After it, the row's tokens are chosen greedily and its processors do nothing, until
+    the caller ends the row (`DecodeBatch.list_errors`). The `masker` runs after all other processors and receives each
+    token before the next step; None: no masker.
     """
 
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
@@ -103,8 +104,8 @@ class PendingRows(Generic[K]):
 class DecodeBatch(Generic[K]):
     """Rows of one model that decode together, one token per step. `K` is the caller's type of a row.
 
-    Each step is launched ahead of the call that returns its tokens. The duration of a step is that of the call, plus
-    the wait for the launched step, if any.
+    A call of `step` launches the next step and returns the tokens of the step that the previous call launched. The
+    duration of a step is that of the call that launched it, plus the duration of `wait`, if that was called.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -229,8 +230,10 @@ class DecodeBatch(Generic[K]):
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
-        """Return every row's next token, as `step` does, without launching a further step. Use this if all rows end
-        with these tokens."""
+        """Return every row's next token without launching a further step. Use this if all rows end with these tokens.
+
+        If the caller knows the next token of a row already, as after a join, this is a call of `step`.
+        """
         if self._batch is None or self._reported:
             return self.step()
         self._reported.update(self._batch.uids)
@@ -292,7 +295,7 @@ class DecodeBatch(Generic[K]):
         return list(self._batch.tokens[self._find_place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Return an evaluated copy of a row's cache without padding, which holds the tokens of `ids`."""
+        """Return an evaluated copy of a row's cache without padding. It holds the tokens of `get_ids(row)`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)

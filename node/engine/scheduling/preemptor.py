@@ -1,6 +1,7 @@
 """Preemption in the scheduler: release the memory of chosen requests, and return them once there is room.
 
-The choices are made by `preemption`. A preempted request's tokens are prefilled again from its ids.
+The choices are made by `preemption`. A preempted request's tokens are prefilled again from its ids. A request that
+cannot be preempted ends.
 """
 
 import structlog
@@ -51,7 +52,11 @@ class Preemptor:
 
     def end_newest(self, refused: Refused) -> bool:
         """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
-        none."""
+        none.
+
+        Refuse the request with `refused` if none of its tokens was delivered; else fail it with
+        `FailureCode.MEMORY_PRESSURE`.
+        """
         newest = newest_holder(self._requests.live.values())
         if newest is None:
             return False
@@ -60,19 +65,30 @@ class Preemptor:
         return True
 
     def release_over_cap(self) -> None:
-        """Release the newest request's memory if the engine is over its cap after a forward or a step."""
+        """Preempt or end the newest request that holds memory if the engine is over its cap after a forward or a step.
+
+        Before that, a model load in progress is aborted, which may be enough. `release_memory` states when a request
+        ends.
+        """
         over = self._forwards.check_cap()
         newest = None if over is None else newest_holder(self._requests.live.values())
         if over is not None and newest is not None:
             self.release_memory(newest, over)
 
     def release_for(self, row: Row, refused: Refused) -> None:
-        """Release the memory of the request that loses least for a row that must grow; of its own request if no other
-        one can."""
+        """Preempt or end one request for a row that must grow: the request of `choose_victim`, else the row's own.
+
+        The chosen request may also be the row's own. `release_memory` states when a request ends.
+        """
         self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
     def release_memory(self, sequence: Sequence, refused: Refused) -> None:
-        """Release a request's memory: the router places it again, or it returns here later."""
+        """Preempt a request, or end it if it cannot be preempted.
+
+        If none of its tokens was delivered, it is refused with `refused`, and the router places it again. Otherwise it
+        is preempted if other memory may become free or the memory is unreadable. Else it fails with
+        `FailureCode.NO_HEADROOM`.
+        """
         unreadable = refused.code is RefusalCode.UNREADABLE
         if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1)):
             self.preempt(sequence)
@@ -107,7 +123,10 @@ class Preemptor:
     # sharing between keys
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
-        """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
+        """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
+
+        `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
+        """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
             self._preempt_chosen(sequence, keep=True)
@@ -151,12 +170,20 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
+        """Return the bytes of the oldest preempted request that returns before a new request of `key`; 0 without one.
+
+        A request that was preempted for another key precedes only requests of its own key. With `key` None, all
+        preempted requests count.
+        """
         oldest = first_of(self._requests.preempted, key)
         return 0 if oldest is None else self._compute_needed_bytes(oldest)
 
     def return_next(self, now: float, free_rows: int) -> None:
-        """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
+        """Queue the prefill of the oldest preempted request if the gate passes it. `now` is the monotonic time.
+
+        At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
+        only if `free_rows` suffice. A request without room ends if no memory may become free.
+        """
         if not self._requests.preempted or now < self.return_at:
             return
         self.return_at = now + GATE_RETRY_SECONDS

@@ -109,9 +109,9 @@ def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> d
 class LocalRay:
     """Manager of this Mac's Ray and its driver, which run only while they are needed.
 
-    `files` is the folder of the token. `log_file` gets Ray's output until Ray is up. `gib` is the amount of Ray's
-    resource for leases, in GiB. `changed()` is called when `node` or `cause` changes, `failed(lease,
-    reason)` when the actor of a lease could not be started.
+    `files` is the folder of Ray's authentication token. `log_file` gets Ray's output until Ray is up. `gib` is the
+    amount of Ray's resource for leases, in GiB. `changed()` is called when `node`, `cause` or `allowed` changes,
+    `failed(lease, reason)` when the actor of a lease could not be started.
     """
 
     def __init__(
@@ -156,20 +156,20 @@ class LocalRay:
         return self._task is not None and not self._task.done()
 
     def set_allowed(self, *, on: bool) -> None:
-        """Set whether the coordinator allows this Mac to make videos."""
+        """Set whether the coordinator allows this Mac to make videos. This may start or end Ray."""
         if on != self._allowed:
             self._allowed = on
             self._signal_change()
             self._changed()
 
     def set_offered(self, *, wanted: bool) -> None:
-        """Set whether this Mac offers video."""
+        """Set whether this Mac offers video. This may start or end Ray."""
         if wanted != self._offered:
             self._offered = wanted
             self._signal_change()
 
     def set_has_lease(self, *, on: bool) -> None:
-        """Set whether this Mac has a granted lease. A running Ray is not stopped while it has one."""
+        """Set whether this Mac has a granted lease. Ray that is not wanted any more ends after the lease."""
         if on != self._lent:
             self._lent = on
             self._signal_change()

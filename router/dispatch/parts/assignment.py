@@ -1,7 +1,7 @@
 """Assignment of a request to a node: nodes are asked in turn, then the request is queued or ended.
 
-A refused request asks the next node at once, at most `MAX_NODES_IN_A_ROW` in a row, then it is queued. A refusal is
-never a failure.
+A refused request asks the next node at once, at most `MAX_NODES_IN_A_ROW` in a row, then it is queued. It ends if the
+refusal is final in the cluster. A refusal is never a failure.
 """
 
 from collections import Counter
@@ -58,7 +58,13 @@ class Assignment:
         return request.life.attempt == attempt
 
     def assign(self, request: ActiveRequest) -> None:
-        """Ask nodes in turn until one link takes the request; else queue or end it."""
+        """Place a request and send it to the chosen node. Without a link to that node, place the request again.
+
+        Queue the request if no node has room, if it must wait for fairness (`CrowdRules.must_wait`), or after
+        `MAX_NODES_IN_A_ROW` nodes. End the request if its refusal is final. A request without a placement is first
+        offered to the node of `start_at_decider`. The next offer is to a full node where another key holds more than
+        its fair share.
+        """
         result = self._placer.decide(request)
         while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowds.must_wait(request, result.chosen):
@@ -77,7 +83,12 @@ class Assignment:
         self._apply(request, NoRoom(result))
 
     def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
-        """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
+        """Send a request without a placement to `result.candidate`, the only node that knows whether it can hold the
+        request.
+
+        No memory is reserved. Return whether the request was sent: False without a candidate, without a link to that
+        node, or while that node swaps models.
+        """
         candidate = result.candidate
         return (
             candidate is not None

@@ -62,16 +62,16 @@ class Migration:
     def migrate_node(self, node: NodeId) -> int:
         """Migrate the requests of a live node to other nodes, where their answers continue without a gap.
 
-        Return the number of requests that stay, because no other node has room for them now. They continue on the node
-        and may be moved later.
+        Return the number of requests that stay on the node. A request stays if no other node has room or a link now, if
+        its answer can neither restart nor resume, or after `MAX_LOSSES` losses. It may be migrated by a later call.
         """
         return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Move the requests off a node and wait until it has none, for at most `seconds`.
+        """Migrate the requests of a node as `migrate_node` does, and wait until it has none, for at most `seconds`.
 
-        A request without room elsewhere is moved once there is room, or ends on the node. Return the number of requests
-        left.
+        Requests that stay are migrated by later calls of `migrate_node`, or end on the node. Return the number of
+        requests left.
         """
         empty = self._drains.add_wait(node)
         self.migrate_node(node)
@@ -99,7 +99,10 @@ class Migration:
             del self._silent_since[node]
 
     def rebalance(self, now: float) -> None:
-        """Move requests that wait on other nodes to idle nodes. Call it only while no request is queued."""
+        """Move requests that wait on other nodes to idle nodes, if the move gains enough time (`rebalancing`).
+
+        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued.
+        """
         waiting = rebalancing.list_movable_requests(self._attempts.live.values(), now)
         if not waiting:
             return

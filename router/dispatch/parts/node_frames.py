@@ -1,4 +1,7 @@
-"""Frames of nodes about requests: admitted, finished, refused and failed attempts."""
+"""Handling of the frames that a node sends about a request: Admitted, Finished, Refusal and Failed.
+
+After a refusal the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +20,10 @@ from wire.identity import NodeId
 from wire.refusals import FINAL, RefusalCode
 
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
-"""Refusals that are final on one node, not in the cluster: another node may be larger."""
+"""Refusals that are final on one node, not in the cluster.
+
+Another node may have more memory, a longer context, the model, or a copy of it that can be loaded.
+"""
 RequestFrame = Finished | Admitted | Refusal | Failed
 """Frames of a node about one request."""
 REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed)
@@ -25,7 +31,10 @@ REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed)
 
 
 class NodeFrames:
-    """Frames about requests that are on the node. `apply` applies an event to a request."""
+    """Handler of frames about requests that are on the node.
+
+    `apply` applies an event to a request. `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -63,7 +72,7 @@ class NodeFrames:
             self._losses.handle_failure(request, node, frame)
 
     def _handle_refusal(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
-        """Ask the next node after a refusal, or end a request that no node of the cluster would take."""
+        """Place the request again after a refusal, or end it if no node of the cluster would take it."""
         refused = frame.refused
         self._counters.count_refusal(refused.code.value)
         request.add_step(self._clock(), f"refused: {refused.code}", request.node_name)

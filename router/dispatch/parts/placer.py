@@ -114,7 +114,7 @@ class Placer:
         return self.record(request, self.judge(request, self.view, request.demand))
 
     def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
-        """Record a decision for later explanation."""
+        """Record a decision for later explanation, and return it."""
         spec, nodes = request.spec, len(self.view.nodes)
         self._history.record_decision(self._clock(), spec.request_id, spec.key, request.demand, result, nodes)
         return result
@@ -187,7 +187,10 @@ class Placer:
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
     def find_outage_reason(self) -> str:
-        """Return why no model of the cluster could be placed now; empty if one could."""
+        """Return why a short request could not be placed now for any model of the cluster; empty if it could for one.
+
+        With several models, return the refusal of the last one. Without models, return that no node has reported one.
+        """
         refused = "no node has reported a model"
         for name in self.view.get_models():
             result = self.preview(ResourceDemand(name, prompt_bytes=64))
