@@ -437,13 +437,13 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
     leaky = """
         from node.engine.models import model_unloader as loading
-        drop, leaked = loading.ModelUnloader.drop, []
+        unload, leaked = loading.ModelUnloader.unload, []
 
-        def leaking(shelf, name):
-            drop(shelf, name)
+        def leaking(unloader, name):
+            unload(unloader, name)
             leaked.append(bytearray(b"x") * (150 * 2**20))
 
-        loading.ModelUnloader.drop = leaking
+        loading.ModelUnloader.unload = leaking
         child.main()
     """
     name = "macpool-tiny"
@@ -895,7 +895,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     slow = """
         import os, time
         from node.engine.scheduling import prefill_runner as generation
-        forward = generation.forward
+        forward = generation.run_forward
 
         def slow(*args, **more):
             os.write(2, b"the forward begins\\n")
@@ -904,7 +904,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
             os.write(2, b"the forward returned\\n")
             return found
 
-        generation.forward = slow
+        generation.run_forward = slow
         child.main()
     """
     command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(slow)]

@@ -307,11 +307,11 @@ IN_A_CALL = """
 
     decode, under_way = ScriptedBatch.decode, []
 
-    def slow(batch, now):
+    def slow(batch, steps, now):
         under_way.append(NativeCall("prefill", time.monotonic(), EXPECTED))
         time.sleep(2.5)
         under_way.clear()
-        return decode(batch, now)
+        return decode(batch, steps, now)
 
     ScriptedBatch.decode = slow
     ScriptedEngine.running_call = lambda engine: next(iter(under_way), None)

@@ -166,7 +166,7 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
 
 
 def test_a_row_that_grows_ends_the_load_and_preempts_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.scheduling.decode_loop.KV_GROWTH_TOKENS", 4)
+    monkeypatch.setattr("node.engine.scheduling.rules.commitment_length.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)
     squeeze(driver, 16 * MIB, margin=32 * MIB)
