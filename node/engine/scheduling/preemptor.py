@@ -13,12 +13,12 @@ from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, return_tokens
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, compute_return_tokens
 from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
-    first_of,
-    newest_holder,
+    find_first_preempted,
+    find_newest_holder,
     next_to_return,
     should_preempt,
 )
@@ -52,7 +52,7 @@ class Preemptor:
     def end_newest(self, refused: Refused) -> bool:
         """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
         none."""
-        newest = newest_holder(self._requests.live.values())
+        newest = find_newest_holder(self._requests.live.values())
         if newest is None:
             return False
         self._forwards.count_shed()
@@ -62,7 +62,7 @@ class Preemptor:
     def release_over_cap(self) -> None:
         """Release the newest request's memory if the engine is over its cap after a forward or a step."""
         over = self._forwards.check_cap()
-        newest = None if over is None else newest_holder(self._requests.live.values())
+        newest = None if over is None else find_newest_holder(self._requests.live.values())
         if over is not None and newest is not None:
             self.release_memory(newest, over)
 
@@ -152,7 +152,7 @@ class Preemptor:
 
     def compute_required_bytes(self, key: str | None) -> int:
         """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
-        oldest = first_of(self._requests.preempted, key)
+        oldest = find_first_preempted(self._requests.preempted, key)
         return 0 if oldest is None else self._compute_needed_bytes(oldest)
 
     def return_next(self, now: float, free_rows: int) -> None:
@@ -192,4 +192,4 @@ class Preemptor:
 def _compute_length(row: Row) -> int:
     """Return the tokens to commit for a row that returns: the known ones, and a growth."""
     shape = row.sequence.shape
-    return return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)
+    return compute_return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)
