@@ -55,7 +55,7 @@ def check_soft_end() -> Outcome:
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
     settings = NodeSettings(models=ModelSettings(use_huggingface_cache=False, profile="off"))
-    wired = open_machine(settings).wired
+    wired = open_machine(settings).read_wired
     before = wired()
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours), tempfile.TemporaryFile() as errors:
@@ -131,7 +131,7 @@ def main() -> None:
 
     sensor = open_sensor(os.getpid())
     engine = build(NodeSettings(models=ModelSettings(use_huggingface_cache=False)), CrashRecorder())
-    base = sensor.phys().phys or 0
+    base = sensor.read_footprint().phys or 0
     engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     entries = [one for one in json.loads((Path(MODEL) / "answers.json").read_text()) if "system" not in one]
     texts = dict.fromkeys(range(1, len(entries) + 1), "")

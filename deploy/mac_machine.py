@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, create_outcome, create_skip, is_near, parse_number, parse_size, run_tool
 from host.power import read_power
-from node.agent.machine_id import machine_id, platform_uuid_in
+from node.agent.machine_id import compute_machine_id, parse_platform_uuid
 from node.memory.cap import estimate_metal_limit
 from node.memory.darwin import LibSystem
 from node.memory.sensor import describe_machine, read_virtual_memory
@@ -128,14 +128,15 @@ def check_chip() -> Outcome:
 
 def check_identity() -> Outcome:
     """Check that the machine's id follows from the hardware's UUID, and is the same in another process."""
-    again = run_tool(sys.executable, "-c", "from node.agent.machine_id import machine_id; print(machine_id())").strip()
-    ours = machine_id()
+    code = "from node.agent.machine_id import compute_machine_id; print(compute_machine_id())"
+    again = run_tool(sys.executable, "-c", code).strip()
+    ours = compute_machine_id()
     says = f"{ours[:8]}… here, {again[:8]}… in another process"
     if sys.platform != "darwin":
         return create_outcome(ours == again, says)
-    uuid = platform_uuid_in(run_tool("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
+    uuid = parse_platform_uuid(run_tool("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))
     says += ", from IOPlatformUUID" if uuid else ", but ioreg shows no IOPlatformUUID"
-    return create_outcome(bool(uuid) and ours == again == machine_id(uuid), says)
+    return create_outcome(bool(uuid) and ours == again == compute_machine_id(uuid), says)
 
 
 def check_power() -> Outcome:

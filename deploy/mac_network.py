@@ -160,7 +160,7 @@ async def _run_bonjour() -> Outcome:
     try:
         label = record.removesuffix("." + SERVICE_TYPE)
         added = await _wait_for_event(browser, "Add", label)
-        found = any(one.name == label for one in await discovery.find(ANSWER_TIMEOUT_SECONDS, role="new"))
+        found = any(one.name == label for one in await discovery.find_services(ANSWER_TIMEOUT_SECONDS, role="new"))
         await announcement.close()
         removed = await _wait_for_event(browser, "Rmv", label)
     finally:

@@ -107,7 +107,7 @@ def run_churn(
         engine=EngineSettings(mlx=MlxSettings(prefix_cache_size=cache_size)),
         models=ModelSettings(folders=(str(model.parent),), use_huggingface_cache=False, profile="off", trial=False),
     )
-    cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
+    cap = resolve_cap("auto", "balanced", open_machine(settings).read_bounds()).bytes
     engine = build(settings, CrashRecorder())
     draw = random.Random(0)  # noqa: S311  prompts, not secrets
     number = tokens = 0

@@ -63,7 +63,7 @@ def assemble(
         on_change=engine_changed.notify,
         log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
-        wired=limiter.wired,
+        wired=limiter.read_wired,
         illegal_events=illegal_events,
         command=engine_command,
         timeouts=engine_timeouts,
@@ -106,7 +106,7 @@ def assemble(
         illegal_events=illegal_events,
     )
     agent = Agent(identity, version, hardware, parts, on_ready=on_ready, link_timeouts=link_timeouts or LinkTimeouts())
-    engine_changed.subscribe(agent.engine_changed)
+    engine_changed.subscribe(agent.on_engine_change)
     video_changed.subscribe(reporter.send_soon)
     effects.changed.subscribe(reporter.send)
     return Node(agent, supervisor, poll, video, sharing, reporter)

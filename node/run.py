@@ -38,10 +38,10 @@ from node.agent.enrollment import (
     NodeIdentity,
     PinMismatch,
 )
-from node.agent.identity import forget
+from node.agent.identity import delete_identity
 from node.agent.link_keeper import ExpelledError
-from node.agent.machine_id import machine_id
-from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, known
+from node.agent.machine_id import compute_machine_id
+from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, load_known_identity
 from node.assembly import Node, assemble
 from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
@@ -69,9 +69,9 @@ class NodeStartError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, with the arguments of the command line. Return the exit code."""
-    options = _parser().parse_args(arguments)
+    options = _create_parser().parse_args(arguments)
     try:
-        resolved = _settings(options)
+        resolved = _load_settings(options)
         with _lock(options.state), publish_settings(options.state / "node", os.getpid(), resolved):
             return _print_end(options, uvloop.run(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
@@ -90,7 +90,7 @@ def _print_end(options: argparse.Namespace, code: int) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster join", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--url", help="address of the coordinator for nodes; default: found by Bonjour")
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
+def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
     file: Path = options.state / "config.toml"
     try:
         tree = tomllib.loads(file.read_text()) if file.exists() else {}
@@ -149,15 +149,15 @@ class _lock:  # noqa: N801  used as a with-statement's word
 async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings]) -> int:
     open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
     if options.leave and options.force:
-        _forget(options.state / "node")
+        _delete_identity(options.state / "node")
         return 0
-    token, code = _token(options), None
+    token, code = _read_token(options), None
     while code is None:  # None: the identity that was here is denied, and the token makes a new one
-        code = await _life(options, resolved, token)
+        code = await _run_node(options, resolved, token)
     return code
 
 
-async def _life(
+async def _run_node(
     options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings], token: JoinToken | None
 ) -> int | None:
     settings = resolved.value
@@ -165,9 +165,9 @@ async def _life(
     machine = open_machine(settings)
     hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins, state / "node")
     try:
-        identity = await _identity(options, token, settings, hardware)
+        identity = await _prepare_identity(options, token, settings, hardware)
     except (EnrollError, IdentityError) as error:
-        raise NodeStartError(_code(error), str(error)) from None
+        raise NodeStartError(_choose_exit_code(error), str(error)) from None
     except OtherClusterError as error:
         raise NodeStartError(6, str(error)) from None
     node = assemble(
@@ -222,10 +222,10 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
             await agent.stop(drain, reason)
         await run
         if reason is GoodbyeReason.LEAVE:
-            _forget(options.state / "node")
+            _delete_identity(options.state / "node")
     except ExpelledError as error:
         log.warning("removed from the cluster", reason=str(error))
-        code = _after(error, options, welcomed=agent.welcomed.is_set(), new_identity=new_identity)
+        code = _handle_denial(error, options, welcomed=agent.welcomed.is_set(), new_identity=new_identity)
     finally:
         await node.sharing.stop()
         watch.stop()
@@ -237,10 +237,12 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
     return code
 
 
-def _after(error: ExpelledError, options: argparse.Namespace, *, welcomed: bool, new_identity: bool) -> int | None:
+def _handle_denial(
+    error: ExpelledError, options: argparse.Namespace, *, welcomed: bool, new_identity: bool
+) -> int | None:
     """Return the exit code after a coordinator's final denial; None if the token shall create a new identity."""
     if error.reason in DENIED and (options.leave or (new_identity and not welcomed)):
-        forget(options.state / "node" / "identity")
+        delete_identity(options.state / "node" / "identity")
         if options.leave:
             mark_left(options.state / "node")
         return 0 if options.leave else None
@@ -248,10 +250,10 @@ def _after(error: ExpelledError, options: argparse.Namespace, *, welcomed: bool,
     return 8 if error.reason == "protocol" else 4
 
 
-def _forget(node: Path) -> None:
+def _delete_identity(node: Path) -> None:
     """Remove the identity of a node that leaves on purpose, and record that it left."""
     mark_left(node)
-    forget(node / "identity")
+    delete_identity(node / "identity")
 
 
 def _print_error(text: str) -> None:
@@ -295,23 +297,29 @@ class Announce:
 # -- identity -----------------------------------------------------------------------------------
 
 
-async def _identity(
+async def _prepare_identity(
     options: argparse.Namespace, token: JoinToken | None, settings: NodeSettings, hardware: Hardware
 ) -> NodeIdentity:
     folder = options.state / "node" / "identity"
-    machine = machine_id(settings.node.machine)
-    found = known(folder, machine, token)
+    machine = compute_machine_id(settings.node.machine)
+    found = load_known_identity(folder, machine, token)
     if found is not None:
-        return enrollment.remember(found, _plain(options.url)) if options.url else found
+        return enrollment.store_address(found, _normalize_address(options.url)) if options.url else found
     if options.leave:
         raise NodeStartError(5, f"there is no node in {options.state}")
     name = choose_node_name(settings, platform.node())
     announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
-        url = options.url or await _find()
+        url = options.url or await _find_coordinator()
         identity = await enrollment.enroll(
-            _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
+            _normalize_address(url),
+            token,
+            name=name,
+            machine=machine,
+            hardware=hardware,
+            folder=folder,
+            on_code=_show_code,
         )
         delete_left_mark(folder.parent)
         return identity
@@ -319,12 +327,12 @@ async def _identity(
         await announcement.close()
 
 
-def _plain(url: str) -> str:
+def _normalize_address(url: str) -> str:
     host, port = enrollment.parse_address(url)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _token(options: argparse.Namespace) -> JoinToken | None:
+def _read_token(options: argparse.Namespace) -> JoinToken | None:
     if options.token_fd is None:
         return None
     with open(options.token_fd, encoding="utf-8") as pipe:
@@ -335,8 +343,8 @@ def _token(options: argparse.Namespace) -> JoinToken | None:
         raise NodeStartError(4, str(error)) from None
 
 
-async def _find() -> str:
-    found = await discovery.find(FIND_TIMEOUT_SECONDS)
+async def _find_coordinator() -> str:
+    found = await discovery.find_services(FIND_TIMEOUT_SECONDS)
     if not found:
         raise NodeStartError(
             3,
@@ -357,7 +365,7 @@ def _show_code(code: str, seconds: float) -> None:
     )
 
 
-def _code(error: Exception) -> int:
+def _choose_exit_code(error: Exception) -> int:
     """Return the exit code of a failed enrollment."""
     if isinstance(error, PinMismatch):
         return 9

@@ -55,15 +55,15 @@ class SimulatedRouter(Protocol):
         """Handle a frame of a node about a request. Reports arrive with `set_view`."""
         ...
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Handle the loss of a node, whose requests end there."""
         ...
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Accept a new request. The router reports the end of the request with `SimulatedPool.ended`."""
+        """Accept a new request. The router reports the end of the request with `SimulatedPool.record_end`."""
         ...
 
-    def changed(self, node: NodeId) -> None:
+    def handle_freed_memory(self, node: NodeId) -> None:
         """Handle free memory on a node, without the delay of a report. Only the clairvoyant may use this."""
         ...
 
@@ -91,7 +91,7 @@ class SimulatedPool:
         self.loop = loop
         self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
         self.log = OutcomeTable(loop, log)
-        self._arrivals = Arrivals(conversations, loop, self._arrive)
+        self._arrivals = Arrivals(conversations, loop, self._handle_arrival)
         self.machines: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
@@ -108,7 +108,7 @@ class SimulatedPool:
         self.contender: SimulatedRouter | None = None
         self.loads = self.preemptions = self.reports = 0
         for spec in scenario.nodes:
-            for name in spec.names():
+            for name in spec.list_names():
                 self._join(NodeId(name), spec)
 
     @property
@@ -126,10 +126,10 @@ class SimulatedPool:
         self._specs[node] = spec
         self._lives[node] = 0
         self.members[node] = membership.step(Member(node, membership.NodeState.JOINING, now), MemberEnrolled(), now)[0]
-        self.machines[node] = self._machine(node, loads=True)
+        self.machines[node] = self._create_machine(node, loads=True)
         self._connect(node)
 
-    def _machine(self, node: NodeId, *, loads: bool) -> SimulatedNode:
+    def _create_machine(self, node: NodeId, *, loads: bool) -> SimulatedNode:
         return SimulatedNode(
             node,
             self._specs[node],
@@ -146,7 +146,7 @@ class SimulatedPool:
 
     def _notify_contender(self, node: NodeId) -> None:
         if self.contender is not None:
-            self.contender.changed(node)
+            self.contender.handle_freed_memory(node)
 
     def _connect(self, node: NodeId) -> None:
         self._step(node, MemberConnected(self._links.connect(node), f"life {self._lives[node]}"))
@@ -167,7 +167,7 @@ class SimulatedPool:
         reported = False
         for node, frame in frames:
             if isinstance(frame, Report):
-                self._reported(node, frame)
+                self._handle_report(node, frame)
                 reported = True
                 continue
             self.log.note_frame(node, frame)
@@ -176,24 +176,24 @@ class SimulatedPool:
         if reported:
             self._publish()
 
-    def _arrive(self, turn: ConversationTurn) -> None:
+    def _handle_arrival(self, turn: ConversationTurn) -> None:
         self.log.add(
-            turn, fits=any(machine.forecast.ever(turn, self.loop.time()) for machine in self.machines.values())
+            turn, fits=any(machine.forecast.can_ever_hold(turn, self.loop.time()) for machine in self.machines.values())
         )
         if self.contender is not None:
             self.contender.submit(turn)
 
-    def ended(self, request_id: str, outcome: Outcome) -> None:
+    def record_end(self, request_id: str, outcome: Outcome) -> None:
         """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
         served = self.log.end(request_id, outcome)
         self._arrivals.end(request_id, served=served)
 
     # reports and membership
 
-    def _slot(self, slot: int, nodes: list[NodeId], round_: int) -> None:
+    def _send_reports(self, slot: int, nodes: list[NodeId], round_: int) -> None:
         period = self.scenario.report_seconds
         when = (round_ + 1 + slot / SLOTS) * period
-        self._timers[slot] = self.loop.call_at(when, self._slot, slot, nodes, round_ + 1)
+        self._timers[slot] = self.loop.call_at(when, self._send_reports, slot, nodes, round_ + 1)
         idle = max(1, round(IDLE_SECONDS / period))
         for node in nodes:
             machine = self.machines.get(node)
@@ -205,9 +205,9 @@ class SimulatedPool:
             self.reports += 1
             self._links.send_up(node, report)
 
-    def _reported(self, node: NodeId, report: Report) -> None:
+    def _handle_report(self, node: NodeId, report: Report) -> None:
         now = self.loop.time()
-        self._step(node, MemberReported(self._links.number(node), report.draining))
+        self._step(node, MemberReported(self._links.get_link_number(node), report.draining))
         member = self.members[node]
         self._views[node] = build_node_view(
             report, node=node, name=node, state=member.state, reported_at=now, epoch=self._lives[node]
@@ -221,9 +221,9 @@ class SimulatedPool:
                 case ResumeRequests():
                     self.log.log_line(f"{node} is gone: {action.reason}")
                     if self.contender is not None:
-                        self.contender.node_gone(node, action.reason)
+                        self.contender.handle_lost_node(node, action.reason)
                 case CloseLink():
-                    self._links.lose_held(node)
+                    self._links.discard_held(node)
                 case PublishMember():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
@@ -244,7 +244,7 @@ class SimulatedPool:
 
     # faults
 
-    def _happen(self, event: EventSpec) -> None:
+    def _start_event(self, event: EventSpec) -> None:
         node = NodeId(event.node)
         machine = self.machines.get(node)
         if machine is None or self._links.is_silent(node):
@@ -253,23 +253,23 @@ class SimulatedPool:
         self.log.log_line(f"{node} {event.does} for {event.seconds:g} s")
         if event.does == "lease":
             size = parse_size(event.size)
-            given = machine.lease(size)
+            given = machine.change_lease(size)
             self.log.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
             if given:
-                self.loop.call_later(event.seconds, machine.lease, -size)
+                self.loop.call_later(event.seconds, machine.change_lease, -size)
         elif event.does == "silent":
-            self._links.silence(node)
-            self.loop.call_later(event.seconds, self._reconnects, node)
+            self._links.hold_frames(node)
+            self.loop.call_later(event.seconds, self._end_silence, node)
         else:
-            self._dies(node, machine)
-            self.loop.call_later(event.seconds, self._returns, node)
+            self._crash_node(node, machine)
+            self.loop.call_later(event.seconds, self._restart_node, node)
 
-    def _dies(self, node: NodeId, machine: SimulatedNode) -> None:
+    def _crash_node(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()
         self._links.deliver_up()
         self._retire(machine)
         del self.machines[node]
-        self._step(node, MemberDisconnected(self._links.number(node)))
+        self._step(node, MemberDisconnected(self._links.get_link_number(node)))
         self._publish()
 
     def _retire(self, machine: SimulatedNode) -> None:
@@ -277,17 +277,17 @@ class SimulatedPool:
         self.preemptions += machine.preemptions
         machine.stop()
 
-    def _returns(self, node: NodeId) -> None:
+    def _restart_node(self, node: NodeId) -> None:
         self._lives[node] += 1
-        self.machines[node] = self._machine(node, loads=False)
+        self.machines[node] = self._create_machine(node, loads=False)
         self._connect(node)
         self.log.log_line(f"{node} is back, without loaded models")
 
-    def _reconnects(self, node: NodeId) -> None:
+    def _end_silence(self, node: NodeId) -> None:
         if self._links.end_silence(node):
             self.log.log_line(f"{node} reports again")
             return
-        self.machines[node].forget()
+        self.machines[node].drop_requests()
         self._connect(node)
         self.log.log_line(f"{node} reconnects")
 
@@ -303,13 +303,13 @@ class SimulatedPool:
         for slot in range(SLOTS):
             mine = nodes[slot::SLOTS]
             for node in mine:  # every node has reported once before the first request
-                self._reported(node, self.machines[node].report())
+                self._handle_report(node, self.machines[node].report())
             begins = slot / SLOTS * self.scenario.report_seconds
-            self._timers.append(self.loop.call_at(begins, self._slot, slot, mine, 0))
+            self._timers.append(self.loop.call_at(begins, self._send_reports, slot, mine, 0))
         self._publish()
         self.loop.call_later(self.scenario.report_seconds, self._tick)
         for event in self.scenario.events:
-            self.loop.call_at(event.at, self._happen, event)
+            self.loop.call_at(event.at, self._start_event, event)
         self._arrivals.start()
         try:
             async with asyncio.timeout(self.scenario.seconds + GIVE_UP_SECONDS):

@@ -22,16 +22,16 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
 
     SCENARIO is household, lab, or a TOML file (docs/simulation.md). No process is started and no pool is used.
     """
-    from simulation.report import table
-    from simulation.run import compare, load, play, policies_of
+    from simulation.report import render_table
+    from simulation.run import compare, load, run_scenario, select_policies
     from simulation.scenario import ScenarioError
 
     try:
         scenario_name, folder = load(scenario)
-        names = policies_of(scenario_name, policies)
+        names = select_policies(scenario_name, policies)
         seed = scenario_name.seed if seed is None else seed
         if log:
-            play(scenario_name, names[min(1, len(names) - 1)], seed, folder, click.echo)
+            run_scenario(scenario_name, names[min(1, len(names) - 1)], seed, folder, click.echo)
             return
         rows: list[RunStatistics] = []
         for row in compare(scenario_name, names, seed, folder):
@@ -40,15 +40,17 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
     except ScenarioError as error:
         raise click.UsageError(str(error)) from None
     if as_json:
-        click.echo(json.dumps({"schema": 1, "scenario": scenario, "seed": seed, "rows": [_plain(row) for row in rows]}))
+        click.echo(
+            json.dumps({"schema": 1, "scenario": scenario, "seed": seed, "rows": [_convert_row(row) for row in rows]})
+        )
         return
     click.echo(
         f"{scenario_name.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit on some node; seed {seed}\n"
     )
-    click.echo(table(rows))
+    click.echo(render_table(rows))
 
 
-def _plain(row: "RunStatistics") -> dict[str, object]:
+def _convert_row(row: "RunStatistics") -> dict[str, object]:
     """Convert a row for JSON, which has no infinity: null means never."""
     return {
         name: value if not isinstance(value, float) or math.isfinite(value) else None

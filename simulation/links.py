@@ -43,35 +43,35 @@ class SimulatedLinks:
         self._silent: dict[NodeId, list[tuple[bool, Frame]]] = {}
         self._up, self._down = _Way(), _Way()
 
-    def number(self, node: NodeId) -> int:
+    def get_link_number(self, node: NodeId) -> int:
         """Return the number of a node's link; 0 before the first."""
         return self._numbers.get(node, 0)
 
     def connect(self, node: NodeId) -> int:
         """Open a new link of a node; return its number. Frames of the link before are lost."""
-        self._numbers[node] = self.number(node) + 1
+        self._numbers[node] = self.get_link_number(node) + 1
         return self._numbers[node]
 
     def send_up(self, node: NodeId, frame: Frame) -> None:
         """Send a frame of a node to the router."""
-        self._travel(self._up, node, frame)
+        self._send_frame(self._up, node, frame)
 
     def send_down(self, node: NodeId, frame: Frame) -> None:
         """Send a frame of the router to a node."""
-        self._travel(self._down, node, frame)
+        self._send_frame(self._down, node, frame)
 
-    def _travel(self, way: _Way, node: NodeId, frame: Frame) -> None:
+    def _send_frame(self, way: _Way, node: NodeId, frame: Frame) -> None:
         due = self._loop.time() + self._latency
-        way.append(_TravellingFrame(due, node, self.number(node), frame))
+        way.append(_TravellingFrame(due, node, self.get_link_number(node), frame))
         if len(way) == 1:
-            self._loop.call_at(due, self._arrive, way)
+            self._loop.call_at(due, self._deliver_due, way)
 
-    def _arrive(self, way: _Way) -> None:
+    def _deliver_due(self, way: _Way) -> None:
         """Deliver the due frames in order."""
         upward: list[tuple[NodeId, Frame]] = []
         while way and way[0].due <= self._loop.time():
             one = way.popleft()
-            if one.link != self.number(one.node) or not self._is_open(one.node):
+            if one.link != self.get_link_number(one.node) or not self._is_open(one.node):
                 continue
             if one.node in self._silent:
                 self._silent[one.node].append((way is self._up, one.frame))
@@ -80,7 +80,7 @@ class SimulatedLinks:
             else:
                 self._receive_down(one.node, one.frame)
         if way:
-            self._loop.call_at(way[0].due, self._arrive, way)
+            self._loop.call_at(way[0].due, self._deliver_due, way)
         if upward:
             self._receive_up(upward)
 
@@ -96,11 +96,11 @@ class SimulatedLinks:
         """Return whether a node's link is silent."""
         return node in self._silent
 
-    def silence(self, node: NodeId) -> None:
+    def hold_frames(self, node: NodeId) -> None:
         """Hold all frames of a node's link from now on."""
         self._silent[node] = []
 
-    def lose_held(self, node: NodeId) -> None:
+    def discard_held(self, node: NodeId) -> None:
         """Lose the held frames of a silent link, because the link is closed."""
         if node in self._silent:
             self._silent[node] = []
@@ -111,5 +111,5 @@ class SimulatedLinks:
         if not self._is_open(node):
             return False
         for upward, frame in held:
-            self._travel(self._up if upward else self._down, node, frame)
+            self._send_frame(self._up if upward else self._down, node, frame)
         return True

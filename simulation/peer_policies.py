@@ -12,7 +12,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns: dict[NodeId, int] = {}
 
-    def sent(self, node: NodeId) -> None:
+    def count_request(self, node: NodeId) -> None:
         """Count a request that is sent to a node."""
         self._turns[node] = self._turns.get(node, 0) + 1
 
@@ -34,8 +34,8 @@ class LeastLoad:
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the load of the node in seconds; less is better."""
-        used = min(0.99, _used(candidate.memory))
-        return (_queued(candidate) / _speed(candidate) + 0.15 * used / (1 - used),)
+        used = min(0.99, _compute_used_share(candidate.memory))
+        return (_estimate_queued_tokens(candidate) / _get_prefill_speed(candidate) + 0.15 * used / (1 - used),)
 
 
 class LinearCost:
@@ -44,7 +44,7 @@ class LinearCost:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the cost of the node in tokens; less is better."""
         groups = candidate.model.groups if candidate.model is not None else ()
-        prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.cached_share)
+        prefill = _estimate_queued_tokens(candidate) + candidate.prompt_tokens * (1 - candidate.cached_share)
         return (prefill + sum(group.tokens for group in groups),)
 
 
@@ -54,20 +54,20 @@ class WeightedScorers:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the negative weighted sum of scores between 0 and 1; less is better."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
-        return (-(3 * candidate.cached_share + 2 * queue + 2 * (1 - _used(candidate.memory))),)
+        return (-(3 * candidate.cached_share + 2 * queue + 2 * (1 - _compute_used_share(candidate.memory))),)
 
 
-def _speed(candidate: Candidate) -> float:
+def _get_prefill_speed(candidate: Candidate) -> float:
     return candidate.model.prefill_speed if candidate.model is not None else 1.0
 
 
-def _queued(candidate: Candidate) -> float:
+def _estimate_queued_tokens(candidate: Candidate) -> float:
     """Return the prompt tokens ahead of this request."""
     model = candidate.model
     load = model.load_seconds if model is not None and not model.loaded else 0.0
     mine = candidate.prompt_tokens * (1 - candidate.cached_share)
-    return max(0.0, (candidate.expected_ttft - load) * _speed(candidate) - mine)
+    return max(0.0, (candidate.expected_ttft - load) * _get_prefill_speed(candidate) - mine)
 
 
-def _used(memory: Memory) -> float:
+def _compute_used_share(memory: Memory) -> float:
     return ((occupied(memory) or 0) + memory.reserved) / max(1, memory.ceiling - memory.margin)

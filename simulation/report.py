@@ -44,7 +44,7 @@ class RunStatistics:
     """Number of models that were loaded during the run."""
     preemptions: int
     jain: float
-    """Fairness among API keys, as `jain` returns it."""
+    """Fairness among API keys, as `compute_jain_index` returns it."""
     seconds: float
     """Time of the last end of a request."""
     ratio_p50: float = math.nan
@@ -53,8 +53,11 @@ class RunStatistics:
     ratio_p99: float = math.nan
 
 
-def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
-    """Return the statistics of a completed run without ratios. `until` is the end of arrivals, for `jain`."""
+def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
+    """Return the statistics of a completed run without ratios.
+
+    `until` is the end of the arrivals in virtual seconds: tokens that are served later do not count as fairness.
+    """
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
     ttft = sorted(
         math.inf if outcome.first is None or not outcome.served else outcome.first - outcome.arrived
@@ -71,29 +74,29 @@ def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
         len(pool.outcomes),
         len(outcomes),
         sum(outcome.served for outcome in outcomes),
-        quantile(ttft, 0.5),
-        quantile(ttft, 0.95),
-        quantile(ttft, 0.99),
+        compute_quantile(ttft, 0.5),
+        compute_quantile(ttft, 0.95),
+        compute_quantile(ttft, 0.99),
         sum(isinstance(outcome.outcome, Refused) for outcome in outcomes),
         sum(outcome.first_refused for outcome in sent) / max(1, len(sent)),
         sum(isinstance(outcome.outcome, RequestFailure) for outcome in outcomes),
-        quantile(durations, 0.5),
-        quantile(durations, 0.95),
-        quantile(wait, 0.5),
-        quantile(wait, 0.95),
+        compute_quantile(durations, 0.5),
+        compute_quantile(durations, 0.95),
+        compute_quantile(wait, 0.5),
+        compute_quantile(wait, 0.95),
         pool.loads,
         pool.preemptions,
-        jain(outcomes, until, pool.scenario.queue_timeout_seconds),
+        compute_jain_index(outcomes, until, pool.scenario.queue_timeout_seconds),
         pool.finished_at,
     )
 
 
-def quantile(ordered: Sequence[float], part: float) -> float:
+def compute_quantile(ordered: Sequence[float], part: float) -> float:
     """Return the quantile `part` (0 to 1) of ascending values, by nearest rank; NaN for an empty sequence."""
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
-def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
+def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
     """Return Jain's fairness index over API keys, of the tokens that were served until the time `until`.
 
     Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
@@ -109,7 +112,7 @@ def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: floa
         demands[key] = demands.get(key, 0.0) + tokens
         if outcome.served and outcome.ended is not None and outcome.ended <= until:
             served[key] = served.get(key, 0.0) + tokens
-    shares = fair_shares(demands, sum(served.values()))
+    shares = compute_fair_shares(demands, sum(served.values()))
     parts = [served.get(key, 0.0) / share for key, share in shares.items() if share > 0]
     if len(parts) < 2:
         return 1.0
@@ -117,7 +120,7 @@ def jain(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: floa
     return sum(parts) ** 2 / (len(parts) * square) if square else 1.0
 
 
-def fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
+def compute_fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
     """Divide `total` into max-min fair shares, by key: no key gets more than in `demands`.
 
     The rest of a key that needs less than an equal share is divided among the remaining keys.
@@ -148,9 +151,9 @@ _COLUMNS = (
 )
 
 
-def table(rows: Sequence[RunStatistics]) -> str:
+def render_table(rows: Sequence[RunStatistics]) -> str:
     """Render rows as a text table: times in seconds, and `x p95` as a multiple of the clairvoyant's TTFT."""
-    lines = [_COLUMNS, *(_cells(row) for row in rows)]
+    lines = [_COLUMNS, *(_format_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
     return "\n".join(
         "  ".join(
@@ -161,28 +164,28 @@ def table(rows: Sequence[RunStatistics]) -> str:
     )
 
 
-def _cells(row: RunStatistics) -> tuple[str, ...]:
+def _format_cells(row: RunStatistics) -> tuple[str, ...]:
     return (
         row.policy,
-        _seconds(row.ttft_p50),
-        _seconds(row.ttft_p95),
-        _seconds(row.ttft_p99),
-        _times(row.ratio_p95),
-        _seconds(row.whole_p50),
-        _seconds(row.whole_p95),
+        _format_seconds(row.ttft_p50),
+        _format_seconds(row.ttft_p95),
+        _format_seconds(row.ttft_p99),
+        _format_ratio(row.ratio_p95),
+        _format_seconds(row.whole_p50),
+        _format_seconds(row.whole_p95),
         str(row.refused),
         f"{row.first_refused * 100:.2f} %",
         str(row.failed),
-        _seconds(row.wait_p95),
+        _format_seconds(row.wait_p95),
         str(row.loads),
         str(row.preemptions),
         f"{row.jain:.3f}",
     )
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return "never" if math.isinf(value) else "-" if math.isnan(value) else f"{value:.2f}"
 
 
-def _times(value: float) -> str:
+def _format_ratio(value: float) -> str:
     return "-" if math.isnan(value) else "never" if math.isinf(value) else f"{value:.2f}"

@@ -39,12 +39,12 @@ BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
 _MOST_MESSAGE = 4
 
 
-def demand_of(turn: ConversationTurn) -> ResourceDemand:
+def build_demand(turn: ConversationTurn) -> ResourceDemand:
     """Return the facts of a request that a router knows: model, bytes of the prompt, and limit of output tokens."""
     return ResourceDemand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
-def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
+def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
     """Return messages of the right length that begin with the messages of the conversation's earlier turns."""
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
@@ -78,7 +78,7 @@ class ProductionRouter:
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         if isinstance(frame, Generate) and isinstance(self._policy, RoundRobin):
-            self._policy.sent(node)
+            self._policy.count_request(node)
         return self._pool.send(node, frame)
 
     def set_view(self, view: ClusterView) -> None:
@@ -89,20 +89,20 @@ class ProductionRouter:
         """Pass a frame to the dispatcher."""
         self.dispatcher.receive(node, frame)
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Pass the loss of a node to the dispatcher."""
         self.dispatcher.handle_lost_node(node, reason)
 
-    def changed(self, node: NodeId) -> None:
+    def handle_freed_memory(self, node: NodeId) -> None:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
         """Submit a turn as a streaming request to the dispatcher, and consume its stream."""
         job = RequestSpec(
-            demand_of(turn),
+            build_demand(turn),
             turn.key,
             turn.id,
-            messages_of(turn),
+            build_messages(turn),
             GenerationParams(max_tokens=turn.max_tokens, seed=0),  # the simulated answers do not depend on it
             0,
             stream=True,
@@ -117,7 +117,7 @@ class ProductionRouter:
         if request.outcome is not None:
             request.answer.detach()
             self.dispatcher.close(request)
-            self._pool.ended(request.spec.request_id, request.outcome)
+            self._pool.record_end(request.spec.request_id, request.outcome)
 
     def close(self) -> None:
         """Stop the dispatcher, and check that its reservation ledger is consistent."""
@@ -163,16 +163,16 @@ class PeerRouter:
         elif isinstance(frame, Refusal):
             turn, node, tries, refused = self._leave(frame.request)
             if tries >= MAX_TRIES:
-                self._pool.ended(turn.id, frame.refused)
+                self._pool.record_end(turn.id, frame.refused)
                 return
             pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
             self._pool.loop.call_later(pause, self._try, turn, tries + 1, refused | {node})
         elif isinstance(frame, Finished):
-            self._pool.ended(self._leave(frame.request)[0].id, frame)
+            self._pool.record_end(self._leave(frame.request)[0].id, frame)
         elif isinstance(frame, Failed):
-            self._pool.ended(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
+            self._pool.record_end(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Handle the loss of a node. Requests with a first token, or with `MAX_TRIES` tries, fail.
 
         All other requests of the node are retried on another node at once.
@@ -181,7 +181,7 @@ class PeerRouter:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
             if begun or tries >= MAX_TRIES:
-                self._pool.ended(turn.id, RequestFailure(FailureCode.NODE_LOST, reason))
+                self._pool.record_end(turn.id, RequestFailure(FailureCode.NODE_LOST, reason))
             else:
                 self._try(turn, tries + 1, refused | {node})
 
@@ -191,7 +191,7 @@ class PeerRouter:
         self._begun.discard(request)
         return live
 
-    def changed(self, node: NodeId) -> None:
+    def handle_freed_memory(self, node: NodeId) -> None:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
@@ -204,21 +204,21 @@ class PeerRouter:
         if self._sample and len(fresh) > self._sample:
             fresh = self._random.sample(fresh, self._sample)
         if not fresh:
-            self._pool.ended(turn.id, RequestFailure("no_node", "there is no node"))
+            self._pool.record_end(turn.id, RequestFailure("no_node", "there is no node"))
             return
-        demand = demand_of(turn)
+        demand = build_demand(turn)
         draw = self._random.random
-        best = min(fresh, key=lambda node: (*self._policy.score(self._seen(node, demand), demand), draw()))
+        best = min(fresh, key=lambda node: (*self._policy.score(self._build_candidate(node, demand), demand), draw()))
         number = next(self._numbers)
         if isinstance(self._policy, RoundRobin):
-            self._policy.sent(best.id)
+            self._policy.count_request(best.id)
         self._live[number] = (turn, best.id, tries, refused)
         self._on.setdefault(best.id, {})[number] = demand.estimate_prompt_tokens(best.models[turn.model])
         self._pool.send(
             best.id, Generate(number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0)
         )
 
-    def _seen(self, node: NodeView, demand: ResourceDemand) -> Candidate:
+    def _build_candidate(self, node: NodeView, demand: ResourceDemand) -> Candidate:
         model, mine = node.models[demand.model], self._on.get(node.id, {})
         tokens = demand.estimate_prompt_tokens(model)
         wait = (node.engine.queued_tokens + sum(mine.values()) + tokens) / model.prefill_speed
@@ -269,9 +269,9 @@ class OracleRouter:
         elif isinstance(frame, Finished | Failed):
             turn = self._live.pop(frame.request)[0]
             outcome = frame if isinstance(frame, Finished) else RequestFailure(frame.code, frame.message)
-            self._pool.ended(turn.id, outcome)
+            self._pool.record_end(turn.id, outcome)
 
-    def node_gone(self, node: NodeId, reason: str) -> None:
+    def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Restart the requests of a lost node on other nodes. The clairvoyant does not foresee a loss."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
@@ -279,12 +279,14 @@ class OracleRouter:
 
     def submit(self, turn: ConversationTurn) -> None:
         """Place a turn now, or let it wait for memory; fail a turn that fits on no node."""
-        if not any(machine.forecast.ever(turn, self._pool.loop.time()) for machine in self._pool.machines.values()):
-            self._pool.ended(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
+        if not any(
+            machine.forecast.can_ever_hold(turn, self._pool.loop.time()) for machine in self._pool.machines.values()
+        ):
+            self._pool.record_end(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)
 
-    def changed(self, node: NodeId) -> None:
+    def handle_freed_memory(self, node: NodeId) -> None:
         """Try to place the waiting requests on this node only, because they did not fit on any other node before."""
         self._wake(self._ready & {node})
 
@@ -296,7 +298,7 @@ class OracleRouter:
         """Send a turn to the soonest of these nodes that has room. Return whether there was one."""
         machines, now = self._pool.machines, self._pool.loop.time()
         able = [
-            (machine.forecast.first_token(turn, now), number, node)
+            (machine.forecast.estimate_first_token(turn, now), number, node)
             for number, (node, machine) in enumerate(machines.items())
             if node in nodes and turn.model in machine.models
         ]
@@ -338,7 +340,7 @@ NAMES = (
 """Names of all policies except the clairvoyant, which is always included."""
 
 
-def make(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
+def create_router(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
     """Create the router for the policy `name`. Raise `LookupError` unless it is in `NAMES` or is `CLAIRVOYANT`."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from simulation.clock import VirtualLoop
 from simulation.cluster import SimulatedPool
-from simulation.report import RunStatistics, figures_of
-from simulation.routers import CLAIRVOYANT, NAMES, make
-from simulation.scenario import Scenario, ScenarioError, read
-from simulation.workload import draw
+from simulation.report import RunStatistics, compute_statistics
+from simulation.routers import CLAIRVOYANT, NAMES, create_router
+from simulation.scenario import Scenario, ScenarioError, read_scenario
+from simulation.workload import draw_conversations
 
 
-def shipped() -> dict[str, str]:
+def load_scenario_texts() -> dict[str, str]:
     """Return the TOML text of every scenario in the package, by name."""
     folder = resources.files("simulation") / "scenarios"
     return {
@@ -29,21 +29,21 @@ def load(name: str) -> tuple[Scenario, Path]:
 
     Raise `ScenarioError` if there is no such scenario and no such file, or if the scenario is invalid.
     """
-    known = shipped()
+    known = load_scenario_texts()
     if name in known:
-        return read(known[name]), Path()
+        return read_scenario(known[name]), Path()
     path = Path(name)
     if not path.is_file():
         raise ScenarioError(f"{name} is neither a file nor one of {', '.join(known)}")
     try:
-        return read(path.read_text("utf-8")), path.parent
+        return read_scenario(path.read_text("utf-8")), path.parent
     except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{name} cannot be read: {error}") from None
     except ScenarioError as error:
         raise ScenarioError(f"{name}: {error}") from None
 
 
-def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
+def select_policies(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
     """Return the names of the policies to run, the clairvoyant first: the chosen ones, else the scenario's, else all.
 
     Raise `ScenarioError` for an unknown policy.
@@ -55,7 +55,7 @@ def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
     return [CLAIRVOYANT, *(name for name in dict.fromkeys(wanted) if name != CLAIRVOYANT)]
 
 
-def play(
+def run_scenario(
     scenario: Scenario, policy: str, seed: int, folder: Path, log: Callable[[str], None] | None = None
 ) -> tuple[RunStatistics, SimulatedPool]:
     """Run a scenario once under a policy, in virtual time. Return the statistics, and the pool after the run.
@@ -65,9 +65,9 @@ def play(
     """
     loop = VirtualLoop()
     try:
-        pool = SimulatedPool(scenario, draw(scenario, seed, folder), loop, seed, log)
-        loop.run_until_complete(pool.run(make(policy, pool, seed)))
-        return figures_of(policy, pool, scenario.seconds), pool
+        pool = SimulatedPool(scenario, draw_conversations(scenario, seed, folder), loop, seed, log)
+        loop.run_until_complete(pool.run(create_router(policy, pool, seed)))
+        return compute_statistics(policy, pool, scenario.seconds), pool
     finally:
         asyncio.set_event_loop(None)
         loop.close()
@@ -76,11 +76,11 @@ def play(
 def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[RunStatistics]:
     """Run a scenario under all policies in turn, and yield each result when it is complete.
 
-    The ratios of a result are to the first policy, which is the clairvoyant (`policies_of`).
+    The ratios of a result are to the first policy, which is the clairvoyant (`select_policies`).
     """
     best: RunStatistics | None = None
     for policy in policies:
-        row, _ = play(scenario, policy, seed, folder)
+        row, _ = run_scenario(scenario, policy, seed, folder)
         best = best or row
         yield replace(
             row,

@@ -70,7 +70,7 @@ class NodeSpec(_StrictTable, frozen=True):
     disk: str = "3GB"
     """Bytes that the disk reads per second, as a size."""
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the names of these Macs."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
@@ -154,16 +154,16 @@ class Scenario(_StrictTable, frozen=True):
     seed: int = 1
     """Seed for all random choices."""
 
-    def model(self, name: str) -> ModelSpec:
+    def get_model(self, name: str) -> ModelSpec:
         """Return the model of this name, which must be in the scenario."""
         return next(model for model in self.models if model.name == name)
 
-    def node_names(self) -> list[str]:
+    def list_node_names(self) -> list[str]:
         """Return the names of all Macs of the scenario."""
-        return [name for node in self.nodes for name in node.names()]
+        return [name for node in self.nodes for name in node.list_names()]
 
 
-def read(text: str) -> Scenario:
+def read_scenario(text: str) -> Scenario:
     """Parse and check the TOML text of a scenario. Raise `ScenarioError` if the text is invalid."""
     try:
         scenario = msgspec.convert(tomllib.loads(text), Scenario)
@@ -176,16 +176,16 @@ def read(text: str) -> Scenario:
 
 
 def _check(scenario: Scenario) -> None:
-    names = scenario.node_names()
-    _once("node", names)
-    _once("model", [model.name for model in scenario.models])
+    names = scenario.list_node_names()
+    _check_unique("node", names)
+    _check_unique("model", [model.name for model in scenario.models])
     if len(names) > MAX_NODES:
         raise ScenarioError(f"the scenario has {len(names)} nodes, the maximum is {MAX_NODES}")
     known = {model.name for model in scenario.models}
     for model in scenario.models:
-        _size(f"models.{model.name}.weights", model.weights)
-        _size(f"models.{model.name}.kv_per_token", model.kv_per_token)
-        _size(f"models.{model.name}.transient", model.transient)
+        _parse_size(f"models.{model.name}.weights", model.weights)
+        _parse_size(f"models.{model.name}.kv_per_token", model.kv_per_token)
+        _parse_size(f"models.{model.name}.transient", model.transient)
     for node in scenario.nodes:
         _check_node(node, known)
     for number, load in enumerate(scenario.load, 1):
@@ -193,10 +193,10 @@ def _check(scenario: Scenario) -> None:
     for event in scenario.events:
         if event.node not in names:
             raise ScenarioError(f"event at {event.at:g} s: there is no node {event.node!r} among the {len(names)}")
-        _size(f"event at {event.at:g} s: size", event.size)
+        _parse_size(f"event at {event.at:g} s: size", event.size)
 
 
-def _once(what: str, names: Iterable[str]) -> None:
+def _check_unique(what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -207,8 +207,8 @@ def _once(what: str, names: Iterable[str]) -> None:
 def _check_node(node: NodeSpec, known: Collection[str]) -> None:
     if node.chip not in CHIPS:
         raise ScenarioError(f"node {node.name}: chip {node.chip!r} is not one of {', '.join(CHIPS)}")
-    _size(f"node {node.name}: memory", node.memory)
-    _size(f"node {node.name}: disk", node.disk)
+    _parse_size(f"node {node.name}: memory", node.memory)
+    _parse_size(f"node {node.name}: disk", node.disk)
     for model in (*node.models, *node.loaded):
         if model not in known:
             raise ScenarioError(f"node {node.name}: there is no model {model!r}, only {', '.join(sorted(known))}")
@@ -225,13 +225,13 @@ def _check_load(where: str, load: LoadSpec, known: Collection[str]) -> None:
             raise ScenarioError(f"{where}: {name} has least {lengths.least:g} above most {lengths.most:g}")
 
 
-def _size(where: str, text: str) -> int:
+def _parse_size(where: str, text: str) -> int:
     try:
         return parse_size(text)
     except (SettingsError, ValueError) as error:
         raise ScenarioError(f"{where}: {error}") from None
 
 
-def whole(value: float) -> int:
+def round_to_tokens(value: float) -> int:
     """Round a length down to whole tokens, at least 1."""
     return max(1, math.floor(value))

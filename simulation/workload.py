@@ -13,8 +13,8 @@ from statistics import NormalDist
 
 import msgspec
 
-from simulation.mac.hardware import CHIPS, prefill_speed
-from simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
+from simulation.mac.hardware import CHIPS, compute_prefill_speed
+from simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, round_to_tokens
 
 BYTES_PER_TOKEN = 4.0
 """Median of the bytes per prompt token."""
@@ -69,7 +69,7 @@ class _TraceLine(msgspec.Struct, frozen=True):
     session: str = ""
 
 
-def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
+def draw_conversations(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
     """Draw all conversations of a scenario, and return them by start time. Traces are read from `folder`.
 
     Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
@@ -77,24 +77,26 @@ def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversat
     conversations: list[SimulatedConversation] = []
     for number, load in enumerate(scenario.load):
         random = Random(f"{seed} {number}")  # noqa: S311  the draws must be reproducible
-        made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
+        made = (
+            _read_trace(scenario, load, folder, random) if load.trace else _draw_conversations(scenario, load, random)
+        )
         for conversation in made:
             conversations.append(conversation)
             if len(conversations) > MAX_REQUESTS:
                 raise ScenarioError(f"load {number + 1}: more than {MAX_REQUESTS} conversations")
     conversations.sort(key=lambda talk: talk.at)
     for number, conversation in enumerate(conversations):
-        _name(conversation, f"r{number}")
+        _rename_turns(conversation, f"r{number}")
     return conversations
 
 
-def _name(conversation: SimulatedConversation, name: str) -> None:
+def _rename_turns(conversation: SimulatedConversation, name: str) -> None:
     for number, turn in enumerate(conversation.turns):
         turn.rename(name if len(conversation.turns) == 1 else f"{name}.{number}")
 
 
-def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[SimulatedConversation]:
-    pace = load.rate or _pace(scenario, load)
+def _draw_conversations(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[SimulatedConversation]:
+    pace = load.rate or _compute_pace(scenario, load)
     at, end = load.begins, min(scenario.seconds, load.ends or scenario.seconds)
     number = 0
     while pace > 0:
@@ -102,53 +104,58 @@ def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[Simul
             at += random.expovariate(pace / load.bursts)
         if at >= end:
             return
-        yield _conversation(scenario, load, random, at, number)
+        yield _draw_conversation(scenario, load, random, at, number)
         number += 1
 
 
-def _pace(scenario: Scenario, load: LoadSpec) -> float:
+def _compute_pace(scenario: Scenario, load: LoadSpec) -> float:
     """Return the conversations per second that request `share` of the prefill speed of all nodes with the model."""
-    billions = scenario.model(load.model).active
+    billions = scenario.get_model(load.model).active
     speed = sum(
-        prefill_speed(CHIPS[node.chip], billions) * node.count
+        compute_prefill_speed(CHIPS[node.chip], billions) * node.count
         for node in scenario.nodes
         if not node.models or load.model in node.models
     )
-    return load.share * speed / (_mean(load.prompt) * load.turns)
+    return load.share * speed / (_compute_mean(load.prompt) * load.turns)
 
 
-def _mean(lengths: Lengths) -> float:
+def _compute_mean(lengths: Lengths) -> float:
     """Return the mean of the drawn values from 999 quantiles, because the limit `most` changes it."""
     normal = NormalDist()
     drawn = (lengths.median * math.exp(lengths.sigma * normal.inv_cdf(part / 1000)) for part in range(1, 1000))
     return sum(min(lengths.most, max(lengths.least, one)) for one in drawn) / 999
 
 
-def length(lengths: Lengths, random: Random) -> float:
+def draw_length(lengths: Lengths, random: Random) -> float:
     """Draw one value of a distribution."""
     drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
     return min(lengths.most, max(lengths.least, drawn))
 
 
-def _conversation(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> SimulatedConversation:
-    context, conversation = scenario.model(load.model).context, SimulatedConversation(at)
+def _draw_conversation(
+    scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int
+) -> SimulatedConversation:
+    context, conversation = scenario.get_model(load.model).context, SimulatedConversation(at)
     session = f"{load.key}-{load.model}-{number}" if load.turns > 1 else ""
     history: list[tuple[str, int]] = []
     while True:
-        new, output = whole(length(load.prompt, random)), whole(length(load.output, random))
+        new, output = (
+            round_to_tokens(draw_length(load.prompt, random)),
+            round_to_tokens(draw_length(load.output, random)),
+        )
         output = min(output, load.max_tokens or output, context // 4)
         context_left = context - (load.max_tokens or output) - 1 - sum(tokens for _, tokens in history)
         if new > context_left and conversation.turns:
             return conversation
         new = max(1, min(new, context_left))
         history.append((f"{session} {len(history)}", new))
-        conversation.turns.append(_turn(load, history, output, length(load.think, random), session, random))
+        conversation.turns.append(_build_turn(load, history, output, draw_length(load.think, random), session, random))
         history.append((f"{session} {len(history)}", output))
         if random.random() >= 1 - 1 / load.turns:
             return conversation
 
 
-def _turn(
+def _build_turn(
     load: LoadSpec, history: list[tuple[str, int]], output: int, think: float, session: str, random: Random
 ) -> ConversationTurn:
     prompt = sum(tokens for _, tokens in history)
@@ -157,8 +164,8 @@ def _turn(
     return ConversationTurn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
 
 
-def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) -> Iterator[SimulatedConversation]:
-    context, path = scenario.model(load.model).context, folder / load.trace
+def _read_trace(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) -> Iterator[SimulatedConversation]:
+    context, path = scenario.get_model(load.model).context, folder / load.trace
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -173,5 +180,5 @@ def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) ->
         output = max(1, min(one.output, load.max_tokens or one.output, context // 4))
         prompt = max(1, min(one.prompt, context - (load.max_tokens or output) - 1))
         yield SimulatedConversation(
-            load.begins + one.at, [_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)]
+            load.begins + one.at, [_build_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)]
         )

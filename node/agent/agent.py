@@ -101,7 +101,7 @@ class Agent:
             illegal_events=parts.illegal_events,
             timeouts=link_timeouts,
         )
-        parts.links.request_ended.subscribe(self._request_ended)
+        parts.links.request_ended.subscribe(self._handle_ended_request)
 
     @property
     def welcomed(self) -> asyncio.Event:
@@ -128,10 +128,10 @@ class Agent:
         """Abort all links after `slept` seconds of sleep, and dial at once."""
         self._keeper.wake_up(slept)
 
-    def engine_changed(self) -> None:
+    def on_engine_change(self) -> None:
         """Schedule a report and a memory poll, because the supervisor has a new report or state of the engine."""
         self._parts.poll.poll_sooner()
-        self._parts.lease_manager.engine_changed()
+        self._parts.lease_manager.on_engine_change()
         self._notify_ready()
         self._parts.reporter.send_soon()
 
@@ -146,7 +146,7 @@ class Agent:
     def _forward_to_engine(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         request, kind = head_of(body), TAGS[tag]
         if not self._parts.sharing.sharing_state.shared and kind is not UnloadModel:
-            link.send(Refusal(request, self._paused_refusal()))
+            link.send(Refusal(request, self._build_paused_refusal()))
             return
         link.requests.add(request)
         encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
@@ -158,7 +158,7 @@ class Agent:
             case Cancel():
                 parts.links.cancel(frame.request)
                 self._cancel_in_engine(frame.request)
-                self._keeper.request_ended()
+                self._keeper.handle_ended_request()
             case Ping():
                 parts.reporter.answer_ping(frame.nonce)
             case Welcome():
@@ -189,18 +189,18 @@ class Agent:
             self._parts.lease_manager.resend_ends()
             self._notify_ready()
 
-    def _paused_refusal(self) -> Refused:
+    def _build_paused_refusal(self) -> Refused:
         """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
         sharing = self._parts.sharing
         text = f"this Mac accepts no requests: {sharing.sharing_state.why}"
-        return Refused(RefusalCode.DRAINING, text, None, sharing.retry_after(), self._name)
+        return Refused(RefusalCode.DRAINING, text, None, sharing.compute_retry_after(), self._name)
 
     # requests
 
     def _cancel_in_engine(self, request: int) -> None:
         self._parts.supervisor.send(encode(Cancel(request)), Cancel, request)
 
-    def _request_ended(self) -> None:
+    def _handle_ended_request(self) -> None:
         if not self._parts.sharing.sharing_state.shared:
             self._parts.sharing.update_now()
 

@@ -65,7 +65,7 @@ class DiscoveredService:
         return tuple(f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}" for ip in self.addresses)
 
 
-async def find(
+async def find_services(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
     """Search the LAN by Bonjour for at most `seconds`, or until SETTLE_SECONDS after the first record.
@@ -150,24 +150,26 @@ class _Search:
         self._first.set()
 
 
-async def locate(
+async def locate_coordinator(
     identity: NodeIdentity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
-    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find`.
+    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
     """
 
-    async def proven(address: str) -> bool:
+    async def is_proven(address: str) -> bool:
         return await proves_itself(identity, address)
 
-    async def announced() -> str | None:
-        services = await find(seconds, identity.cluster, interfaces=interfaces)
-        return await first_proven(_without([one for found in services for one in found.candidates], besides), proven)
+    async def find_announced() -> str | None:
+        services = await find_services(seconds, identity.cluster, interfaces=interfaces)
+        return await find_first_proven(
+            _exclude([one for found in services for one in found.candidates], besides), is_proven
+        )
 
-    known = _without(identity.addresses, besides)
-    ways = [asyncio.ensure_future(way) for way in (first_proven(known, proven), announced())]
+    known = _exclude(identity.addresses, besides)
+    ways = [asyncio.ensure_future(way) for way in (find_first_proven(known, is_proven), find_announced())]
     try:
         for way in asyncio.as_completed(ways):
             address = await way
@@ -180,14 +182,14 @@ async def locate(
     return None
 
 
-def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
+def _exclude(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
     return [address for address in addresses if address not in besides]
 
 
-async def first_proven(
-    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER_SECONDS
+async def find_first_proven(
+    candidates: Sequence[str], is_proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER_SECONDS
 ) -> str | None:
-    """Check addresses in parallel with `proven`. Return the first that passes; None if all fail.
+    """Check addresses in parallel with `is_proven`. Return the first that passes; None if all fail.
 
     The check of an address starts `stagger` seconds after that of the previous address, or at once after a failed
     check.
@@ -198,7 +200,7 @@ async def first_proven(
         while waiting or running:
             if waiting:
                 address = waiting.pop(0)
-                running[asyncio.ensure_future(_truth(proven, address))] = address
+                running[asyncio.ensure_future(_await_proof(is_proven, address))] = address
             done, _ = await asyncio.wait(
                 running, timeout=stagger if waiting else None, return_when=asyncio.FIRST_COMPLETED
             )
@@ -212,5 +214,5 @@ async def first_proven(
     return None
 
 
-async def _truth(proven: Callable[[str], Awaitable[bool]], address: str) -> bool:
-    return await proven(address)
+async def _await_proof(is_proven: Callable[[str], Awaitable[bool]], address: str) -> bool:
+    return await is_proven(address)

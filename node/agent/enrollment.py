@@ -25,19 +25,19 @@ from node.agent.identity import (
     IdentityError,
     IdentityMismatch,
     NodeIdentity,
-    authority_context,
-    client_context,
-    create,
-    install,
+    create_authority_context,
+    create_client_context,
+    install_certificate,
     load_identity,
     needs_renewal,
     new_csr,
     new_request,
     prove_identity,
     proves_coordinator,
-    remember,
+    store_address,
+    store_identity,
 )
-from node.agent.machine_id import machine_id
+from node.agent.machine_id import compute_machine_id
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import PROTOCOL, JoinToken, commitment, request_mac, short_code, token_key, valid_id
@@ -52,17 +52,17 @@ __all__ = [
     "IdentityMismatch",
     "NodeIdentity",
     "PinMismatch",
-    "client_context",
+    "compute_machine_id",
+    "create_client_context",
     "enroll",
-    "install",
+    "install_certificate",
     "load_identity",
-    "machine_id",
     "needs_renewal",
     "new_csr",
     "parse_address",
     "proves_coordinator",
     "proves_itself",
-    "remember",
+    "store_address",
 ]
 
 DEFAULT_PORT = 8081
@@ -139,7 +139,7 @@ async def enroll(
         )
     request = new_request(name)
     nonce = secrets.token_bytes(16)
-    async with _connect(host, port, _trusting(authority)) as line:
+    async with _connect(host, port, _create_trusting_context(authority)) as line:
         if not proves_coordinator(line.tls, authority.cluster):
             raise CoordinatorUnreachable(f"{host}:{port} has a certificate that is not a coordinator's")
         await line.send(EnrollStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
@@ -151,15 +151,15 @@ async def enroll(
         enrolled = (
             await _with_token(line, enrol, token) if token else await _with_code(line, enrol, nonce, again, on_code)
         )
-    identity = create(folder, request, enrolled.certificate, authority.cluster, authority.ca, machine)
-    return remember(identity, _written(host, port))
+    identity = store_identity(folder, request, enrolled.certificate, authority.cluster, authority.ca, machine)
+    return store_address(identity, _format_address(host, port))
 
 
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate."""
     try:
         host, port = parse_address(address)
-        async with _connect(host, port, client_context(identity)) as line:
+        async with _connect(host, port, create_client_context(identity)) as line:
             return proves_coordinator(line.tls, identity.cluster)
     except EnrollError:
         return False
@@ -198,9 +198,9 @@ async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
     return authority
 
 
-def _trusting(authority: EnrollAuthority) -> ssl.SSLContext:
+def _create_trusting_context(authority: EnrollAuthority) -> ssl.SSLContext:
     try:
-        return authority_context(authority.ca)
+        return create_authority_context(authority.ca)
     except (ssl.SSLError, ValueError):
         raise CoordinatorUnreachable("the coordinator sent no certificate authority") from None
 
@@ -238,7 +238,7 @@ class _EnrollConnection:
 
 @asynccontextmanager
 async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenerator[_EnrollConnection]:
-    where = _written(host, port)
+    where = _format_address(host, port)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
@@ -252,7 +252,7 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
         raise CoordinatorUnreachable(f"{where} did not answer in time") from None
     except OSError as error:
         raise CoordinatorUnreachable(
-            f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
+            f"{where} cannot be reached: {error.strerror or error}{_explain_unreachable(error)}; "
             "is `cluster up` running there, and is this its address for nodes?"
         ) from None
     finally:
@@ -260,15 +260,16 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
             writer.transport.abort()
 
 
-def _hint(error: OSError) -> str:
-    """Return a hint for the errno of a program without the local-network permission on macOS 15 and later.
+def _explain_unreachable(error: OSError) -> str:
+    """Return a hint if the errno is that of a program without the local-network permission on macOS 15 and later; else
+    an empty text.
 
-    That errno covers the whole LAN.
+    All addresses of the LAN fail with that errno.
     """
     if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
         return " (allow this program under System Settings, Privacy & Security, Local Network)"
     return ""
 
 
-def _written(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

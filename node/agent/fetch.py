@@ -32,21 +32,21 @@ class FetchAnswers:
     def answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
         """Answer a fetch request on its link, with an error chunk if this node cannot provide the object."""
         if request.what == "logs":
-            link.send_background(pieces(request, self._log_file, lines=True))
+            link.send_background(read_chunks(request, self._log_file, lines=True))
         elif request.what == "metrics":
-            link.send(FetchChunk(request.number, msgspec.msgpack.encode(self._measures()), last=True))
-        elif request.what.startswith(PREFIX) and (made := self._lease_manager.artifact(request.what)):
-            link.send_background(pieces(request, made))
+            link.send(FetchChunk(request.number, msgspec.msgpack.encode(self._read_measures()), last=True))
+        elif request.what.startswith(PREFIX) and (made := self._lease_manager.find_artifact(request.what)):
+            link.send_background(read_chunks(request, made))
         else:
             link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.what!r}"))
 
-    def _measures(self) -> NodeMeasures:
+    def _read_measures(self) -> NodeMeasures:
         report = self._supervisor.reports.latest
         gate = report.measures if report else GateMeasures()
         return NodeMeasures(gate, time.process_time(), measure_footprint((os.getpid(),)) or 0)
 
 
-def _line_start(file: BinaryIO, position: int) -> int:
+def _find_line_start(file: BinaryIO, position: int) -> int:
     """Return the first start of a line at or after `position` of a log, or `position` where no line begins."""
     if position <= 0:
         return 0
@@ -56,7 +56,7 @@ def _line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
-def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
+def read_chunks(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
     """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
     error chunk.
 
@@ -67,7 +67,7 @@ def pieces(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterato
             size = file.seek(0, 2)
             start = max(0, size + request.offset) if request.offset < 0 else request.offset
             if lines and request.offset < 0:
-                start = _line_start(file, start)
+                start = _find_line_start(file, start)
             start = 0 if start > size else start  # the log was rotated since the last request
             end = min(size, start + request.limit)
             file.seek(start)

@@ -102,7 +102,7 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
     try:
         pem = (folder / "node.pem").read_bytes()
         key = load_pem_private_key(pem, None)
-        certificate = _certificate_in(folder / "node.pem")
+        certificate = _read_certificate(folder / "node.pem")
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm):
         return b"", b""
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -124,7 +124,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
         raise IdentityError(f"{folder / 'identity.json'} cannot be read: {error.strerror}") from None
     try:
         kept = msgspec.json.decode(content, type=_StoredIdentity)
-        certificate = _certificate_in(folder / "node.pem")
+        certificate = _read_certificate(folder / "node.pem")
         uri = read_certificate(certificate).uri
     except (OSError, ValueError, TypeError) as error:
         raise IdentityError(f"the identity in {folder} is damaged ({error}): join again") from None
@@ -149,7 +149,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     )
 
 
-def create(
+def store_identity(
     folder: Path, request: CertificateRequest, certificate: bytes, cluster: str, ca: bytes, machine: str
 ) -> NodeIdentity:
     """Store the identity that the coordinator issued in a folder, and return it.
@@ -165,31 +165,31 @@ def create(
     if peer is None or peer.node is None or peer.cluster != cluster:
         raise IdentityError("the coordinator sent a certificate that names no node of its cluster")
     identity = NodeIdentity(cluster, peer.node, parsed.name, machine, create_private_folder(folder), certificate, ca)
-    _keep_certificate(identity, request.key, certificate)
-    _keep(identity)
+    _write_certificate(identity, request.key, certificate)
+    _write_identity(identity)
     return identity
 
 
-def forget(folder: Path) -> None:
+def delete_identity(folder: Path) -> None:
     """Remove the identity stored in a folder, key first. Do nothing if there is none. Raise OSError on failure."""
     for name in ("node.pem", "next.key", "identity.json"):
         (folder / name).unlink(missing_ok=True)
 
 
-def remember(identity: NodeIdentity, address: str) -> NodeIdentity:
+def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity."""
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
-        _keep(after)
+        _write_identity(after)
     return after
 
 
-def forget_address(identity: NodeIdentity, address: str) -> NodeIdentity:
+def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Remove the stored address of a superseded coordinator. Return the new identity."""
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
-        _keep(after)
+        _write_identity(after)
     return after
 
 
@@ -199,22 +199,22 @@ def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> No
     if generation <= identity.generation:
         return identity
     after = replace(identity, generation=generation, seal=seal)
-    _keep(after)
+    _write_identity(after)
     return after
 
 
-def client_context(identity: NodeIdentity) -> ssl.SSLContext:
+def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:
     """Return the TLS context of the link: TLS 1.3, the certificate of this node, only the cluster's CA.
 
     The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise OSError
     or ssl.SSLError if the certificate cannot be loaded.
     """
-    context = authority_context(identity.ca)
+    context = create_authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")
     return context
 
 
-def authority_context(ca: bytes) -> ssl.SSLContext:
+def create_authority_context(ca: bytes) -> ssl.SSLContext:
     """Return a client's TLS context that trusts only one CA (DER).
 
     Host names are not checked, because addresses change: the URI in the SAN identifies the peer. Raise ssl.SSLError or
@@ -251,7 +251,7 @@ def new_csr(identity: NodeIdentity) -> bytes:
     return request.csr
 
 
-def install(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
+def install_certificate(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     """Store the renewed certificate (DER) with the key that `new_csr` created. Return the new identity.
 
     Raise IdentityError if no certificate was requested, or this one is not for the node and that key.
@@ -261,12 +261,12 @@ def install(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
         key = pending.read_bytes()
     except OSError:
         raise IdentityError("received a certificate that was not requested") from None
-    _keep_certificate(identity, key, certificate)
+    _write_certificate(identity, key, certificate)
     pending.unlink()
     return replace(identity, certificate=certificate)
 
 
-def _keep(identity: NodeIdentity) -> None:
+def _write_identity(identity: NodeIdentity) -> None:
     kept = _StoredIdentity(
         identity.cluster,
         identity.node,
@@ -280,7 +280,7 @@ def _keep(identity: NodeIdentity) -> None:
     write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
 
 
-def _keep_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) -> None:
+def _write_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) -> None:
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         parsed.verify_directly_issued_by(x509.load_der_x509_certificate(identity.ca))
@@ -295,5 +295,5 @@ def _keep_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) ->
     write_private(identity.folder / "node.pem", key + parsed.public_bytes(Encoding.PEM))
 
 
-def _certificate_in(path: Path) -> bytes:
+def _read_certificate(path: Path) -> bytes:
     return x509.load_pem_x509_certificate(path.read_bytes()).public_bytes(Encoding.DER)

@@ -21,12 +21,12 @@ from node.agent.connection import CoordinatorLink, dial
 from node.agent.identity import (
     NodeIdentity,
     adopt_generation,
-    client_context,
-    forget_address,
-    install,
+    create_client_context,
+    install_certificate,
     needs_renewal,
     new_csr,
-    remember,
+    remove_address,
+    store_address,
 )
 from node.agent.link_state import LinkLife, LinkState
 from node.agent.links import CoordinatorLinks
@@ -97,7 +97,7 @@ class LinkKeeper:
         self._illegal_events = illegal_events
         self._timeouts = timeouts
         self._instance = uuid.uuid4().hex
-        self._context = client_context(identity)
+        self._context = create_client_context(identity)
         self._life = LinkLife()
         self._changed = asyncio.Event()
         self._superseded: dict[str, float] = {}
@@ -107,7 +107,7 @@ class LinkKeeper:
         self._tasks: set[asyncio.Task[None]] = set()
         self.welcomed = asyncio.Event()
         """Set when the coordinator has accepted a link for the first time."""
-        links.request_ended.subscribe(self.request_ended)
+        links.request_ended.subscribe(self.handle_ended_request)
 
     @property
     def name(self) -> str:
@@ -161,7 +161,7 @@ class LinkKeeper:
         self._links.abort_all(f"this machine slept for {slept:.0f} s")
         self._apply(link_state.WokeUp())
 
-    def request_ended(self) -> None:
+    def handle_ended_request(self) -> None:
         """Continue `stop` if the last request has ended."""
         if self._draining:
             self._changed.set()
@@ -175,7 +175,7 @@ class LinkKeeper:
             return False
         self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
         for address in reversed((link.address, *welcome.addresses)):
-            self._identity = remember(self._identity, address)
+            self._identity = store_address(self._identity, address)
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
         self._links.accept(link)
         self._apply(link_state.LinkAccepted())
@@ -195,8 +195,8 @@ class LinkKeeper:
 
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and open a second link with it."""
-        self._identity = install(self._identity, renewed.certificate)
-        self._context = client_context(self._identity)
+        self._identity = install_certificate(self._identity, renewed.certificate)
+        self._context = create_client_context(self._identity)
         log.info("certificate renewed")
         self._spawn(self._connect_again())
 
@@ -204,7 +204,7 @@ class LinkKeeper:
         """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._superseded[link.address] = asyncio.get_running_loop().time()
-        self._identity = forget_address(self._identity, link.address)
+        self._identity = remove_address(self._identity, link.address)
         link.close()
         self._changed.set()
 
@@ -225,7 +225,7 @@ class LinkKeeper:
         try:
             await asyncio.wait({connecting, left}, return_when=asyncio.FIRST_COMPLETED)
             connected = connecting.done() and connecting.result()
-            self._apply(link_state.LinkOpened() if connected else link_state.DialFailed(_jitter()))
+            self._apply(link_state.LinkOpened() if connected else link_state.DialFailed(_draw_jitter()))
         finally:
             connecting.cancel()
             left.cancel()
@@ -237,7 +237,7 @@ class LinkKeeper:
         besides = {address for address, at in self._superseded.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)
         for address in (last, None):
-            where = address or await discovery.locate(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
+            where = address or await discovery.locate_coordinator(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
             if where is None or self._life.state is LinkState.STOPPED:
                 return False
             try:
@@ -248,9 +248,9 @@ class LinkKeeper:
             if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):
                 link.close()
                 return False
-            self._identity = remember(self._identity, where)
+            self._identity = store_address(self._identity, where)
             self._links.add(link)
-            link.send(self._hello(takeover))
+            link.send(self._build_hello(takeover))
             return True
         return False
 
@@ -258,9 +258,9 @@ class LinkKeeper:
         await self._connect(takeover=True)
 
     def _new_link(self, address: str) -> CoordinatorLink:
-        return CoordinatorLink(address, self._identity.cluster, self._receive, self._lost)
+        return CoordinatorLink(address, self._identity.cluster, self._receive, self._handle_lost_link)
 
-    def _hello(self, takeover: bool) -> Hello:
+    def _build_hello(self, takeover: bool) -> Hello:
         identity = self._identity
         return Hello(
             protocol=PROTOCOL,
@@ -285,7 +285,7 @@ class LinkKeeper:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
                 link = None
             if link is None:
-                self._apply(link_state.LinkClosed(_jitter()))
+                self._apply(link_state.LinkClosed(_draw_jitter()))
                 return
             await self._wait_changed(self._timeouts.silence - silent)
             self._renew_if_due()
@@ -295,7 +295,7 @@ class LinkKeeper:
             self._renewing = True
             self._links.send(RenewCertificate(new_csr(self._identity)))
 
-    def _lost(self, link: CoordinatorLink, reason: str) -> None:
+    def _handle_lost_link(self, link: CoordinatorLink, reason: str) -> None:
         for request in link.requests:
             self._cancel(request)
         if link is self._links.current:
@@ -329,5 +329,5 @@ class LinkKeeper:
         task.add_done_callback(self._tasks.discard)
 
 
-def _jitter() -> float:
+def _draw_jitter() -> float:
     return random.uniform(0.5, 1.5)  # noqa: S311  no secret

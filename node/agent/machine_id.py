@@ -15,17 +15,21 @@ from pathlib import Path
 _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
-def machine_id(override: str = "") -> str:
+def compute_machine_id(override: str = "") -> str:
     """Return the id of this machine: 32 hex digits of a hash of the platform's machine id.
 
     Without a platform id, the MAC address is hashed. `override` (setting `node.machine`) replaces both if not empty,
     for several nodes on one machine.
     """
-    raw = override or (_platform_uuid() if sys.platform == "darwin" else _linux_id()) or f"mac:{uuid.getnode():x}"
+    raw = (
+        override
+        or (_read_platform_uuid() if sys.platform == "darwin" else _read_linux_id())
+        or f"mac:{uuid.getnode():x}"
+    )
     return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]
 
 
-def _platform_uuid() -> str:
+def _read_platform_uuid() -> str:
     try:
         listing = subprocess.run(
             ["/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"],
@@ -36,16 +40,16 @@ def _platform_uuid() -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return platform_uuid_in(listing)
+    return parse_platform_uuid(listing)
 
 
-def platform_uuid_in(listing: str) -> str:
+def parse_platform_uuid(listing: str) -> str:
     """Return IOPlatformUUID from the output of `ioreg`; empty if it is missing."""
     match = re.search(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]{36})"', listing)
     return match[1] if match else ""
 
 
-def _linux_id() -> str:
+def _read_linux_id() -> str:
     for path in _LINUX:
         try:
             text = path.read_text().strip()

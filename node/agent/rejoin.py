@@ -27,7 +27,7 @@ class OtherClusterError(Exception):
     """Error: this machine is a node of another cluster than the one to join."""
 
 
-def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
+def load_known_identity(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
     """Return the identity in a folder to use; None if a new one must be created. `machine` is the machine id.
 
     Raise IdentityError for an unusable identity without a token to replace it. Raise OtherClusterError if the identity
@@ -40,7 +40,7 @@ def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity |
             raise
         log.warning("identity discarded", why=str(error))
         return None
-    if found is not None and token is not None and not _same(found, token):
+    if found is not None and token is not None and not _is_same_cluster(found, token):
         raise OtherClusterError(
             f"this machine is a node of another cluster ({found.cluster}): run `cluster leave` and join "
             "again, or use another folder with --state"
@@ -48,5 +48,5 @@ def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity |
     return found
 
 
-def _same(identity: NodeIdentity, token: JoinToken) -> bool:
+def _is_same_cluster(identity: NodeIdentity, token: JoinToken) -> bool:
     return hmac.compare_digest(hashlib.sha256(identity.ca).digest(), token.pin)

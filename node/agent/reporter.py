@@ -72,23 +72,23 @@ class Reporter:
         loop = asyncio.get_running_loop()
         self._sequence += 1
         self._reported_at = loop.time()
-        self._last_report_key = self._report_key()
+        self._last_report_key = self._compute_report_key()
         snapshot = self._supervisor.reports.latest
         if snapshot is not None:
             self._models = snapshot.models
         link.send(
-            within_bounds(
+            shorten_report(
                 Report(
                     sequence=self._sequence,
-                    memory=self._memory(),
+                    memory=self._build_memory(),
                     engine=self._supervisor.state,
-                    models=snapshot.models if snapshot else self._resting_models(),
+                    models=snapshot.models if snapshot else self._list_resting_models(),
                     acked_seq=snapshot.acked_seq if snapshot else 0,
                     draining=self._draining or not self._sharing.sharing_state.shared,
                     ping=self._ping,
                     system=self._poll.build_system_memory(),
                     enforcement=self._poll.build_enforcement(),
-                    video=self._video(),
+                    video=self._build_video_state(),
                     sharing=self._sharing.to_report(),
                     illegal_events=self._illegal_events.count,
                 )
@@ -101,7 +101,7 @@ class Reporter:
 
     def send_soon(self) -> None:
         """Schedule a report if a value has changed that concerns the coordinator. Generated tokens do not."""
-        if self._links.current is not None and self._last_report_key != self._report_key():
+        if self._links.current is not None and self._last_report_key != self._compute_report_key():
             now = asyncio.get_running_loop().time()
             self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
@@ -121,16 +121,16 @@ class Reporter:
         state = self._supervisor.state
         return state.running + state.waiting > 0 or self._lease_manager.holding
 
-    def _report_key(self) -> tuple[object, ...]:
+    def _compute_report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
         state, snapshot = self._supervisor.state, self._supervisor.reports.latest
         ceiling = snapshot.memory.ceiling if snapshot else 0
         models = snapshot.models if snapshot else ()
         loaded = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
         acked = snapshot.acked_seq if snapshot else 0
-        video = self._video()
+        video = self._build_video_state()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
-        leases = self._lease_manager.report_key()
+        leases = self._lease_manager.compute_report_key()
         return (
             state.state,
             state.running,
@@ -143,11 +143,11 @@ class Reporter:
             offered,
         )
 
-    def _video(self) -> VideoState:
+    def _build_video_state(self) -> VideoState:
         ray = self._ray
-        return replace(self._lease_manager.video(), ray=ray.node, ray_cause=ray.cause, allowed=ray.allowed)
+        return replace(self._lease_manager.build_video_state(), ray=ray.node, ray_cause=ray.cause, allowed=ray.allowed)
 
-    def _memory(self) -> Memory:
+    def _build_memory(self) -> Memory:
         """Return the memory values of the engine's gate.
 
         Without an engine only the limits are set, and no request fits.
@@ -166,7 +166,7 @@ class Reporter:
             total=self._hardware.memory,
         )
 
-    def _resting_models(self) -> tuple[Model, ...]:
+    def _list_resting_models(self) -> tuple[Model, ...]:
         """Return the models that this Mac can serve again after its engine was replaced to release memory.
 
         A request for such a model is asked to retry later, instead of failing as an unknown model.
@@ -176,7 +176,7 @@ class Reporter:
         return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
 
 
-def within_bounds(report: Report) -> Report:
+def shorten_report(report: Report) -> Report:
     """Return the report, shortened to MAX_MODELS models and MAX_REPORT_BYTES bytes if it is longer.
 
     Models that are not loaded are removed first.

@@ -31,12 +31,12 @@ class SharingEffects:
         self.changed = Notifier()
         """Notifies after each changed decision."""
 
-    def occupancy(self) -> Occupancy:
+    def read_occupancy(self) -> Occupancy:
         """Return the present use of this node: open requests, leased memory, and whether the engine rests."""
         return Occupancy(self._links.open_requests, self._lease_manager.holding, self._supervisor.resting)
 
-    def sharing_changed(self, sharing: SharingState) -> None:
-        """Notify `on_sharing` and the coordinator of a new decision whether this Mac accepts work."""
+    def on_sharing_change(self, sharing: SharingState) -> None:
+        """Notify `on_sharing` and the subscribers of `changed` of a new decision whether this Mac accepts work."""
         self._on_sharing("" if sharing.shared else sharing.why)
         self.changed.notify()
 

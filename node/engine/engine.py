@@ -139,7 +139,7 @@ class TextEngine:
         work = preparer.count_tokens(frame) if isinstance(frame, CountTokens) else preparer.prepare(frame)
         return TokenizeResult(frame.request, work)
 
-    def running_call(self) -> NativeCall | None:
+    def read_running_call(self) -> NativeCall | None:
         """Return the running native call; None if none runs."""
         return self.parts.forwards.call
 

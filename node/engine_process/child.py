@@ -110,7 +110,7 @@ class EngineChild(asyncio.Protocol):
         if self.transport is not None and not self.stop_requested and not self.transport.is_closing():
             self.transport.write(encoded)
 
-    def unsent(self) -> int:
+    def count_unsent_bytes(self) -> int:
         """Return the bytes that wait in the agent because the child has not read them."""
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
@@ -125,11 +125,11 @@ class EngineChild(asyncio.Protocol):
         """Store the answer to the last ping, which arrived at `now`."""
         self.pinged, self.pong, self.ponged = None, pong, now
 
-    def silent_seconds(self, now: float) -> float:
+    def measure_silence(self, now: float) -> float:
         """Return the seconds since the ping that is not answered yet; 0 without one."""
         return 0.0 if self.pinged is None else now - self.pinged
 
-    def call_until(self, factor: float) -> float:
+    def compute_call_deadline(self, factor: float) -> float:
         """Return the time from which the native call in progress exceeds `factor` times its expected duration, by the
         last pong; 0 without a call."""
         return self.ponged - self.pong.busy + factor * self.pong.expected if self.pong.expected else 0.0
@@ -141,7 +141,7 @@ class EngineChild(asyncio.Protocol):
         """
         now = time.monotonic()
         busy = self.pong.busy + (now - self.ponged) if self.pong.busy else 0.0
-        waits = timeouts.exit_timeouts(urgency, busy, self.pong.expected)
+        waits = timeouts.choose_exit_timeouts(urgency, busy, self.pong.expected)
         if self.exit_task is not None:
             if now + waits.total >= self.killed_at:
                 return

@@ -24,7 +24,7 @@ OPENBLAS = (
 """Paths of OpenBLAS in Linux distributions."""
 
 
-def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
+def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
     """Return the environment variables of an engine process, based on `inherited`.
 
     `scratch` is the folder for temporary files, which is created; profiles are stored next to it. `blas` is the value
@@ -36,12 +36,12 @@ def engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -
     if not sys.platform.startswith("linux"):
         return environment
     environment |= MALLOC
-    library = openblas() if blas == "auto" else None
+    library = find_openblas() if blas == "auto" else None
     if library is not None:
         environment["LD_PRELOAD"] = " ".join(filter(None, [inherited.get("LD_PRELOAD"), library]))
     return environment
 
 
-def openblas() -> str | None:
+def find_openblas() -> str | None:
     """Return the path of the installed OpenBLAS library; None if none of the OPENBLAS paths exists."""
     return next((path for path in OPENBLAS if os.path.exists(path)), None)

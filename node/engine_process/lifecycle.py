@@ -291,7 +291,7 @@ def _apply(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step
         case LeaksExceeded():
             return replace(life, stage=EngineStage.FAILED, cause=event.cause), (StateChanged(),)
         case RestRequested():
-            return _rest(life)
+            return _begin_rest(life)
         case WakeRequested():
             return _wake(life)
         case StopRequested():
@@ -338,13 +338,13 @@ def _apply_exit(life: EngineLife, child: ChildLife, event: ChildExited, timeouts
     after = replace(after, failures=1 if event.healthy else life.failures + 1)
     if life.stopping:
         return replace(after, stage=EngineStage.RESTARTING), ()
-    delay = timeouts.restart_delay(after.failures)
+    delay = timeouts.compute_restart_delay(after.failures)
     stage = EngineStage.RESTARTING if delay < timeouts.longest else EngineStage.FAILED
     after = replace(after, stage=stage, cause=event.cause, restarts=life.restarts + 1)
     return after, (StateChanged(), WaitForRestart(delay))
 
 
-def _rest(life: EngineLife) -> Step:
+def _begin_rest(life: EngineLife) -> Step:
     """Replace a child that has loaded a model or will load one, because only that returns its memory."""
     resting, child = replace(life, resting=True), life.child
     if child is None or child.resting:
@@ -384,11 +384,11 @@ def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrge
 def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
     """Return the refusal of a request that the engine cannot accept now."""
     cause = f", it ended: {life.cause}" if life.cause else ""
-    wait = timeouts.restart_delay(max(1, life.failures)) + 1.0
+    wait = timeouts.compute_restart_delay(max(1, life.failures)) + 1.0
     return Refused(RefusalCode.NOT_READY, f"the engine is {life.stage}{cause}", None, wait)
 
 
-def event_of_report(report: EngineReport, *, busy: bool) -> ChildReported:
+def make_report_event(report: EngineReport, *, busy: bool) -> ChildReported:
     """Return the event of a report. `busy`: a request is open, running or waiting."""
     return ChildReported(
         armed=report.memory.cap > 0,  # a report before the limits arrived has no cap, and its gate is closed

@@ -66,7 +66,7 @@ class OpenRequests:
         """Forward a frame of the engine with the tokens of a step."""
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
 
-    def forward(self, kind: type[Frame], tag: int, body: bytes) -> None:
+    def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
         """Forward a frame of the engine about one request. A frame that ends the request removes it."""
         request = head_of(body)
         if kind is not Admitted:

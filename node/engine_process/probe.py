@@ -20,17 +20,17 @@ class EngineProbe:
         """Monotonic time in seconds from which the native call in progress is too long, by the last pong; 0 without a
         call."""
         child = self._child()
-        return 0.0 if child is None else child.call_until(self._timeouts.turn_factor)
+        return 0.0 if child is None else child.compute_call_deadline(self._timeouts.turn_factor)
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Read the kernel's high-water marks of the child's footprint; unknown without a child."""
         child = self._child()
-        return HighWaterMarks() if child is None else child.sensor.highs()
+        return HighWaterMarks() if child is None else child.sensor.read_high_water_marks()
 
-    def phys(self) -> MemoryReading:
+    def read_footprint(self) -> MemoryReading:
         """Read the footprint of the child now; unknown without a child."""
         child = self._child()
-        return MemoryReading(None, "no engine", time.monotonic()) if child is None else child.sensor.phys()
+        return MemoryReading(None, "no engine", time.monotonic()) if child is None else child.sensor.read_footprint()
 
     def ping(self) -> None:
         """Ping the child now, unless an answer is pending. The answer updates `call_until`. Do nothing without a

@@ -38,7 +38,7 @@ class Quarantine:
             text += ", for the second time: loading the model is blocked for 10 minutes"
         return text
 
-    def bans(self, now: float) -> tuple[ModelBan, ...]:
+    def list_bans(self, now: float) -> tuple[ModelBan, ...]:
         """Return the models that are in quarantine at `now`, with the remaining seconds and the cause."""
         cause = f"the engine crashed {MAX_CRASHES} times in its load, template, tokenizer or forward pass"
         return tuple(ModelBan(model, until - now, cause) for model, until in self._until.items() if until > now)

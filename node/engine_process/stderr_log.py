@@ -25,7 +25,7 @@ class EngineLog:
     def open(self) -> int:
         """Rotate a long log, open the log to append, and return its file descriptor. Raise OSError if that fails."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self.size() > MAX_LOG_BYTES:
+        if self.measure_size() > MAX_LOG_BYTES:
             self._path.replace(self._older)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
@@ -34,7 +34,7 @@ class EngineLog:
 
         Output that the engine writes at this moment may be lost. Errors are ignored.
         """
-        if self.size() <= MAX_LOG_BYTES:
+        if self.measure_size() <= MAX_LOG_BYTES:
             return
         with suppress(OSError), self._path.open("r+b") as file:
             beside = os.open(self._older, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -47,13 +47,13 @@ class EngineLog:
     def _older(self) -> Path:
         return self._path.with_suffix(self._path.suffix + ".1")
 
-    def size(self) -> int:
+    def measure_size(self) -> int:
         """Return the length of the log in bytes; 0 without a file."""
         with suppress(OSError):
             return self._path.stat().st_size
         return 0
 
-    def tail(self, start: int) -> str:
+    def read_tail(self, start: int) -> str:
         """Return the last TAIL_LINES lines after byte `start`, joined by ` | `, without lines of level info.
 
         Return an empty text if there are none or the log cannot be read.

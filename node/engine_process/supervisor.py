@@ -32,7 +32,7 @@ from host.exit_status import describe_exit
 from node.engine.process.crash_recorder import CrashRecord
 from node.engine_process import lifecycle
 from node.engine_process.child import EXIT_AFTER_CLOSE_SECONDS, ChildCommand, EngineChild, start_child
-from node.engine_process.environment import engine_environment
+from node.engine_process.environment import build_engine_environment
 from node.engine_process.lifecycle import EndChild, EngineLife, StateChanged, WaitForRestart
 from node.engine_process.open_requests import ENDS, OpenRequests
 from node.engine_process.orders import EngineOrders, EngineReports
@@ -40,7 +40,7 @@ from node.engine_process.probe import EngineProbe
 from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import SupervisorTimeouts
-from node.engine_process.wired_check import WiredCheck, weights_of
+from node.engine_process.wired_check import WiredCheck, sum_weights
 from node.illegal_events import IllegalEvents
 from node.memory.wired_leak import WiredReadings
 from node.settings import NodeSettings
@@ -190,7 +190,7 @@ class Supervisor:
         without an engine.
         """
         if kind in _BEGINS:
-            if self._child is None or self.ready is None or self._child.unsent() > MAX_UNSENT_BYTES:
+            if self._child is None or self.ready is None or self._child.count_unsent_bytes() > MAX_UNSENT_BYTES:
                 self._requests.refuse(request, lifecycle.refuse_not_ready(self._life, self._timeouts))
                 return
             self._requests.add(request)
@@ -251,7 +251,7 @@ class Supervisor:
 
     async def _run_child(self, wired: WiredReadings) -> None:
         """Run one child from start to death, and end its open requests."""
-        log_size = self._log.size()
+        log_size = self._log.measure_size()
         try:
             self._child = child = await self._start_child(wired)
         except OSError as error:
@@ -273,7 +273,9 @@ class Supervisor:
         if life is not None and life.recycled:
             self._apply_exit(life.cause, None, healthy=True)
             return
-        cause = (life.cause if life is not None else "") or _cause(child.process.returncode, self._log.tail(log_size))
+        cause = (life.cause if life is not None else "") or _describe_death(
+            child.process.returncode, self._log.read_tail(log_size)
+        )
         healthy = time.monotonic() - child.started >= self._timeouts.healthy
         if record is not None and not self._stopping.is_set():
             cause += self._quarantine.describe_crash(record.doing.name.lower(), record.model, time.monotonic())
@@ -296,7 +298,7 @@ class Supervisor:
         if self._life.resting:
             settings = replace(settings, models=replace(settings.models, preload=()))
         blas = settings.engine.mlx.blas if settings.engine.kind == "mlx" else "bundled"
-        environment = engine_environment(os.environ, self._scratch, blas)
+        environment = build_engine_environment(os.environ, self._scratch, blas)
         child = await start_child(
             ChildCommand(self._command, environment, settings),
             self._log,
@@ -305,7 +307,7 @@ class Supervisor:
             on_fault=lambda cause: self._apply(lifecycle.ProtocolViolated(cause)),
         )
         self._child = child
-        bans = self._quarantine.bans(time.monotonic())
+        bans = self._quarantine.list_bans(time.monotonic())
         self._apply(lifecycle.ChildStarted(frozenset(ban.model for ban in bans)))
         if self._life.models or bans:
             child.write(encode(RestoreModels(tuple(sorted(self._life.models)), bans)))
@@ -318,7 +320,7 @@ class Supervisor:
             now = time.monotonic()
             self._log.bound()
             self._wired.observe(child.wired)
-            silence = child.silent_seconds(now)
+            silence = child.measure_silence(now)
             if silence > self._timeouts.silence:
                 self._apply(lifecycle.ChildHung(f"no answer to a ping for {silence:.0f} s"))
                 return
@@ -339,7 +341,7 @@ class Supervisor:
         if kind is Deltas:
             self._requests.forward_deltas(tag, body)
         elif kind in (Admitted, *ENDS):
-            self._requests.forward(kind, tag, body)
+            self._requests.forward_answer(kind, tag, body)
         else:
             frame = decode(tag, body)
             if isinstance(frame, EngineReport):
@@ -350,10 +352,10 @@ class Supervisor:
     def _receive_report(self, report: EngineReport) -> None:
         self.reports.store(report, time.monotonic())
         if self._child is not None:
-            self._child.wired.observe_weights(weights_of(report))
+            self._child.wired.observe_weights(sum_weights(report))
         before = self._life.recycles
         busy = bool(self._requests or report.running or report.waiting)
-        self._apply(lifecycle.event_of_report(report, busy=busy))
+        self._apply(lifecycle.make_report_event(report, busy=busy))
         if self._life.recycles > before:
             log.warning(
                 "recycled",
@@ -372,7 +374,7 @@ class Supervisor:
             self._apply(lifecycle.ChildHung(cause))
 
 
-def _cause(code: int | None, tail: str) -> str:
+def _describe_death(code: int | None, tail: str) -> str:
     """Describe a death in a sentence: the signal or the exit code, and the last line of the log."""
     text = f"the engine process {describe_exit(code)}"
     return f"{text}: {tail}" if tail else text

@@ -71,21 +71,21 @@ class SupervisorTimeouts:
     look: float = 0.25
     """Interval of the wired-memory readings during `settle`."""
 
-    def restart_delay(self, failures: int) -> float:
+    def compute_restart_delay(self, failures: int) -> float:
         """Return the delay in seconds before the next start, after `failures` failures in a row (at least 1)."""
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 32))
 
     def is_hung(self, busy: float, expected: float) -> bool:
         """Return whether a native call counts as hung that has lasted `busy` seconds, with `expected` seconds
         expected."""
-        return busy > self._longest_call(expected)
+        return busy > self._compute_longest_call(expected)
 
-    def seconds_until_hung(self, busy: float, expected: float) -> float:
+    def compute_seconds_until_hung(self, busy: float, expected: float) -> float:
         """Return the seconds until a native call counts as hung that has lasted `busy` of `expected` seconds; 0 if
         hung."""
-        return max(0.0, self._longest_call(expected) - busy)
+        return max(0.0, self._compute_longest_call(expected) - busy)
 
-    def exit_timeouts(self, urgency: ExitUrgency, busy: float, expected: float) -> ExitTimeouts:
+    def choose_exit_timeouts(self, urgency: ExitUrgency, busy: float, expected: float) -> ExitTimeouts:
         """Return the time to end for a child whose native call has lasted `busy` of `expected` seconds; 0 without a
         call."""
         match urgency:
@@ -94,10 +94,12 @@ class SupervisorTimeouts:
             case ExitUrgency.OVER_CAP:
                 return ExitTimeouts(self.over, self.over)
             case ExitUrgency.GRACEFUL:
-                return ExitTimeouts(self.seconds_until_hung(busy, expected) + self.leave, self.leave)
+                return ExitTimeouts(self.compute_seconds_until_hung(busy, expected) + self.leave, self.leave)
             case ExitUrgency.AGENT_STOPS:
                 longest = max(0.0, self.stopping - self.leave)
-                return ExitTimeouts(min(longest, self.seconds_until_hung(busy, expected) + self.leave), self.leave)
+                return ExitTimeouts(
+                    min(longest, self.compute_seconds_until_hung(busy, expected) + self.leave), self.leave
+                )
 
-    def _longest_call(self, expected: float) -> float:
+    def _compute_longest_call(self, expected: float) -> float:
         return max(self.turn, self.turn_factor * expected)

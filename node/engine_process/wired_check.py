@@ -48,7 +48,7 @@ class WiredCheck:
     @property
     def warning(self) -> str:
         """Warning with the numbers and the remedy; empty without a leak."""
-        return self._leaks.warning()
+        return self._leaks.describe_leak()
 
     @property
     def is_exceeded(self) -> bool:
@@ -91,6 +91,6 @@ class WiredCheck:
         return self._stopping.is_set()
 
 
-def weights_of(report: EngineReport) -> int:
+def sum_weights(report: EngineReport) -> int:
     """Return the bytes of weights in an engine, including the loaded part of models that are loading."""
     return sum(model.weights if model.loaded else int(model.weights * model.progress) for model in report.models)

@@ -32,8 +32,8 @@ from host.settings_loader import (
     from_tree,
 )
 from node.agent.enrollment import EnrollError, parse_address
-from node.agent.identity import IdentityError, NodeIdentity, authority_context, load_identity, proves_coordinator
-from node.agent.machine_id import machine_id
+from node.agent.identity import IdentityError, NodeIdentity, create_authority_context, load_identity, proves_coordinator
+from node.agent.machine_id import compute_machine_id
 from node.inspect.running_settings import read_running_settings
 from node.memory.cap import MachineBounds, compute_safe_wired_limit, resolve_cap, resolve_margin, with_device
 from node.memory.metal_limit import read_metal_device
@@ -119,9 +119,9 @@ def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
     `state` is the state folder, `made` the settings of the node. Connect to the stored addresses of the coordinator to
     report whether they answer (`dial_coordinator`).
     """
-    machine = machine_id(made.node.machine)
+    machine = compute_machine_id(made.node.machine)
     opened = open_machine(made)
-    bounds = opened.bounds()
+    bounds = opened.read_bounds()
     device = read_metal_device(state / "node", opened.hardware, bounds.wired)
     return {
         "machine": machine,
@@ -218,7 +218,7 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
         where, began = parse_address(address), time.monotonic()
         with socket.create_connection(where, DIAL_TIMEOUT_SECONDS) as line:
             report |= {"errno": 0, "seconds": time.monotonic() - began}
-            with authority_context(known.ca).wrap_socket(line) as secure:
+            with create_authority_context(known.ca).wrap_socket(line) as secure:
                 der = secure.getpeercert(binary_form=True)
                 report |= {
                     "proven": proves_coordinator(secure, known.cluster),

@@ -149,11 +149,11 @@ class DarwinFootprint:
         self._pid = pid
         self._system = system
 
-    def phys(self) -> int | None:
+    def read_footprint(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
         return self._system.read_footprint(self._pid)
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Return the high-water marks of the footprint; unknown if they cannot be read."""
         return self._system.read_high_water_marks(self._pid)
 

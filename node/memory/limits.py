@@ -61,7 +61,7 @@ class Limiter:
         self._folder = folder
         self._leases = 0
         self._worker: int | None = None
-        bounds = machine.bounds()
+        bounds = machine.read_bounds()
         self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
@@ -99,17 +99,17 @@ class Limiter:
         """Memory tier in force (`memory.tier`)."""
         return self._settings.tier
 
-    def warnings(self) -> list[str]:
+    def list_warnings(self) -> list[str]:
         """Return a warning for each setting that weakens the memory safety of this node; empty if there is none."""
         off = "memory.guard is off: no request is refused for memory, and the machine may panic"
         return [text for text in (self.cap.warning, self.margin.warning, "" if self._guard else off) if text]
 
     def warn(self) -> None:
-        """Log the texts of `warnings`."""
-        for warning in self.warnings():
+        """Log the warnings that `list_warnings` returns."""
+        for warning in self.list_warnings():
             log.warning("guard weakened", warning=warning)
 
-    def worker_phys(self) -> int:
+    def measure_worker_footprint(self) -> int:
         """Return the footprint of the process group that uses the leases, in bytes; 0 without one or if unreadable."""
         return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
@@ -121,7 +121,7 @@ class Limiter:
         if not limit or engine == self._engine:
             return
         self._engine = engine
-        known, bounds = self._device, self._machine.bounds()
+        known, bounds = self._device, self._machine.read_bounds()
         self._device = MetalDevice(limit, bounds.wired)
         if self._device == known:
             return
@@ -129,19 +129,19 @@ class Limiter:
         if self._folder is not None:
             write_device(self._folder, self._machine.hardware, self._device)
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         """Return the wired bytes of this machine without the footprint of the process group that uses the leases.
 
         Return None if they cannot be read.
         """
-        wired = self._machine.wired()
-        return None if wired is None else max(0, wired - self.worker_phys())
+        wired = self._machine.read_wired()
+        return None if wired is None else max(0, wired - self.measure_worker_footprint())
 
     def compute_limits(self, phys: int | None) -> MemoryLimits:
         """Read the machine and return the limits now. `phys` is the footprint of the engine in bytes, 0 without an
         engine, None if unreadable."""
         self._look()
-        reach = self._reach.update(self._reaches(phys), time.monotonic())
+        reach = self._reach.update(self._compute_reach(phys), time.monotonic())
         self.current_ceiling = compute_ceiling(self.cap, reach, self._leases)
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
@@ -149,18 +149,22 @@ class Limiter:
         """Return the limits as `compute_limits` does, and pass them to `send` if they have changed since they were last
         sent."""
         found, last = self.compute_limits(phys), self._last_limits
-        if last is None or _fixed(found) != _fixed(last) or abs(found.ceiling - last.ceiling) >= self._step:
+        if (
+            last is None
+            or _get_fixed_values(found) != _get_fixed_values(last)
+            or abs(found.ceiling - last.ceiling) >= self._step
+        ):
             self._last_limits = found
             send(found)
         return found
 
-    def _reaches(self, phys: int | None) -> int | None:
+    def _compute_reach(self, phys: int | None) -> int | None:
         """Return the result of `compute_reach` for the present readings; None if one of the readings fails."""
         worker = self._worker
         lent = 0 if worker is None else measure_group_footprint(worker)
         if lent is None and worker is not None and list_group_members(worker):
             return None
-        return compute_reach(phys, self._machine.reclaimable(), worker=lent or 0, lease=self._leases)
+        return compute_reach(phys, self._machine.read_reclaimable(), worker=lent or 0, lease=self._leases)
 
     @property
     def _step(self) -> int:
@@ -168,7 +172,7 @@ class Limiter:
 
     def _look(self) -> None:
         """Update cap and margin. An unreadable RAM size keeps the last cap, because RAM does not change."""
-        bounds = self._machine.bounds()
+        bounds = self._machine.read_bounds()
         if not bounds.total:
             return
         cap = self._resolve(bounds, starting=False)
@@ -199,6 +203,6 @@ class Limiter:
         self.warn()
 
 
-def _fixed(limits: MemoryLimits) -> tuple[object, ...]:
+def _get_fixed_values(limits: MemoryLimits) -> tuple[object, ...]:
     """Return all values except the ceiling."""
     return limits.cap, limits.margin, limits.bound_by, limits.guard, limits.leases

@@ -32,7 +32,7 @@ class LinuxFootprint:
         except OSError:
             self._file = -1
 
-    def phys(self) -> int | None:
+    def read_footprint(self) -> int | None:
         """Return the resident bytes of the process; None for an ended or unreadable process."""
         try:
             resident = int(os.pread(self._file, 128, 0).split()[1])
@@ -40,7 +40,7 @@ class LinuxFootprint:
             return None
         return resident * PAGE_BYTES or None
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Return the high-water marks of the resident set; unknown if they cannot be read."""
         mark = _read_sizes(self._folder / "status").get("VmHWM")
         if mark is None:
@@ -50,7 +50,7 @@ class LinuxFootprint:
 
     def begin_interval(self) -> bool:
         """Reset the high-water mark of the interval. Return whether that succeeded."""
-        self.highs()
+        self.read_high_water_marks()
         try:
             (self._folder / "clear_refs").write_text("5")
         except OSError:

@@ -48,7 +48,7 @@ class MemoryPoll:
         self._polled_at = 0.0
         self._warned_at = time.monotonic()
         self._phys: int | None = None
-        self._spare: AvailableMemory = machine.spare()
+        self._spare: AvailableMemory = machine.read_available()
         self.state = EnforcerState()
         """State of the enforcer after the last poll."""
 
@@ -77,11 +77,11 @@ class MemoryPoll:
 
     def _poll(self, now: float) -> None:
         supervisor = self._supervisor
-        self._phys, self._spare = supervisor.probe.phys().phys, self._machine.spare()
+        self._phys, self._spare = supervisor.probe.read_footprint().phys, self._machine.read_available()
         report = supervisor.reports.latest
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
-        limits = self._limiter.poll(self._ceiling_footprint(), supervisor.orders.set_limits)
+        limits = self._limiter.poll(self._get_ceiling_footprint(), supervisor.orders.set_limits)
         seen = EnforcerInput(
             supervisor.ready,
             self._build_memory(limits),
@@ -90,7 +90,7 @@ class MemoryPoll:
         )
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
-        if self.state.level != before and self._deserves_warning(seen.memory):
+        if self.state.level != before and self._should_warn(seen.memory):
             log.warning(
                 "engine over cap",
                 level=self.state.level.name,
@@ -109,7 +109,7 @@ class MemoryPoll:
             self._warned_at = now
             self._limiter.warn()
 
-    def _deserves_warning(self, memory: Memory) -> bool:
+    def _should_warn(self, memory: Memory) -> bool:
         """Return whether the level deserves a warning.
 
         A load may use the margin (`arithmetic.judge_load`): a headroom below 0 deserves no warning while all loaded
@@ -119,7 +119,7 @@ class MemoryPoll:
             return self.state.level is MemoryLevel.OVER_HARD
         return not isinstance(judge_load(memory, 0), Fits)
 
-    def _ceiling_footprint(self) -> int | None:
+    def _get_ceiling_footprint(self) -> int | None:
         """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
         return 0 if self._supervisor.pid is None else self._phys
 
@@ -154,8 +154,8 @@ class MemoryPoll:
 
     def read_memory(self) -> Memory:
         """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
-        self._phys = self._supervisor.probe.phys().phys
-        return self._build_memory(self._limiter.compute_limits(self._ceiling_footprint()))
+        self._phys = self._supervisor.probe.read_footprint().phys
+        return self._build_memory(self._limiter.compute_limits(self._get_ceiling_footprint()))
 
     # parts of the report
 
@@ -163,11 +163,13 @@ class MemoryPoll:
         """Return the last reading of the machine's memory for the node's report."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
-        return SystemMemory(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
+        return SystemMemory(
+            spare.available, spare.pressure, spare.source, age, self._limiter.measure_worker_footprint()
+        )
 
     def build_enforcement(self) -> Enforcement:
         """Return level, high-water marks, warnings and counts of the enforcer for the node's report."""
-        state, limiter, highs = self.state, self._limiter, self._supervisor.probe.highs()
+        state, limiter, highs = self.state, self._limiter, self._supervisor.probe.read_high_water_marks()
         return Enforcement(
             state.level,
             self._phys,
@@ -176,7 +178,7 @@ class MemoryPoll:
             limiter.cap.bound_by,
             limiter.current_ceiling.remedy,
             limiter.tier,
-            (*limiter.warnings(), *self._supervisor.warnings),
+            (*limiter.list_warnings(), *self._supervisor.warnings),
             state.polls,
             state.over_caps,
             state.kills,

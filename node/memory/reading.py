@@ -29,7 +29,7 @@ class MemoryReading:
     at: float
     """Monotonic time of the reading in seconds."""
 
-    def live(self, now: float) -> bool:
+    def is_live(self, now: float) -> bool:
         """Return whether the reading has a value and is at most STALE_AFTER_SECONDS old at `now` (monotonic
         seconds)."""
         return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
@@ -99,12 +99,12 @@ class RecentPeak:
             return RecentPeak((*polls[:-1], (start, max(height, phys))))
         return RecentPeak((*polls, (now, phys))[-RECENT_POLLS:])
 
-    def highest(self, now: float) -> int:
+    def find_highest(self, now: float) -> int:
         """Return the highest reading in the window that ends at `now`, in bytes; 0 without readings."""
         return max((height for _, height in self._list_polls_within(now)), default=0)
 
-    def peak_expires_at(self, floor: int, now: float) -> float | None:
-        """Return the monotonic time at which `highest` falls next; None if it is at most `floor` bytes."""
+    def compute_peak_expiry(self, floor: int, now: float) -> float | None:
+        """Return the monotonic time at which the highest reading expires; None if it is at most `floor` bytes."""
         polls = self._list_polls_within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:

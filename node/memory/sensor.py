@@ -27,11 +27,11 @@ class FootprintSource(Protocol):
     source: str
     """Name of the source for reports."""
 
-    def phys(self) -> int | None:
+    def read_footprint(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
         ...
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Return the high-water marks of the footprint; unknown if they cannot be read."""
         ...
 
@@ -61,13 +61,13 @@ class Sensor:
     def __init__(self, source: FootprintSource) -> None:
         self.source = source
 
-    def phys(self) -> MemoryReading:
+    def read_footprint(self) -> MemoryReading:
         """Read the footprint of the process now."""
-        return MemoryReading(self.source.phys(), self.source.source, time.monotonic())
+        return MemoryReading(self.source.read_footprint(), self.source.source, time.monotonic())
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Read the high-water marks of the footprint, for calibration and display."""
-        return self.source.highs()
+        return self.source.read_high_water_marks()
 
     def begin_interval(self) -> bool:
         """Reset the high-water mark of the interval; return whether that succeeded."""
@@ -107,7 +107,7 @@ def measure_footprint(pids: tuple[int, ...]) -> int | None:
 def _read_footprint(pid: int) -> int | None:
     sensor = open_sensor(pid)
     try:
-        return sensor.phys().phys
+        return sensor.read_footprint().phys
     finally:
         sensor.close()
 
@@ -145,19 +145,19 @@ class MachineMemory(Protocol):
         """Description of the machine for `wire.frames.Hello`."""
         ...
 
-    def bounds(self) -> MachineBounds:
+    def read_bounds(self) -> MachineBounds:
         """Return RAM, Metal limit and limit of the container in bytes."""
         ...
 
-    def reclaimable(self) -> int | None:
+    def read_reclaimable(self) -> int | None:
         """Return the bytes that the system can free for the engine; None if unknown."""
         ...
 
-    def spare(self) -> AvailableMemory:
+    def read_available(self) -> AvailableMemory:
         """Return the available memory and the memory pressure, for display."""
         ...
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         """Return the bytes wired by all processes and the kernel; None if unknown."""
         ...
 
@@ -172,26 +172,26 @@ class Mac:
     system: darwin.LibSystem
     pages: Callable[[], PageCounts | None] = read_virtual_memory
 
-    def bounds(self) -> MachineBounds:
+    def read_bounds(self) -> MachineBounds:
         """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""
         wired, hardware = self.system.read_wired_limit(), self.hardware
         return MachineBounds(
             hardware.memory, wired or estimate_metal_limit(hardware.memory, hardware.system), wired=wired
         )
 
-    def reclaimable(self) -> int | None:
+    def read_reclaimable(self) -> int | None:
         """Return the bytes of free and inactive pages, and of `active_share` of the active pages; None if
         unreadable."""
         found = self.pages()
         return None if found is None else int(found.available + found.active * self.active_share)
 
-    def spare(self) -> AvailableMemory:
+    def read_available(self) -> AvailableMemory:
         """Return free and inactive pages as available memory, and the memory pressure."""
         found = self.pages()
         available = None if found is None else found.available
         return AvailableMemory(available, self.system.read_pressure(), "psutil", time.monotonic())
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         """Return the bytes of wired pages; None if they cannot be read."""
         found = self.pages()
         return None if found is None else getattr(found, "wired", None)
@@ -203,12 +203,12 @@ class LinuxMachine:
 
     hardware: Hardware
 
-    def bounds(self) -> MachineBounds:
+    def read_bounds(self) -> MachineBounds:
         """Return the RAM (0 if unreadable) and the lowest limit of the cgroups in bytes."""
         found = read_virtual_memory()
         return MachineBounds(0 if found is None else found.total, None, linux.read_container_limit())
 
-    def reclaimable(self) -> int | None:
+    def read_reclaimable(self) -> int | None:
         """Return MemAvailable in bytes, at most the free memory of the cgroups; None if it cannot be read."""
         found, container_free = read_virtual_memory(), linux.read_container_free_bytes()
         return (
@@ -219,11 +219,11 @@ class LinuxMachine:
             else min(found.available, container_free)
         )
 
-    def spare(self) -> AvailableMemory:
+    def read_available(self) -> AvailableMemory:
         """Return the reclaimable memory as available memory, and the memory pressure."""
-        return AvailableMemory(self.reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
+        return AvailableMemory(self.read_reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         """Return Unevictable in bytes (locked memory and memory of drivers); None if it cannot be read."""
         return linux.read_unevictable_bytes()
 
@@ -238,19 +238,19 @@ class PretendedMachine:
     hardware: Hardware
     readings: str = ""
 
-    def bounds(self) -> MachineBounds:
+    def read_bounds(self) -> MachineBounds:
         """Return the simulated RAM and its default Metal limit in bytes."""
         return MachineBounds(self.hardware.memory, estimate_metal_limit(self.hardware.memory))
 
-    def reclaimable(self) -> int | None:
+    def read_reclaimable(self) -> int | None:
         """Return the value in the file in bytes (None: unreadable), or the RAM without a value."""
         return self._read_value("reclaimable", self.hardware.memory)
 
-    def spare(self) -> AvailableMemory:
+    def read_available(self) -> AvailableMemory:
         """Return the reclaimable memory as available memory, with normal pressure."""
-        return AvailableMemory(self.reclaimable(), "normal", "pretended", time.monotonic())
+        return AvailableMemory(self.read_reclaimable(), "normal", "pretended", time.monotonic())
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         """Return the value in the file in bytes; None without a value."""
         return self._read_value("wired", None)
 

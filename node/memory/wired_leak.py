@@ -88,7 +88,7 @@ class WiredLeaks:
         if wired is not None and wired < self.first + LEAK_SHARE * self.missing:
             self.count = self.missing = 0
 
-    def warning(self) -> str:
+    def describe_leak(self) -> str:
         """Return a warning with the numbers and the remedy; empty without a leak."""
         if not self.count:
             return ""

@@ -47,7 +47,7 @@ log = structlog.get_logger("node.sharing.controller")
 class SharingTarget(Protocol):
     """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
-    def occupancy(self) -> Occupancy:
+    def read_occupancy(self) -> Occupancy:
         """Return the present use of the node by requests, video jobs and models."""
         ...
 
@@ -55,7 +55,7 @@ class SharingTarget(Protocol):
         """Run an action that is due. `sharing` has the reason."""
         ...
 
-    def sharing_changed(self, sharing: SharingState) -> None:
+    def on_sharing_change(self, sharing: SharingState) -> None:
         """Report the changed decision to the coordinator."""
         ...
 
@@ -106,7 +106,7 @@ class SharingController:
             shared=self.sharing_state.shared,
             why=self.sharing_state.why,
         )
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._update_periodically())
 
     async def stop(self) -> None:
         """Stop the periodic decisions."""
@@ -123,7 +123,7 @@ class SharingController:
         one = self.sharing_state
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
 
-    def retry_after(self) -> float | None:
+    def compute_retry_after(self) -> float | None:
         """Return the seconds until this Mac accepts work again, at least 1; None if unknown."""
         until = self.sharing_state.until
         return None if until is None else max(1.0, until - self._wall())
@@ -148,7 +148,12 @@ class SharingController:
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
         facts = SharingInputs(
-            self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
+            self._pause,
+            self._power.plugged,
+            self._power.idle_s,
+            _compute_second_of_day(now),
+            self._power.battery,
+            self._low,
         )
         self._low = is_charge_too_low(self._rule, facts)
         before, self.sharing_state = self.sharing_state, decide_sharing(self._rule, facts, now)
@@ -160,13 +165,13 @@ class SharingController:
                 until=self.sharing_state.until,
             )
         if before != self.sharing_state:
-            self._target.sharing_changed(self.sharing_state)
+            self._target.on_sharing_change(self.sharing_state)
         for act in list_due_actions(
-            self.sharing_state.shared, self._target.occupancy(), clock - self._changed_at, self._grace
+            self.sharing_state.shared, self._target.read_occupancy(), clock - self._changed_at, self._grace
         ):
             self._target.apply_sharing_action(act, self.sharing_state)
 
-    async def _keep(self) -> None:
+    async def _update_periodically(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._woken.clear()
@@ -198,15 +203,15 @@ class SharingController:
         except (OSError, ValueError) as error:
             log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
             self._pause = SharingPause(None, "a pause file that cannot be read: `cluster resume` removes it")
-            stamp = self._file_stamp()
+            stamp = self._read_file_stamp()
         self._stamp = stamp
 
-    def _file_stamp(self) -> tuple[int, int] | None:
+    def _read_file_stamp(self) -> tuple[int, int] | None:
         with suppress(OSError):
             return self._file.read_stamp()
         return None
 
 
-def _second_of_day(now: float) -> float:
+def _compute_second_of_day(now: float) -> float:
     local = time.localtime(now)
     return local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec

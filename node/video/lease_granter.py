@@ -53,7 +53,7 @@ class LeaseGranter:
         self._store = store
         self._changed = asyncio.Event()
 
-    def engine_changed(self) -> None:
+    def on_engine_change(self) -> None:
         """Continue a grant that waits for the engine, after a new report of the engine."""
         self._changed.set()
 
@@ -178,7 +178,7 @@ class LeaseGranter:
         bounds = WorkerBounds(
             record.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
         )
-        folder = self._store.folder_of(record)
+        folder = self._store.get_folder(record)
         monitor = WorkerMonitor(
             record, folder, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds
         )

@@ -52,12 +52,12 @@ class LeaseLife:
     def end(self) -> EndWorker | None:
         """Reason to end the worker now; None without one."""
         if self.order:
-            return EndWorker(self.order, self._order_text())
+            return EndWorker(self.order, self._describe_order())
         if self.actor_failure and not self.has_worker:
             return EndWorker(LeaseEndCode.START_FAILED, self.actor_failure)
         return None
 
-    def _order_text(self) -> str:
+    def _describe_order(self) -> str:
         if self.stopping:
             return "this node is stopping"
         return (

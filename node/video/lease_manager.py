@@ -93,32 +93,32 @@ class LeaseManager:
         """Whether memory is leased now."""
         return self._limiter.leases > 0
 
-    def states(self) -> tuple[LeaseState, ...]:
+    def list_states(self) -> tuple[LeaseState, ...]:
         """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
-        return tuple(self._state(record) for record in self._store.ledger.leases)
+        return tuple(self._build_state(record) for record in self._store.ledger.leases)
 
-    def _state(self, record: LeaseRecord) -> LeaseState:
+    def _build_state(self, record: LeaseRecord) -> LeaseState:
         monitor = self._monitor
         if record.ended is not None or monitor is None or monitor.record.lease != record.lease:
-            return leases.state_of(record, LeasePhase.GRANTING if monitor is None else LeasePhase.ENDING)
+            return leases.build_lease_state(record, LeasePhase.GRANTING if monitor is None else LeasePhase.ENDING)
         job = monitor.job
         phase = LeasePhase.ENDING if self._life.order else job.phase
-        state = leases.state_of(record, phase, job.step, job.steps, monitor.footprint, monitor.peak)
+        state = leases.build_lease_state(record, phase, job.step, job.steps, monitor.footprint, monitor.peak)
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
-    def report_key(self) -> tuple[object, ...]:
+    def compute_report_key(self) -> tuple[object, ...]:
         """Return the values of all leases whose change causes a report."""
-        return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
+        return tuple((one.lease, one.phase, one.progress, one.size) for one in self.list_states())
 
-    def video(self) -> VideoState:
+    def build_video_state(self) -> VideoState:
         """Return the video part of the report, without the fields of Ray."""
         offer = self._offer
         packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
-        return VideoState(not offer.unready, offer.unready, "", packages, self.states())
+        return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
-    def artifact(self, name: str) -> Path | None:
+    def find_artifact(self, name: str) -> Path | None:
         """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
-        return self._store.artifact(name)
+        return self._store.find_artifact(name)
 
     # orders
 
@@ -171,16 +171,16 @@ class LeaseManager:
             if record.ended is not None:
                 self._callbacks.send(record.ended)
 
-    def not_started(self, lease: str, why: str) -> None:
+    def handle_failed_start(self, lease: str, why: str) -> None:
         """End a lease whose actor could not be started; `why` is the reason.
 
         A lease with a running worker continues.
         """
         self._apply(lease_life.ActorFailed(lease, why))
 
-    def engine_changed(self) -> None:
+    def on_engine_change(self) -> None:
         """Continue a grant that waits for the engine, after a new report of the engine."""
-        self._granter.engine_changed()
+        self._granter.on_engine_change()
 
     def _apply(self, event: lease_life.Event) -> None:
         """Apply an event to the state machine and perform its actions. An illegal event is logged and changes
@@ -211,7 +211,7 @@ class LeaseManager:
         if record is None:
             return
         self._limiter.begin_lease(record.size)
-        claim = read_claim(self._store.folder_of(record))
+        claim = read_claim(self._store.get_folder(record))
         worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
         if worker is not None:
             await kill_worker_group(worker, 0.0)
@@ -291,7 +291,7 @@ class LeaseManager:
             self._apply(lease_life.WorkerStarted())
             self._limiter.set_worker(monitor.worker.pid)
             self._store.put(monitor.record_worker())
-        report_key = self.report_key()
+        report_key = self.compute_report_key()
         if report_key != self._last_report_key:
             self._last_report_key = report_key
             self._callbacks.changed()

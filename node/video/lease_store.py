@@ -57,7 +57,7 @@ class LeaseStore:
             if entry.is_dir() and entry.name not in known:
                 shutil.rmtree(entry, ignore_errors=True)
 
-    def folder_of(self, record: LeaseRecord) -> Path:
+    def get_folder(self, record: LeaseRecord) -> Path:
         """Return the folder of a lease."""
         return self._folder / f"{record.lease}.{record.generation}"
 
@@ -71,7 +71,7 @@ class LeaseStore:
         `MAX_ENDED_LEASES`."""
         self.put(record)
         if record.ended is not None and not record.ended.artifacts:
-            shutil.rmtree(self.folder_of(record) / OUT, ignore_errors=True)
+            shutil.rmtree(self.get_folder(record) / OUT, ignore_errors=True)
         for old in self.ended[:-MAX_ENDED_LEASES]:
             self.delete(old)
 
@@ -83,21 +83,21 @@ class LeaseStore:
     def delete(self, record: LeaseRecord) -> None:
         """Remove a lease with its files."""
         self.drop(record)
-        shutil.rmtree(self.folder_of(record), ignore_errors=True)
+        shutil.rmtree(self.get_folder(record), ignore_errors=True)
 
     def clean(self, record: LeaseRecord) -> None:
         """Remove the files with which a worker of an earlier agent could still begin."""
-        (self.folder_of(record) / GRANT).unlink(missing_ok=True)
-        shutil.rmtree(self.folder_of(record) / SCRATCH, ignore_errors=True)
+        (self.get_folder(record) / GRANT).unlink(missing_ok=True)
+        shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
 
-    def artifact(self, name: str) -> Path | None:
+    def find_artifact(self, name: str) -> Path | None:
         """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
         lease, _, file = name.removeprefix(PREFIX).partition("/")
         record = next((one for one in self.ended if one.lease == lease), None)
         known = (
             record is not None and record.ended is not None and any(one.name == file for one in record.ended.artifacts)
         )
-        return self.folder_of(record) / OUT / file if record is not None and known else None
+        return self.get_folder(record) / OUT / file if record is not None and known else None
 
     def is_full(self) -> bool:
         """Return whether the disk has no room even for the text of an error."""

@@ -140,7 +140,7 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Return the refusal of an older generation, or of a second lease while one is held; None if the request passes."""
     newest = dict(ledger.newest).get(request.job, 0)
-    if request.generation < newest or (request.generation == newest and not _same(request, ledger)):
+    if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):
         return refuse(
             request,
             LeaseRefusalCode.LEASE_SUPERSEDED,
@@ -157,7 +157,7 @@ def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused
     return None
 
 
-def _same(request: LeaseRequest, ledger: LeaseLedger) -> bool:
+def _is_known(request: LeaseRequest, ledger: LeaseLedger) -> bool:
     return ledger.find(request.lease, request.generation) is not None
 
 
@@ -204,11 +204,11 @@ def check_fits(
         request.size,
         free_bytes,
         answer.retry_after or HEADROOM_RETRY_SECONDS,
-        waiting_for(request.size, free_bytes, memory, models, pinned),
+        describe_shortage(request.size, free_bytes, memory, models, pinned),
     )
 
 
-def waiting_for(
+def describe_shortage(
     size: int, free_bytes: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> str:
     """Describe for a person the headroom that a lease lacks, and the models that hold it.
@@ -226,7 +226,7 @@ def waiting_for(
     return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
 
 
-def progress(phase: LeasePhase, step: int, steps: int) -> int:
+def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
     """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`."""
     if phase is LeasePhase.ENDED:
         return 100
@@ -234,7 +234,7 @@ def progress(phase: LeasePhase, step: int, steps: int) -> int:
     return SHARES.get(phase, 0) + share
 
 
-def state_of(
+def build_lease_state(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
     """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0."""
@@ -242,7 +242,7 @@ def state_of(
         return LeaseState(
             record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak
         )
-    done = progress(phase, step, steps)
+    done = compute_progress(phase, step, steps)
     return LeaseState(
         record.lease, record.generation, record.job, record.size, phase, done, step, steps, footprint, peak
     )

@@ -39,10 +39,10 @@ class VideoSubsystem:
         illegal_events: IllegalEvents,
     ) -> None:
         folder = state / "node" / "video"
-        self.offer = VideoCapability(settings, state, self._offered)
+        self.offer = VideoCapability(settings, state, self._update_ray)
         callbacks = LeaseCallbacks(
             send=send,
-            changed=self._offered,
+            changed=self._update_ray,
             begin=lambda lease, generation, place, size: self.ray.start_actor(lease, generation, place, size),
             finish=lambda lease: self.ray.end_actor(lease),
         )
@@ -56,7 +56,7 @@ class VideoSubsystem:
             state / "logs" / "ray.log",
             gib,
             changed=changed,
-            failed=self.lease_manager.not_started,
+            failed=self.lease_manager.handle_failed_start,
         )
         self._changed = changed
         self._paused = ""
@@ -72,7 +72,7 @@ class VideoSubsystem:
             log.error("video disabled", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
             return
         self.offer.start()
-        self._offered()
+        self._update_ray()
 
     async def stop(self) -> None:
         """Stop the search for packages, end the job that holds a lease, then stop Ray."""
@@ -84,9 +84,9 @@ class VideoSubsystem:
         """Refuse new leases because of `why`, and stop Ray once no lease is held. An empty text ends the pause."""
         self._paused = why
         self.lease_manager.pause(why)
-        self._offered()
+        self._update_ray()
 
-    def _offered(self) -> None:
+    def _update_ray(self) -> None:
         self.ray.set_has_lease(on=self.lease_manager.holding)
         self.ray.set_offered(wanted=not self.offer.unready and (not self._paused or self.lease_manager.holding))
         self._changed()

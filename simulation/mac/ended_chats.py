@@ -20,7 +20,7 @@ class EndedChat(NamedTuple):
     """Bytes of its KV cache."""
 
 
-def key_of(session: str) -> bytes:
+def make_chat_key(session: str) -> bytes:
     """Return the key of a chat in reports."""
     return session.encode()[-MAX_KEY_BYTES:]
 
@@ -64,7 +64,7 @@ class EndedChats:
         session, chat = self._chats.popitem(last=False)
         self.nbytes -= chat.size
         self._evictions += 1
-        self._evicted.append(key_of(session))
+        self._evicted.append(make_chat_key(session))
 
     def to_report(self) -> CacheState:
         """Return the state of the cache as a node reports it."""

@@ -10,7 +10,7 @@ from node.engine.scripted.table import ScriptedTable
 from simulation.mac.ended_chats import EndedChats
 from simulation.mac.hardware import ChipCosts
 from simulation.mac.node_memory import NodeMemory
-from simulation.mac.node_models import NodeModels, weights_of
+from simulation.mac.node_models import NodeModels, sum_weights
 from simulation.workload import ConversationTurn
 from wire.capacity.arithmetic import Fits, can_ever_fit, judge, request_need
 
@@ -42,39 +42,39 @@ class NodeForecast:
             return False
         need = request_need(model.to_report(now), turn.prompt, turn.output)
         need -= model.model.weights if model.loading else 0
-        reusable = self._chats.nbytes + weights_of(self._models.idle(model))
+        reusable = self._chats.nbytes + sum_weights(self._models.list_idle(model))
         return isinstance(judge(replace(self._memory.read(now), reusable=reusable), need), Fits)
 
-    def ever(self, turn: ConversationTurn, now: float) -> bool:
+    def can_ever_hold(self, turn: ConversationTurn, now: float) -> bool:
         """Return whether a request with its complete answer would fit on this node without any other load."""
         model = self._models.get(turn.model)
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
 
-    def first_token(self, turn: ConversationTurn, now: float) -> float:
+    def estimate_first_token(self, turn: ConversationTurn, now: float) -> float:
         """Return the seconds to the first token of a request that arrives now. The node must have the model of the
         request."""
         model = self._models[turn.model]
         mine = turn.prompt - self._chats.find(turn.session, turn.model, turn.prompt)
-        lefts = [one.left * self._costs.pace(one.model).each for one in self._queued()]
+        lefts = [one.left * self._costs.get_pace(one.model).each for one in self._queued()]
         wait = 0.0
         if model.loading and model.ready_at:
             wait = model.ready_at - now
         elif not model.loaded:
             wait = model.model.load_seconds + sum(one.model.load_seconds for one in self._models if one.loading)
-        own = mine * self._costs.pace(turn.model).each
-        return wait + prefill_end([*lefts, own], decoding=bool(self._table.rows))
+        own = mine * self._costs.get_pace(turn.model).each
+        return wait + compute_prefill_end([*lefts, own], decoding=bool(self._table.rows))
 
 
-def prefill_end(lefts: Sequence[float], *, decoding: bool) -> float:
+def compute_prefill_end(lefts: Sequence[float], *, decoding: bool) -> float:
     """Return when the last of these prefills ends, in seconds. `lefts` are their seconds, the oldest first.
 
     Shortest and oldest alternate. With `decoding`, decode takes its share of the time.
     """
     share = CHUNK_PER_STEP / (1 + CHUNK_PER_STEP) if decoding else 1.0
-    return _last_end(list(lefts)) / share
+    return _compute_last_end(list(lefts)) / share
 
 
-def _last_end(lefts: list[float]) -> float:
+def _compute_last_end(lefts: list[float]) -> float:
     last, spent, oldest, place = len(lefts) - 1, 0.0, 0, 0
     order = sorted(range(len(lefts)), key=lefts.__getitem__)
     done = [False] * len(lefts)

@@ -59,17 +59,17 @@ CHIPS = MappingProxyType(
 )
 
 
-def cap_of(memory: int) -> int:
+def compute_default_cap(memory: int) -> int:
     """Return the default cap, in bytes, of a Mac with `memory` bytes."""
     return int(memory * (METAL_SHARE_SMALL if memory <= METAL_SMALL else METAL_SHARE))
 
 
-def prefill_speed(chip: Chip, billions: float) -> float:
+def compute_prefill_speed(chip: Chip, billions: float) -> float:
     """Return the prefill speed, in tokens per second, of a model with `billions` of active parameters."""
     return chip.prefill * MEASURED_BILLIONS / billions
 
 
-def step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
+def estimate_step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
     """Return the seconds of one decode step of `rows` rows, whose KV caches have `kv_bytes` bytes.
 
     `billions` are the active parameters of the model.
@@ -90,15 +90,17 @@ class ChipCosts:
     def __init__(self, chip: Chip, models: Mapping[str, tuple[float, int]]) -> None:
         self._chip = chip
         self._models = models
-        self._paces = {name: ChunkPace(each=1 / prefill_speed(chip, active)) for name, (active, _) in models.items()}
+        self._paces = {
+            name: ChunkPace(each=1 / compute_prefill_speed(chip, active)) for name, (active, _) in models.items()
+        }
 
-    def pace(self, model: str) -> ChunkPace:
+    def get_pace(self, model: str) -> ChunkPace:
         """Return the duration of a model's prefill chunks, which is the same for each token."""
         return self._paces[model]
 
-    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+    def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
         """Return the seconds of a decode step of all rows: a step of each model after the other."""
         return sum(
-            step_seconds(self._chip, self._models[name][0], load.rows, load.tokens * self._models[name][1])
+            estimate_step_seconds(self._chip, self._models[name][0], load.rows, load.tokens * self._models[name][1])
             for name, load in loads.items()
         )

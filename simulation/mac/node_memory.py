@@ -2,8 +2,8 @@
 
 from node.engine.memory.gate import GateSite
 from simulation.mac.ended_chats import CACHE_SHARE, EndedChat, EndedChats
-from simulation.mac.hardware import BASE, cap_of
-from simulation.mac.node_models import NodeModels, SimulatedModel, weights_of
+from simulation.mac.hardware import BASE, compute_default_cap
+from simulation.mac.node_models import NodeModels, SimulatedModel, sum_weights
 from wire.capacity.arithmetic import Fits, current, default_margin, headroom, judge
 from wire.capacity.batches import row_bytes
 from wire.refusals import Refused
@@ -18,7 +18,7 @@ class NodeMemory:
         self._total = total
         self._models = models
         self._chats = chats
-        self._cap = cap_of(total)
+        self._cap = compute_default_cap(total)
         self._margin = default_margin(self._cap)
         self._leases = 0
         self.highest = 0
@@ -40,7 +40,7 @@ class NodeMemory:
                 written += model.model.weights
                 promised += model.model.weights
             elif model.loading:
-                written += int(model.model.weights * model.progress(now))
+                written += int(model.model.weights * model.compute_progress(now))
                 promised += model.model.weights
         active = written + self._chats.nbytes
         ceiling, phys, reserved = max(1, self._cap - self._leases), active + BASE, promised - written
@@ -83,7 +83,7 @@ class NodeMemory:
     def observe(self, now: float) -> None:
         """Do nothing: the modelled memory has no peaks."""
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def compute_peak_expiry(self, now: float) -> float | None:
         """Return None, because the modelled memory has no peaks."""
         return None
 
@@ -92,8 +92,8 @@ class NodeMemory:
 
         Release nothing if all of it would not be enough.
         """
-        idle = self._models.idle(keep)
-        if (self.read(now).headroom or 0) + self._chats.nbytes + weights_of(idle) < need:
+        idle = self._models.list_idle(keep)
+        if (self.read(now).headroom or 0) + self._chats.nbytes + sum_weights(idle) < need:
             return
         while self._chats and not isinstance(judge(self.read(now), need), Fits):
             self._chats.evict_oldest()
@@ -102,7 +102,7 @@ class NodeMemory:
 
     # changes
 
-    def lease(self, size: int, now: float) -> bool:
+    def change_lease(self, size: int, now: float) -> bool:
         """Lease `size` bytes to a video. Return False if they do not fit. A negative size ends a lease."""
         if size > 0 and self.check_for(size, now, None) is not None:
             return False
@@ -114,7 +114,10 @@ class NodeMemory:
         if not session:
             return
         self._chats.discard(session)
-        size, limit = row_bytes(model.model.kv, tokens), int((self._cap - self._models.loaded_bytes()) * CACHE_SHARE)
+        size, limit = (
+            row_bytes(model.model.kv, tokens),
+            int((self._cap - self._models.sum_loaded_bytes()) * CACHE_SHARE),
+        )
         if size > limit:
             return
         while self._chats.nbytes + size > limit:

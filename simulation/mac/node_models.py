@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import CommitmentLedger
-from simulation.mac.hardware import Chip, prefill_speed, step_seconds
+from simulation.mac.hardware import Chip, compute_prefill_speed, estimate_step_seconds
 from simulation.scenario import ModelSpec
 from wire.capacity.batches import waste_bytes
 from wire.report import Model
@@ -42,11 +42,11 @@ class SimulatedModel:
         """Return whether the model may be unloaded."""
         return self.loaded and not self.holds
 
-    def hold(self, now: float) -> None:
+    def add_request(self, now: float) -> None:
         """Count a request, which keeps the model in memory until its end."""
         self.holds, self.used = self.holds + 1, now
 
-    def release(self, now: float) -> None:
+    def remove_request(self, now: float) -> None:
         """Count the end of a request."""
         self.holds, self.used = self.holds - 1, now
 
@@ -66,7 +66,7 @@ class SimulatedModel:
         """Remove the model from memory."""
         self.loaded = False
 
-    def progress(self, now: float) -> float:
+    def compute_progress(self, now: float) -> float:
         """Return the share of the weights that are in memory; a load that waits has 1 in a report of bytes."""
         total = self.model.load_seconds
         return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
@@ -75,13 +75,13 @@ class SimulatedModel:
         """Return the model as a node reports it."""
         groups = self.ledger.list_groups()
         if not self.loaded:
-            progress = self.progress(now) if self.loading and self.ready_at else 0.0
+            progress = self.compute_progress(now) if self.loading and self.ready_at else 0.0
             return replace(self.model, loading=self.loading, progress=progress, groups=groups)
         return replace(
             self.model,
             loaded=True,
-            prefill_speed=prefill_speed(self.chip, self.spec.active),
-            decode_speed=1 / step_seconds(self.chip, self.spec.active, 1, 0.0),
+            prefill_speed=compute_prefill_speed(self.chip, self.spec.active),
+            decode_speed=1 / estimate_step_seconds(self.chip, self.spec.active, 1, 0.0),
             groups=groups,
         )
 
@@ -127,7 +127,7 @@ class NodeModels:
         ledger = CommitmentLedger(model.kv)
         self._models[spec.name] = SimulatedModel(spec=spec, model=model, ledger=ledger, chip=self._chip, loaded=loaded)
 
-    def costs(self) -> dict[str, tuple[float, int]]:
+    def list_costs(self) -> dict[str, tuple[float, int]]:
         """Return the active parameters in billions and the KV bytes of a token, by model."""
         return {name: (one.spec.active, one.model.kv_per_token) for name, one in self._models.items()}
 
@@ -155,15 +155,15 @@ class NodeModels:
             self._loading[0].start_load(now)
         return model
 
-    def idle(self, keep: SimulatedModel | None) -> list[SimulatedModel]:
+    def list_idle(self, keep: SimulatedModel | None) -> list[SimulatedModel]:
         """Return the models that may be unloaded, least recently used first, without `keep`."""
         return sorted((one for one in self if one.idle and one is not keep), key=lambda one: one.used)
 
-    def loaded_bytes(self) -> int:
+    def sum_loaded_bytes(self) -> int:
         """Return the bytes of the weights in memory."""
         return sum(one.model.weights for one in self if one.loaded)
 
 
-def weights_of(models: Iterable[SimulatedModel]) -> int:
+def sum_weights(models: Iterable[SimulatedModel]) -> int:
     """Return the bytes of the weights of these models."""
     return sum(one.model.weights for one in models)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from node.engine.requests.preflight import RequestShape, compute_shape
 from node.engine.scripted.build import TurnParts, build_turns
 from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
-from simulation.mac.ended_chats import EndedChats, key_of
+from simulation.mac.ended_chats import EndedChats, make_chat_key
 from simulation.mac.forecast import NodeForecast
-from simulation.mac.hardware import CHIPS, ChipCosts, cap_of
+from simulation.mac.hardware import CHIPS, ChipCosts, compute_default_cap
 from simulation.mac.node_memory import NodeMemory
 from simulation.mac.node_models import NodeModels, SimulatedModel
 from simulation.scenario import ModelSpec, NodeSpec
@@ -63,13 +63,13 @@ class SimulatedNode:
         self._turn_of = turn_of
         self._changed = changed
         total = parse_size(spec.memory)
-        self.models = NodeModels(CHIPS[spec.chip], parse_size(spec.disk), cap_of(total))
+        self.models = NodeModels(CHIPS[spec.chip], parse_size(spec.disk), compute_default_cap(total))
         for model in models:
             if not spec.models or model.name in spec.models:
                 self.models.add(model, loaded=loads and model.name in spec.loaded)
         self._chats = EndedChats()
         self._memory = NodeMemory(total, self.models, self._chats)
-        self._costs = ChipCosts(CHIPS[spec.chip], self.models.costs())
+        self._costs = ChipCosts(CHIPS[spec.chip], self.models.list_costs())
         self._engine: TurnParts = build_turns(self._memory, self._costs, spec.batch, leap=True)
         self._requests: dict[int, SimulatedRequest] = {}
         self.forecast = NodeForecast(
@@ -96,7 +96,7 @@ class SimulatedNode:
         """Highest footprint of all reports, in bytes."""
         return self._memory.highest
 
-    def memory(self) -> Memory:
+    def read_memory(self) -> Memory:
         """Return the memory at this moment."""
         return self._memory.read(self._loop.time())
 
@@ -104,7 +104,7 @@ class SimulatedNode:
         """Return the requests whose prefill has not ended, and those that wait for their model."""
         return [*self._engine.table.queue, *(one.sequence for one in self._awaiting_model)]
 
-    def here(self) -> list[ScriptedSequence]:
+    def list_sequences(self) -> list[ScriptedSequence]:
         """Return all requests on this node."""
         return [one.sequence for one in self._requests.values()]
 
@@ -134,14 +134,16 @@ class SimulatedNode:
             self._send(Refusal(frame.request, Refused(RefusalCode.NO_MODEL, text), turn.prompt))
             return
         shape = compute_shape(frame, turn.prompt, model.spec.context, model.spec.context)
-        refused = self._refused(model, shape, frame, now)
+        refused = self._find_refusal(model, shape, frame, now)
         if refused is not None:
             self._send(Refusal(frame.request, refused, turn.prompt))
             return
         cached = self._admit(frame, turn, model, shape, now)
-        self._send(Admitted(frame.request, turn.prompt, cached, key_of(turn.session)))
+        self._send(Admitted(frame.request, turn.prompt, cached, make_chat_key(turn.session)))
 
-    def _refused(self, simulated: SimulatedModel, shape: RequestShape, frame: Generate, now: float) -> Refused | None:
+    def _find_refusal(
+        self, simulated: SimulatedModel, shape: RequestShape, frame: Generate, now: float
+    ) -> Refused | None:
         """Check for room after evicting chats and unloading idle models. Return None if there is room, else the
         refusal. Preempted requests come first."""
         model = simulated.to_report(now)
@@ -150,7 +152,7 @@ class SimulatedNode:
             answer = judge(self._memory.read(now), need)
             numbers = answer.numbers if isinstance(answer, Refused) else None
             return Refused(RefusalCode.TOO_LARGE, f"{self.name} could not hold this if it were alone", numbers)
-        waiting = self._engine.preemptor.required_bytes(frame.owner.name)
+        waiting = self._engine.preemptor.compute_required_bytes(frame.owner.name)
         return self._memory.check_for(need + waiting, now, simulated)
 
     def _admit(
@@ -173,7 +175,7 @@ class SimulatedNode:
             warm=cached,
         )
         request = self._requests[frame.request] = SimulatedRequest(turn, model, sequence)
-        model.hold(now)
+        model.add_request(now)
         if model.loaded:
             self._engine.table.enqueue(sequence)
         else:
@@ -185,15 +187,15 @@ class SimulatedNode:
         request = self._requests.get(number)
         if request is not None:
             self._engine.preemptor.drop(request.sequence, now)
-            self._forget(request, now)
+            self._remove(request, now)
             self._changed()
 
-    def _forget(self, request: SimulatedRequest, now: float) -> None:
+    def _remove(self, request: SimulatedRequest, now: float) -> None:
         """Remove a request that has ended."""
         del self._requests[request.sequence.number]
         if request in self._awaiting_model:
             self._awaiting_model.remove(request)
-        request.model.release(now)
+        request.model.remove_request(now)
         self.dirty = True
 
     # frames to the router
@@ -209,11 +211,11 @@ class SimulatedNode:
 
     def _end(self, frame: Finished | Failed | Refusal, request: SimulatedRequest, now: float) -> None:
         sequence, turn = request.sequence, request.turn
-        unsent = [row.gather(sequence.number) for row in sequence.active_rows() if row.produced > row.sent]
+        unsent = [row.gather(sequence.number) for row in sequence.list_active_rows() if row.produced > row.sent]
         if isinstance(frame, Failed):
             for deltas in delta_frames(unsent):
                 self._send(deltas)
-        self._forget(request, now)
+        self._remove(request, now)
         if isinstance(frame, Finished):
             self._memory.keep_chat(turn.session, request.model, turn.prompt + turn.output, now)
         self._send(frame)
@@ -257,21 +259,21 @@ class SimulatedNode:
         self._timer = None
         self._settle(max(self._loop.time(), self._due))
 
-    def forget(self) -> None:
+    def drop_requests(self) -> None:
         """Delete all requests without a frame to the router, because the link is lost."""
         now = self._interrupt()
         for request in list(self._requests.values()):
             self._engine.preemptor.drop(request.sequence, now)
-            self._forget(request, now)
+            self._remove(request, now)
         self._settle(now)
 
-    def lease(self, size: int) -> bool:
+    def change_lease(self, size: int) -> bool:
         """Lease `size` bytes to a video, after eviction of chats and idle models. Return False if they do not fit.
 
         A negative size ends a lease of that size.
         """
         now = self._interrupt()
-        granted = self._memory.lease(size, now)
+        granted = self._memory.change_lease(size, now)
         self.dirty |= granted
         self._settle(now)
         return granted

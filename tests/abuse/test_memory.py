@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from node.agent.enrollment import enroll, parse_address
-from node.agent.identity import NodeIdentity, authority_context, client_context, new_request
+from node.agent.identity import NodeIdentity, create_authority_context, create_client_context, new_request
 from tests.abuse.http.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.http.test_http_port import CHAT, ask, dial, raw, request, status
 from tests.support.cluster.cluster_port import Ended, Line, a_report, hello
@@ -63,7 +63,7 @@ class Target:
 
     async def link(self) -> Line:
         """Open the link of the taken-over member."""
-        line = await self.dial(client_context(self.rogue))
+        line = await self.dial(create_client_context(self.rogue))
         line.send(hello(self.rogue))
         await line.until(Welcome)
         return line
@@ -191,7 +191,7 @@ async def renewals(target: Target) -> None:
 
 async def strangers_at_the_cluster_port(target: Target) -> None:
     """Open connections that begin to enrol and fall silent."""
-    context = authority_context(target.rogue.ca)
+    context = create_authority_context(target.rogue.ca)
     for _ in range(300):
         try:
             line = await target.dial(context)

@@ -16,9 +16,9 @@ from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from simulation.clock import VirtualLoop
 from simulation.cluster import SimulatedPool
-from simulation.report import RunStatistics, table
+from simulation.report import RunStatistics, render_table
 from simulation.routers import CLAIRVOYANT, ProductionRouter
-from simulation.run import compare, load, play, policies_of
+from simulation.run import compare, load, run_scenario, select_policies
 from tests.bench.row import Row, commit
 
 SCENARIOS = Path(__file__).parents[1] / "sim" / "scenarios"
@@ -66,7 +66,7 @@ def bench_large(_: Path) -> list[Row]:
             rows.append(Row(f"{name}: TTFT {word}", target, figure, mine <= 1.05 * theirs, commit()))
     scenario, folder = load(str(SCENARIOS / "five-thousand.toml"))
     begun = time.monotonic()
-    run, _pool = play(scenario, OURS, scenario.seed, folder)
+    run, _pool = run_scenario(scenario, OURS, scenario.seed, folder)
     figure = f"{run.served} of {run.fit} served, TTFT p50 {run.ttft_p50:.2f} s, in {time.monotonic() - begun:.0f} s"
     return [*rows, Row("5,000 nodes", "all that fit are served", figure, run.served == run.fit, commit())]
 
@@ -140,8 +140,8 @@ def bench_decision(_: Path) -> list[Row]:
 def _all(name: str) -> dict[str, RunStatistics]:
     """Play a scenario under all its policies and print the table."""
     scenario, folder = load(str(SCENARIOS / f"{name}.toml"))
-    rows = list(compare(scenario, policies_of(scenario, ()), scenario.seed, folder))
-    print(f"{name}: {scenario.about}\n{table(rows)}\n", flush=True)
+    rows = list(compare(scenario, select_policies(scenario, ()), scenario.seed, folder))
+    print(f"{name}: {scenario.about}\n{render_table(rows)}\n", flush=True)
     return {row.policy: row for row in rows}
 
 

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from simulation.run import load, play
+from simulation.run import load, run_scenario
 
 STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
 
@@ -14,7 +14,7 @@ def told(path: Path, policy: str = "balanced") -> str:
     """Return the log of a scenario, with its figures at the end."""
     scenario, folder = load(str(path))
     lines = [f"# {scenario.about}"]
-    figures, pool = play(scenario, policy, scenario.seed, folder, lines.append)
+    figures, pool = run_scenario(scenario, policy, scenario.seed, folder, lines.append)
     lines.append(
         f"= {figures.served} of {figures.requests} served, {figures.refused} refused, {figures.failed} failed, "
         f"TTFT p50 {figures.ttft_p50:.2f} s, p95 {figures.ttft_p95:.2f} s, {figures.loads} loads, "

@@ -14,8 +14,8 @@ from simulation.cluster import SimulatedPool
 from simulation.outcomes import RequestOutcome
 from simulation.report import RunStatistics
 from simulation.routers import CLAIRVOYANT, NAMES
-from simulation.run import compare, play, policies_of, shipped
-from simulation.scenario import Scenario, read
+from simulation.run import compare, load_scenario_texts, run_scenario, select_policies
+from simulation.scenario import Scenario, read_scenario
 from tests.sim.simulation import STORIES, told
 
 NOWHERE = Path("nowhere")
@@ -79,7 +79,7 @@ output = {{ median = 200, sigma = 0.4, least = 50, most = 250 }}
 
 
 def played(text: str, policy: str = "balanced", seed: int = 1) -> tuple[RunStatistics, SimulatedPool]:
-    return play(read(text), policy, seed, NOWHERE)
+    return run_scenario(read_scenario(text), policy, seed, NOWHERE)
 
 
 def answered(fate: RequestOutcome) -> bool:
@@ -103,10 +103,10 @@ def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy
     path = next(path for path in STORIES if path.stem == "line")
     log = told(path, policy)
     assert log == told(path, policy)
-    _, pool = play(read(path.read_text()), policy, 1, path.parent)
+    _, pool = run_scenario(read_scenario(path.read_text()), policy, 1, path.parent)
     assert all(answered(fate) for fate in pool.outcomes.values())
-    assert not any(machine.here() for machine in pool.machines.values())
-    assert all(machine.highest <= machine.memory().ceiling for machine in pool.machines.values())
+    assert not any(machine.list_sequences() for machine in pool.machines.values())
+    assert all(machine.highest <= machine.read_memory().ceiling for machine in pool.machines.values())
 
 
 PRINT_RUN = """
@@ -148,7 +148,7 @@ def test_a_scenario_is_the_same_bit_for_bit_with_the_same_seed(name: str):
     for state in (1, 2):
         random.seed(state)
         log: list[str] = []
-        figures, pool = play(read(text), "balanced", 3, NOWHERE, log.append)
+        figures, pool = run_scenario(read_scenario(text), "balanced", 3, NOWHERE, log.append)
         runs.append((log, repr(figures), repr(pool.outcomes)))
     assert runs[0] == runs[1]
     assert len(runs[0][0]) > 500
@@ -277,7 +277,7 @@ def waits_for(pool: SimulatedPool, model: str) -> list[float]:
 def test_a_lease_is_refused_where_it_would_not_fit():
     text = EQUALS + '\n[[events]]\nat = 1\nnode = "mini-1"\ndoes = "lease"\nsize = "15GiB"\n'
     log: list[str] = []
-    play(read(text), "balanced", 1, NOWHERE, log.append)
+    run_scenario(read_scenario(text), "balanced", 1, NOWHERE, log.append)
     assert any("mini-1 refuses a lease of 15GiB" in line for line in log)
 
 
@@ -291,8 +291,8 @@ def test_a_trace_is_played_as_it_was_recorded(tmp_path: Path):
     lines = '{"at": 0.5, "prompt": 100, "output": 10}\n{"at": 2, "prompt": 200, "output": 20, "session": "s"}\n'
     (tmp_path / "trace.jsonl").write_text(lines)
     start = EQUALS.index("[[load]]")
-    scenario = read(EQUALS[:start] + '[[load]]\nmodel = "chat"\ntrace = "trace.jsonl"\n')
-    _, pool = play(scenario, "balanced", 1, tmp_path)
+    scenario = read_scenario(EQUALS[:start] + '[[load]]\nmodel = "chat"\ntrace = "trace.jsonl"\n')
+    _, pool = run_scenario(scenario, "balanced", 1, tmp_path)
     assert [(fate.arrived, fate.turn.prompt, fate.turn.output) for fate in pool.outcomes.values()] == [
         (0.5, 100, 10),
         (2.0, 200, 20),
@@ -300,13 +300,13 @@ def test_a_trace_is_played_as_it_was_recorded(tmp_path: Path):
 
 
 def test_the_shipped_scenarios_can_be_read_and_the_clairvoyant_is_always_there():
-    stories: dict[str, Scenario] = {name: read(text) for name, text in shipped().items()}
+    stories: dict[str, Scenario] = {name: read_scenario(text) for name, text in load_scenario_texts().items()}
     assert set(stories) == {"household", "lab"}
-    assert policies_of(stories["lab"], ["round-robin"]) == [CLAIRVOYANT, "round-robin"]
-    assert policies_of(stories["lab"], [])[1:] == list(NAMES)
+    assert select_policies(stories["lab"], ["round-robin"]) == [CLAIRVOYANT, "round-robin"]
+    assert select_policies(stories["lab"], [])[1:] == list(NAMES)
 
 
 def test_ratios_are_to_the_clairvoyant():
-    rows = list(compare(read(EQUALS), [CLAIRVOYANT, "balanced"], 1, NOWHERE))
+    rows = list(compare(read_scenario(EQUALS), [CLAIRVOYANT, "balanced"], 1, NOWHERE))
     assert rows[0].ratio_p95 == 1.0
     assert math.isclose(rows[1].ratio_p95, rows[1].ttft_p95 / rows[0].ttft_p95)

@@ -14,13 +14,13 @@ class FailingSource:
         self.source = below.source
         self.fails = fails
 
-    def phys(self) -> int | None:
+    def read_footprint(self) -> int | None:
         """Return the reading, or None while it fails."""
-        return None if self.fails else self._below.phys()
+        return None if self.fails else self._below.read_footprint()
 
-    def highs(self) -> HighWaterMarks:
+    def read_high_water_marks(self) -> HighWaterMarks:
         """Return the marks, empty while it fails."""
-        return HighWaterMarks() if self.fails else self._below.highs()
+        return HighWaterMarks() if self.fails else self._below.read_high_water_marks()
 
     def begin_interval(self) -> bool:
         """Start the interval's mark again."""

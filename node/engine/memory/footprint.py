@@ -47,7 +47,7 @@ class EngineMemory:
         self._total = total
         self._good = MemoryReading(None, "", 0.0)
         self._counted = 0
-        self._base = self.sensor.phys().phys or 0
+        self._base = self.sensor.read_footprint().phys or 0
 
     def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
         """Read the footprint now and return the `Memory` that the gate judges and the report carries.
@@ -58,13 +58,13 @@ class EngineMemory:
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # MLX's free buffers are released before a refusal. Their bytes therefore do not count in the recent peak.
         self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - known, now)
-        use = MlxCounters(active, max(0, known + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
+        use = MlxCounters(active, max(0, known + self._recent.find_highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.build_memory(use, reading, self._total, now, self._base)
 
     def _read_footprint(self) -> MemoryReading:
         """Read the footprint. If that fails, return the last good reading at its own time, moved by MLX's counters
         since."""
-        reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
+        reading, counted = self.sensor.read_footprint(), mx.get_active_memory() + mx.get_cache_memory()
         if reading.phys is not None:
             self._good, self._counted = reading, counted
         last = self._good.phys
@@ -73,7 +73,7 @@ class EngineMemory:
     def find_peak_expiry(self, now: float) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
         present = max(mx.get_active_memory(), self._read_footprint().phys or 0)
-        return self._recent.peak_expires_at(present - self._known_bytes(), now)
+        return self._recent.compute_peak_expiry(present - self._known_bytes(), now)
 
     def reset_peak(self) -> None:
         """Reset the recent peak after memory was freed."""

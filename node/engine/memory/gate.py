@@ -90,7 +90,7 @@ class MemoryGate:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
         live. `now` is in monotonic seconds."""
         limits = self._limits
-        return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
+        return limits is not None and limits.guard and limits.cap > 0 and reading.is_live(now)
 
     def build_memory(self, use: MlxCounters, reading: MemoryReading, total: int, now: float, base: int = 0) -> Memory:
         """Combine a reading and counters with the limits in force into the `Memory` that is judged and reported.
@@ -99,7 +99,7 @@ class MemoryGate:
         seconds. If the reading is not live, `phys`, `current` and `headroom` of the result are None.
         """
         limits = self._limits or MemoryLimits(0, 0, 0, "")
-        phys = reading.phys if reading.live(now) else None
+        phys = reading.phys if reading.is_live(now) else None
         margin, current = self._compute_margin(limits), arithmetic.current(use.active, phys, use.recent)
         return Memory(
             cap=limits.cap,

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND
-from node.engine.scheduling.rules.chunk_policy import mean
+from node.engine.scheduling.rules.chunk_policy import update_mean
 from wire.units import MIB
 
 ASSUMED_WARMUP_SECONDS = 2.0
@@ -41,10 +41,10 @@ class MeasuredLoad(msgspec.Struct):
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load, as in `LoadTimes.record`."""
         if weights >= MIN_BYTES:
-            self.speed = mean(self.speed, weights / max(read, 1e-3))
-        self.warm = mean(self.warm, warm)
+            self.speed = update_mean(self.speed, weights / max(read, 1e-3))
+        self.warm = update_mean(self.warm, warm)
         if probe:
-            self.probe = mean(self.probe, probe)
+            self.probe = update_mean(self.probe, probe)
         self.models.pop(fingerprint, None)
         self.models[fingerprint] = min(read + warm, MAX_SECONDS)
         while len(self.models) > MAX_MODELS:

@@ -45,12 +45,12 @@ class ForwardPeak:
     def mark(self) -> None:
         """Start the measurement of a forward."""
         self.peak_tracker.mark()
-        self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
+        self._phys = self.sensor.read_footprint().phys if self.sensor.begin_interval() else None
 
     def measure_charged_bytes(self) -> int:
         """Return the bytes from the footprint at the mark to its peak since then. Without a peak of the kernel, measure
         MLX's active memory."""
-        highest = self.sensor.highs().interval
+        highest = self.sensor.read_high_water_marks().interval
         return (
             self.peak_tracker.measure_peak_above_mark()
             if self._phys is None or highest is None
@@ -175,7 +175,7 @@ class MemoryProbe:
     def _measure_chunk(self, cache: Layers, tokens: int, past: int) -> bool:
         """Run one forward if there are time and room for it; return whether it ran."""
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.stats.pace.seconds(tokens, past)
+        expected = loaded_model.stats.pace.estimate_seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
         needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
@@ -209,7 +209,10 @@ class MemoryProbe:
 
     def _measure_steps(self, rows: int, tokens: int) -> bool:
         loaded_model, estimator = self.loaded_model, self.loaded_model.estimator
-        expected = loaded_model.stats.pace.seconds(tokens, 0) + STEPS_PER_SIZE * loaded_model.stats.step_seconds * rows
+        expected = (
+            loaded_model.stats.pace.estimate_seconds(tokens, 0)
+            + STEPS_PER_SIZE * loaded_model.stats.step_seconds * rows
+        )
         needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
         most = max(
             estimator.estimate_chunk(tokens, 0, last=True), estimator.estimate_step(rows, tokens + STEPS_PER_SIZE)

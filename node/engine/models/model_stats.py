@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from node.engine.scheduling.rules.chunk_policy import ChunkPace, PrefillSpeed, mean
+from node.engine.scheduling.rules.chunk_policy import ChunkPace, PrefillSpeed, update_mean
 from wire.report import ROW_COST
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ class ModelStats:
 
         Both are running means, because the last step alone would describe a machine that may be idle by now.
         """
-        self.step_seconds = mean(self.step_seconds, seconds)
+        self.step_seconds = update_mean(self.step_seconds, seconds)
         self.decode_speed.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
     def record_text(self, size: int, tokens: int) -> None:
         """Update the mean bytes per token from a prompt of `size` bytes and `tokens` tokens. Ignore short prompts,
         which are mostly template."""
         if tokens >= MIN_MEASURED_TOKENS and size:
-            self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
+            self.bytes_per_token = update_mean(self.bytes_per_token, size / tokens)
 
     def record_load(self, seconds: float) -> None:
         """Record the duration of the model's load, in seconds."""

@@ -119,7 +119,7 @@ class Engine(Protocol):
         """Return the monotonic time of the next `step`; None if only a frame can bring work."""
         ...
 
-    def running_call(self) -> NativeCall | None:
+    def read_running_call(self) -> NativeCall | None:
         """Return the running native call; None if none runs. Any thread may call this."""
         ...
 

@@ -80,7 +80,7 @@ class EngineLoop:
         read = self._oldest_tokenization()
         if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
             return now - read.since, TOKENIZE_EXPECTED_SECONDS
-        call, turn = self._engine.running_call(), self._busy_since
+        call, turn = self._engine.read_running_call(), self._busy_since
         if call is not None:
             return max(0.0, now - call.since), call.expected
         return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)

@@ -15,7 +15,7 @@ from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch, NextToken
 from node.engine.scheduling.preemptor import Preemptor
-from node.engine.scheduling.rules.commitment_length import growth_tokens
+from node.engine.scheduling.rules.commitment_length import compute_growth_tokens
 from node.engine.scheduling.step_output import StepOutput
 from node.engine.text.logprobs import compute_logprob
 from wire.refusals import FailureCode, RefusalCode
@@ -143,7 +143,7 @@ class DecodeLoop:
         for row in batch.list_rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.stored_tokens >= commitment.committed_tokens:
-                more = growth_tokens(commitment.committed_tokens, shape.prompt + shape.limit)
+                more = compute_growth_tokens(commitment.committed_tokens, shape.prompt + shape.limit)
                 self._extend_commitment(loaded_model, row, more)
 
     def _extend_commitment(self, loaded_model: LoadedModel, row: Row, more: int) -> None:

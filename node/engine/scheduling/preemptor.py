@@ -14,12 +14,12 @@ from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, return_tokens
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, compute_return_tokens
 from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
-    first_of,
-    newest_holder,
+    find_first_preempted,
+    find_newest_holder,
     next_to_return,
     should_preempt,
 )
@@ -57,7 +57,7 @@ class Preemptor:
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.
         """
-        newest = newest_holder(self._requests.live.values())
+        newest = find_newest_holder(self._requests.live.values())
         if newest is None:
             return False
         self._forwards.count_shed()
@@ -71,7 +71,7 @@ class Preemptor:
         ends.
         """
         over = self._forwards.check_cap()
-        newest = None if over is None else newest_holder(self._requests.live.values())
+        newest = None if over is None else find_newest_holder(self._requests.live.values())
         if over is not None and newest is not None:
             self.release_memory(newest, over)
 
@@ -175,7 +175,7 @@ class Preemptor:
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.
         """
-        oldest = first_of(self._requests.preempted, key)
+        oldest = find_first_preempted(self._requests.preempted, key)
         return 0 if oldest is None else self._compute_needed_bytes(oldest)
 
     def return_next(self, now: float, free_rows: int) -> None:
@@ -219,4 +219,4 @@ class Preemptor:
 def _compute_length(row: Row) -> int:
     """Return the tokens to commit for a row that returns: the known ones, and a growth."""
     shape = row.sequence.shape
-    return return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)
+    return compute_return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)

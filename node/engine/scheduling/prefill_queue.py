@@ -6,8 +6,13 @@ from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill
 from node.engine.scheduling.request_table import RequestTable
-from node.engine.scheduling.rules.chunk_policy import affordable_tokens, next_prefill, shared_budget
-from node.engine.scheduling.rules.prefill_order import coalesce_until, in_service_order, startable, started_rows
+from node.engine.scheduling.rules.chunk_policy import compute_affordable_tokens, compute_shared_budget, next_prefill
+from node.engine.scheduling.rules.prefill_order import (
+    compute_packing_time,
+    count_started_rows,
+    iterate_in_service_order,
+    select_startable,
+)
 from wire.capacity.fairness import PrefillFairness
 
 
@@ -36,12 +41,12 @@ class PrefillQueue:
     def list_choices(self, now: float) -> list[Prefill]:
         """Return the prefills that may continue at the monotonic time `now`. Prefills that wait for memory are left
         out."""
-        found = startable(self._requests.prefills, self.count_free_rows(), self._batches.count_rows_by_key)
+        found = select_startable(self._requests.prefills, self.count_free_rows(), self._batches.count_rows_by_key)
         return [prefill for prefill in found if prefill.retry_at <= now]
 
     def count_free_rows(self) -> int:
         """Return how many more rows may start in addition to decoding and prefilling ones."""
-        return self._batch - self._batches.count_rows() - started_rows(self._requests.prefills)
+        return self._batch - self._batches.count_rows() - count_started_rows(self._requests.prefills)
 
     def count_unclaimed_rows(self) -> int:
         """Return how many rows are free after all queued prompts have started; negative if there are too few."""
@@ -54,7 +59,7 @@ class PrefillQueue:
     def _iterate_unstarted(self) -> Iterator[Prefill]:
         if all(prefill.started for prefill in self._requests.prefills):
             return iter(())
-        return in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
+        return iterate_in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
         """Return the time until which `choices` wait for packing; 0.0 without a wait. They wait if no row decodes and
@@ -63,7 +68,7 @@ class PrefillQueue:
             return 0.0
         if sum(prefill.width for prefill in choices) >= self._batch:
             return 0.0
-        return coalesce_until([prefill.arrived for prefill in choices], self._requests.crowded_at)
+        return compute_packing_time([prefill.arrived for prefill in choices], self._requests.crowded_at)
 
     def schedule_next(self, now: float) -> list[Prefill]:
         """Return the prompts to prefill now, in one forward if there are several; an empty list if none may
@@ -80,8 +85,8 @@ class PrefillQueue:
         """Return the prompts to pack with `first`, if there is time for all of them at once."""
         if self.compute_affordable_tokens(first) < first.left:
             return [first]
-        seconds = shared_budget(self._batches.sum_step_seconds(), len(choices), self._batches.count_rows())
-        most = first.loaded_model.stats.pace.tokens(seconds, 0, self._chunk)
+        seconds = compute_shared_budget(self._batches.sum_step_seconds(), len(choices), self._batches.count_rows())
+        most = first.loaded_model.stats.pace.fit_tokens(seconds, 0, self._chunk)
         return self._packed.select_batch(first, choices, most)
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
@@ -96,7 +101,7 @@ class PrefillQueue:
 
     def compute_affordable_tokens(self, prefill: Prefill) -> int:
         """Return the tokens of a prompt that fit into the time of the next chunk."""
-        return affordable_tokens(
+        return compute_affordable_tokens(
             prefill.loaded_model.stats.pace,
             prefill.left,
             prefill.stored_tokens,

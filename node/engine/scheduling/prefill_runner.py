@@ -19,7 +19,7 @@ from node.engine.scheduling.prefill_queue import PrefillQueue
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
 from node.engine.scheduling.row_join import RowJoin
-from node.engine.scheduling.rules.chunk_policy import chunk_sizes
+from node.engine.scheduling.rules.chunk_policy import generate_chunk_sizes
 from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
 from wire.refusals import FailureCode, RefusalCode, Refused
 
@@ -141,7 +141,7 @@ class PrefillRunner:
             return None
         count = self._forwards.check_shrinking(
             GateSite.PREFILL,
-            chunk_sizes(wanted, self._floor),
+            generate_chunk_sizes(wanted, self._floor),
             lambda tokens: estimator.estimate_chunk(tokens, prefill.stored_tokens, last=tokens == prefill.left),
         )
         if isinstance(count, Refused):

@@ -27,7 +27,7 @@ TokenSource = Callable[[int, float], tuple[int, str]]
 """Source of an answer's tokens: `(position, now) → (id, text)`. `now` is in monotonic seconds."""
 
 
-def prompt_tokens(request: Generate) -> int:
+def count_prompt_tokens(request: Generate) -> int:
     """Return the exact number of prompt tokens of a request, whose prompt is ids, text or messages."""
     if request.ids:
         return len(request.ids)
@@ -36,7 +36,7 @@ def prompt_tokens(request: Generate) -> int:
     return count_tokens(request.messages, request.tools)
 
 
-def message_texts(request: Generate) -> Sequence[Message]:
+def get_messages(request: Generate) -> Sequence[Message]:
     """Return the messages of a request; a text prompt counts as one user message."""
     return (Message("user", request.text),) if request.text else request.messages
 
@@ -57,37 +57,37 @@ def _count_words(text: str) -> int:
     return total
 
 
-def mentions(messages: Sequence[Message], word: str) -> bool:
+def contains_word(messages: Sequence[Message], word: str) -> bool:
     """Return whether any message contains `word`."""
     return any(word in message.content for message in messages)
 
 
-def echo_pieces(messages: Sequence[Message]) -> list[str]:
+def split_echo(messages: Sequence[Message]) -> list[str]:
     """Cut the last user message into the tokens of an echo. Their texts joined are exactly that message."""
     last = next((message.content for message in reversed(messages) if message.role == "user"), "")
     return _PIECE.findall(last) or [""]
 
 
-def fixed_words(choice: int) -> TokenSource:
+def create_word_source(choice: int) -> TokenSource:
     """Return the source of an answer of fixed words, which repeat. Each choice starts at another word."""
 
-    def token_at(position: int, now: float) -> tuple[int, str]:
+    def get_token(position: int, now: float) -> tuple[int, str]:
         place = (position + choice) % len(WORDS)
         return position + choice, WORDS[place] + " "
 
-    return token_at
+    return get_token
 
 
-def echo_tokens(pieces: Sequence[str]) -> TokenSource:
+def create_echo_source(pieces: Sequence[str]) -> TokenSource:
     """Return the source of an answer that consists of these pieces."""
 
-    def token_at(position: int, now: float) -> tuple[int, str]:
+    def get_token(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]
 
-    return token_at
+    return get_token
 
 
-def clock_tokens(position: int, now: float) -> tuple[int, str]:
+def make_clock_token(position: int, now: float) -> tuple[int, str]:
     """Return id and text of the token at `position`: the position, and the monotonic time `now` (in seconds) as ns.
 
     A client measures the delay from the engine with this text.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from node.engine.memory.gate import GateSite
-from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, growth_tokens
-from node.engine.scheduling.rules.preemption import newest_holder
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, compute_growth_tokens
+from node.engine.scheduling.rules.preemption import find_newest_holder
 from node.engine.scripted.preemption import BatchMemory, ScriptedPreemptor
 from node.engine.scripted.prefills import PrefillChunk, ScriptedPrefills
 from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
@@ -41,9 +41,9 @@ class ScriptedBatch:
         self._crash = crash
         self.forwards = self.steps = 0
 
-    def newest(self) -> ScriptedSequence | None:
+    def find_newest(self) -> ScriptedSequence | None:
         """Return the newest request that holds memory; None if none does."""
-        return newest_holder(self._table.active())
+        return find_newest_holder(self._table.list_active())
 
     # prefill
 
@@ -61,7 +61,7 @@ class ScriptedBatch:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         sequence.delay(now + GATE_RETRY_SECONDS)
         if refused.code is RefusalCode.NO_ROOM and (
-            self._table.rows or self._prefills.choices(now) or self._memory.peak_expires_at(now) is not None
+            self._table.rows or self._prefills.list_choices(now) or self._memory.compute_peak_expiry(now) is not None
         ):
             return
         waiting = (one for one in self._table.queue if one.retry_at > now)
@@ -85,7 +85,7 @@ class ScriptedBatch:
     def _join(
         self, sequence: ScriptedSequence, deltas: list[Delta], ends: list[Frame], now: float, *, silent: bool
     ) -> None:
-        for row in sequence.active_rows():
+        for row in sequence.list_active_rows():
             row.join(sequence.shape.prompt)
         refused = self._memory.check(GateSite.JOIN, now)
         if refused is not None:
@@ -102,7 +102,7 @@ class ScriptedBatch:
     def grow(self, now: float) -> list[Frame]:
         """Extend the commitment of each row that has used all of it. Return the ends of requests without room."""
         for sequence in list(self._table.running):
-            for row in sequence.active_rows():
+            for row in sequence.list_active_rows():
                 if row.commitment.is_joined and row.commitment.stored_tokens >= row.commitment.committed_tokens:
                     self._extend(sequence, row, now)
         return self._preemptor.drain_ends()
@@ -111,7 +111,7 @@ class ScriptedBatch:
         """Extend a row's commitment. Until the tokens fit, other requests lose their memory, or its own request does.
         While the memory is unreadable rows continue to grow, because only new work is refused for that."""
         commitment, ledger = row.commitment, sequence.ledger
-        more = growth_tokens(commitment.committed_tokens, sequence.shape.prompt + sequence.shape.limit)
+        more = compute_growth_tokens(commitment.committed_tokens, sequence.shape.prompt + sequence.shape.limit)
         while sequence in self._table.running:
             refused = self._memory.check(GateSite.GROW, now, ledger.compute_extension_bytes(commitment, more))
             if refused is None or refused.code is RefusalCode.UNREADABLE:
@@ -120,12 +120,12 @@ class ScriptedBatch:
             message = f"the answer became longer than expected: {refused.message}"
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
-    def steady_steps(self) -> int:
+    def count_steady_steps(self) -> int:
         """Return the number of decode steps in which no row certainly ends or must grow before the last one."""
         return min(
-            min(row.steps_left(one.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
+            min(row.count_steps_left(one.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
             for one in self._table.running
-            for row in one.active_rows()
+            for row in one.list_active_rows()
         )
 
     def decode(self, steps: int, now: float) -> list[Frame]:
@@ -142,7 +142,7 @@ class ScriptedBatch:
     def _decode_sequence(
         self, sequence: ScriptedSequence, steps: int, deltas: list[Delta], ends: list[Frame], now: float
     ) -> None:
-        for row in sequence.active_rows():
+        for row in sequence.list_active_rows():
             sequence.add_tokens(row, steps, now)
             if row.is_due(now - sequence.last_token_at, stream=sequence.request.stream):
                 deltas.append(row.gather(sequence.number))
@@ -152,14 +152,14 @@ class ScriptedBatch:
                 self._table.end_row()
         if not sequence.width:
             self._table.remove(sequence, now)
-            ends.append(sequence.finished(now))
+            ends.append(sequence.build_finished(now))
 
     def flush(self) -> Sequence[Frame]:
         """Return all tokens of decoding requests that were not sent yet."""
         unsent = [
             row.gather(one.number)
             for one in self._table.running
-            for row in one.active_rows()
+            for row in one.list_active_rows()
             if row.produced > row.sent
         ]
         return delta_frames(unsent)

@@ -23,7 +23,7 @@ class TurnParts(NamedTuple):
     turns: ScriptedTurns
 
 
-def _never_crash(number: int) -> None:
+def _ignore_call(number: int) -> None:
     """Do nothing."""
 
 
@@ -33,7 +33,7 @@ def build_turns(
     rows: int,
     *,
     leap: bool,
-    crash: Callable[[int], None] = _never_crash,
+    crash: Callable[[int], None] = _ignore_call,
 ) -> TurnParts:
     """Return the turns of an engine that decodes at most `rows` rows at once. `leap` is as in `ScriptedTurns`, `crash`
     as in `ScriptedBatch`."""

@@ -27,11 +27,11 @@ class EngineCosts(Protocol):
         token."""
         ...
 
-    def pace(self, model: str) -> ChunkPace:
+    def get_pace(self, model: str) -> ChunkPace:
         """Return the duration of a model's prefill chunks."""
         ...
 
-    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+    def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
         """Return the seconds of a decode step of all rows, given by model; there is at least one row."""
         ...
 
@@ -48,10 +48,10 @@ class FixedCosts:
         """Return True."""
         return True
 
-    def pace(self, model: str) -> ChunkPace:
+    def get_pace(self, model: str) -> ChunkPace:
         """Return a pace of 0 s."""
         return ChunkPace()
 
-    def step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
+    def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
         """Return the seconds of a decode step."""
         return self.step

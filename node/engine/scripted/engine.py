@@ -108,9 +108,9 @@ class ScriptedEngine:
         elif isinstance(work, ReclaimMemory):
             self._freed_order = work.number  # nothing here could be freed
         elif isinstance(work, LoadModel | UnloadModel | ProfileModel):
-            return [self._ordered(work)]
+            return [self._answer_order(work)]
         elif isinstance(work, CountTokens):
-            return [self._counted(work)]
+            return [self._answer_count(work)]
         return []
 
     def step(self, now: float) -> list[Frame]:
@@ -124,9 +124,9 @@ class ScriptedEngine:
         """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring
         work."""
         following = self._turns.next_at(now)
-        return self._memory.peak_expires_at(now) if following is None else following
+        return self._memory.compute_peak_expiry(now) if following is None else following
 
-    def running_call(self) -> NativeCall | None:
+    def read_running_call(self) -> NativeCall | None:
         """Return None, because there are no native calls."""
         return None
 
@@ -135,7 +135,7 @@ class ScriptedEngine:
         batch, table, gate = self._batch, self.table, self.gate
         return EngineReport(
             self._memory.read(now),
-            (self._model(),),
+            (self._describe_model(),),
             len(table.running),
             len(table.queue) + len(table.preempted),
             sum(sequence.left for sequence in table.queue),
@@ -163,7 +163,7 @@ class ScriptedEngine:
 
     # requests
 
-    def _ordered(self, order: LoadModel | UnloadModel | ProfileModel) -> Frame:
+    def _answer_order(self, order: LoadModel | UnloadModel | ProfileModel) -> Frame:
         """Return the answer to an order about models: there is one model, and it is always loaded."""
         name = self._settings.model
         if order.model != name:
@@ -176,7 +176,7 @@ class ScriptedEngine:
             )
         return Refusal(order.request, Refused(RefusalCode.IN_USE, f"{name} is scripted and cannot be unloaded"))
 
-    def _counted(self, request: CountTokens) -> Frame:
+    def _answer_count(self, request: CountTokens) -> Frame:
         if request.model != self._settings.model:
             text = f"this node serves {self._settings.model}, not {request.model}"
             return Refusal(request.request, Refused(RefusalCode.NO_MODEL, text))
@@ -190,21 +190,23 @@ class ScriptedEngine:
             return []
         if self.table.find(number) is not None:
             return []
-        prompt = answers.prompt_tokens(request)
-        pieces = self._requests.pieces(request, prompt)
-        shape = self._requests.shape(request, prompt, pieces)
-        refused = self._refused(request, shape, now)
+        prompt = answers.count_prompt_tokens(request)
+        pieces = self._requests.list_pieces(request, prompt)
+        shape = self._requests.compute_shape(request, prompt, pieces)
+        refused = self._find_refusal(request, shape, now)
         if refused is not None:
             return [Refusal(number, refused, prompt)]
-        sequence = self._requests.sequence(request, shape, pieces, now)
-        if not any(sequence.active_rows()):  # the whole answer was sent by another node, and only its end is missing
+        sequence = self._requests.create_sequence(request, shape, pieces, now)
+        if not any(
+            sequence.list_active_rows()
+        ):  # the whole answer was sent by another node, and only its end is missing
             sequence.begin(now)
-            return [Admitted(number, prompt), sequence.finished(now)]
+            return [Admitted(number, prompt), sequence.build_finished(now)]
         self.table.enqueue(sequence)
         return [Admitted(number, prompt)]
 
-    def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
-        model, memory = self._model(), self._offered(request.owner.name, now)
+    def _find_refusal(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
+        model, memory = self._describe_model(), self._read_offered_memory(request.owner.name, now)
         refused = self.gate.refuse_unless_ready() or preflight.refuse_impossible(
             request, shape, model, self._settings.max_batch_size
         )
@@ -215,9 +217,9 @@ class ScriptedEngine:
             return self._memory.check(GateSite.PREFLIGHT, now, max(cost, (memory.headroom or 0) + GIB))
         return preflight.refuse_without_room(shape, memory, model, cost, self.gate)
 
-    def _offered(self, key: str, now: float) -> Memory:
+    def _read_offered_memory(self, key: str, now: float) -> Memory:
         """Read the memory as it is for a new request of an API key: preempted requests come first."""
-        memory, wanted = self._memory.read(now), self._preemptor.required_bytes(key)
+        memory, wanted = self._memory.read(now), self._preemptor.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
@@ -234,18 +236,18 @@ class ScriptedEngine:
     def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
         """End the newest running request on order of the agent, because no other memory can be freed."""
         self._enforced = order.poll
-        newest = self._batch.newest()
+        newest = self._batch.find_newest()
         if order.level < MemoryLevel.OVER_HARD or newest is None:
             return []
         refused, delivered = shed(self._memory.read(now), order.excess), newest.delivered
         self._preemptor.drop(newest, now)
-        self._memory.forget_peak(now)
+        self._memory.restart_peak(now)
         self._sheds += 1
         if delivered:
             return [Failed(newest.number, FailureCode.MEMORY_PRESSURE, refused.message)]
         return [Refusal(newest.number, refused, newest.shape.prompt)]
 
-    def _model(self) -> Model:
+    def _describe_model(self) -> Model:
         settings = self._settings
         return Model(
             name=settings.model,

@@ -20,8 +20,8 @@ class ScriptedMemory:
 
     def read(self, now: float) -> Memory:
         """Return the memory at the monotonic time `now`, with the limits in force."""
-        active = self._active()
-        use = MlxCounters(active, self._recent.highest(now), self.ledger.compute_reserved_bytes())
+        active = self._compute_active_bytes()
+        use = MlxCounters(active, self._recent.find_highest(now), self.ledger.compute_reserved_bytes())
         return self.gate.build_memory(use, MemoryReading(active, "scripted", now), self._total, now)
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
@@ -31,15 +31,15 @@ class ScriptedMemory:
 
     def observe(self, now: float) -> None:
         """Update the recent peak with the memory at the monotonic time `now`."""
-        self._recent = self._recent.with_reading(self._active(), now)
+        self._recent = self._recent.with_reading(self._compute_active_bytes(), now)
 
-    def forget_peak(self, now: float) -> None:
+    def restart_peak(self, now: float) -> None:
         """Restart the recent peak at the memory now, because memory was freed."""
-        self._recent = RecentPeak().with_reading(self._active(), now)
+        self._recent = RecentPeak().with_reading(self._compute_active_bytes(), now)
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def compute_peak_expiry(self, now: float) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
-        return self._recent.peak_expires_at(self._active(), now)
+        return self._recent.compute_peak_expiry(self._compute_active_bytes(), now)
 
-    def _active(self) -> int:
+    def _compute_active_bytes(self) -> int:
         return self._weights + self.ledger.compute_stored_bytes()

@@ -6,11 +6,11 @@ The choices are those of the text engine (`node.engine.scheduling.rules.preempti
 from typing import Protocol
 
 from node.engine.memory.gate import GateSite
-from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, return_tokens
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS, compute_return_tokens
 from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
-    first_of,
+    find_first_preempted,
     next_to_return,
     should_preempt,
 )
@@ -31,7 +31,7 @@ class BatchMemory(Protocol):
         """Update the recent peak, because memory was allocated or freed."""
         ...
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def compute_peak_expiry(self, now: float) -> float | None:
         """Return the time at which the recent peak falls; None if only another reading can change it."""
         ...
 
@@ -57,7 +57,7 @@ class ScriptedPreemptor:
     def release_for(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
         """Release the memory of the request that loses least for a row that must grow; of its own request if no other
         one can."""
-        self.release_memory(choose_victim(self._table.active()) or sequence, refused, now)
+        self.release_memory(choose_victim(self._table.list_active()) or sequence, refused, now)
 
     def release_memory(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
         """Release a request's memory: the router places it again, or it returns here later."""
@@ -70,7 +70,7 @@ class ScriptedPreemptor:
     def _may_free_memory(self, waiting: int, now: float) -> bool:
         """Return whether memory may become free: more requests are live than the `waiting` ones, or the recent peak
         falls."""
-        return len(self._table) > waiting or self._memory.peak_expires_at(now) is not None
+        return len(self._table) > waiting or self._memory.compute_peak_expiry(now) is not None
 
     def preempt(self, sequence: ScriptedSequence, *, for_key: bool) -> None:
         """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
@@ -94,54 +94,54 @@ class ScriptedPreemptor:
 
     def _release(self, sequence: ScriptedSequence) -> None:
         if sequence not in self._table.preempted:
-            for row in sequence.active_rows():
+            for row in sequence.list_active_rows():
                 sequence.ledger.release(row.commitment)
 
     # sharing between keys
 
     def share_rows(self, first: ScriptedSequence) -> None:
         """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
-        holding = [(one, self._held_rows(one)) for one in self._table.active()]
-        missing = first.width - self._table.free_rows()
+        holding = [(one, self._count_held_rows(one)) for one in self._table.list_active()]
+        missing = first.width - self._table.count_free_rows()
         for sequence in choose_for_key(first.owner, first.width, missing, holding):
             self.preempt(sequence, for_key=True)
 
-    def _held_rows(self, sequence: ScriptedSequence) -> int:
-        held = sequence.started or any(row.commitment.is_joined for row in sequence.active_rows())
+    def _count_held_rows(self, sequence: ScriptedSequence) -> int:
+        held = sequence.started or any(row.commitment.is_joined for row in sequence.list_active_rows())
         return sequence.width if held else 0
 
     # return
 
-    def required_bytes(self, key: str | None) -> int:
+    def compute_required_bytes(self, key: str | None) -> int:
         """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
-        oldest = first_of(self._table.preempted, key)
-        return 0 if oldest is None else _needed_bytes(oldest)
+        oldest = find_first_preempted(self._table.preempted, key)
+        return 0 if oldest is None else _compute_needed_bytes(oldest)
 
     def return_next(self, now: float) -> None:
         """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
         if not self._table.preempted or now < self.return_at:
             return
         self.return_at = now + GATE_RETRY_SECONDS
-        sequence = next_to_return(self._table.preempted, self._table.unclaimed_rows())
+        sequence = next_to_return(self._table.preempted, self._table.count_unclaimed_rows())
         if sequence is not None:
             self._return(sequence, now)
 
     def _return(self, sequence: ScriptedSequence, now: float) -> None:
         """Queue a preempted request again if there is room; fail it if there never will be."""
-        refused = self._memory.check(GateSite.PREFLIGHT, now, _needed_bytes(sequence))
+        refused = self._memory.check(GateSite.PREFLIGHT, now, _compute_needed_bytes(sequence))
         if refused is None:
-            for row in sequence.active_rows():
-                (commitment,) = sequence.ledger.commit(_length(sequence, row), 1)
+            for row in sequence.list_active_rows():
+                (commitment,) = sequence.ledger.commit(_compute_length(sequence, row), 1)
                 row.commit(commitment)
             self._table.enqueue(sequence)
         elif refused.code is not RefusalCode.UNREADABLE and not self._may_free_memory(len(self._table.preempted), now):
             self.end(sequence, refused, FailureCode.NO_HEADROOM, now)
 
 
-def _needed_bytes(sequence: ScriptedSequence) -> int:
-    return sum(sequence.ledger.compute_cost(_length(sequence, row), 1) for row in sequence.active_rows())
+def _compute_needed_bytes(sequence: ScriptedSequence) -> int:
+    return sum(sequence.ledger.compute_cost(_compute_length(sequence, row), 1) for row in sequence.list_active_rows())
 
 
-def _length(sequence: ScriptedSequence, row: ScriptedRow) -> int:
+def _compute_length(sequence: ScriptedSequence, row: ScriptedRow) -> int:
     shape = sequence.shape
-    return return_tokens(shape.prompt + row.produced, shape.prompt + shape.limit)
+    return compute_return_tokens(shape.prompt + row.produced, shape.prompt + shape.limit)

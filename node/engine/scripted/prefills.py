@@ -12,12 +12,12 @@ from typing import NamedTuple
 from node.engine.scheduling.rules.chunk_policy import (
     FULL_PROMPT_SECONDS,
     MAX_CACHED_SHARE,
-    affordable_tokens,
+    compute_affordable_tokens,
+    compute_shared_budget,
     next_prefill,
     select_batch,
-    shared_budget,
 )
-from node.engine.scheduling.rules.prefill_order import coalesce_until, in_service_order, startable
+from node.engine.scheduling.rules.prefill_order import compute_packing_time, iterate_in_service_order, select_startable
 from node.engine.scripted.costs import EngineCosts
 from node.engine.scripted.sequence import ScriptedSequence
 from node.engine.scripted.table import ScriptedTable
@@ -65,28 +65,28 @@ class ScriptedPrefills:
         table = self._table
         if not self._costs.free_prefill or not table.queue or table.rows >= table.most:
             return None
-        if table.unclaimed_rows() >= 0 and table.queue[0].retry_at <= now:  # there is room for all
+        if table.count_unclaimed_rows() >= 0 and table.queue[0].retry_at <= now:  # there is room for all
             return table.queue[0]
-        return next(iter(self.choices(now)), None)
+        return next(iter(self.list_choices(now)), None)
 
     def next_unstarted(self) -> ScriptedSequence | None:
         """Return the next prompt that gets rows; None if all have started."""
-        return next(in_service_order(self._table.queue, self._table.rows_by_key()), None)
+        return next(iterate_in_service_order(self._table.queue, self._table.count_rows_by_key()), None)
 
-    def choices(self, now: float) -> list[ScriptedSequence]:
+    def list_choices(self, now: float) -> list[ScriptedSequence]:
         """Return the prompts that may continue at this time. Prompts that wait for memory are left out."""
         table = self._table
         if not table.queue:
             return []
-        found = startable(table.queue, table.free_rows(), table.rows_by_key)
+        found = select_startable(table.queue, table.count_free_rows(), table.count_rows_by_key)
         return [one for one in found if one.retry_at <= now]
 
-    def wait_until(self, choices: Sequence[ScriptedSequence]) -> float:
+    def compute_packing_time(self, choices: Sequence[ScriptedSequence]) -> float:
         """Return the time until which `choices` wait for packing; 0.0 without a wait."""
         table = self._table
         if table.rows or any(one.started for one in choices) or sum(one.width for one in choices) >= table.most:
             return 0.0
-        return coalesce_until([one.arrived for one in choices], table.crowded_at)
+        return compute_packing_time([one.arrived for one in choices], table.crowded_at)
 
     def schedule(
         self, choices: Sequence[ScriptedSequence], step: float, *, leap: bool
@@ -98,29 +98,29 @@ class ScriptedPrefills:
         is that of all these turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices`
         must not be empty.
         """
-        first = self._chunk_of(self._pick(choices, 1), choices, step)
+        first = self._build_chunk(self._choose_prompt(choices, 1), choices, step)
         if not leap or first.completes:
             return [first], 1
         if len(choices) == 1:
-            return [first], self._equal_chunks(first, step)
-        second = self._chunk_of(self._pick(self._after_start(choices, first), 2), choices, step)
+            return [first], self._count_equal_chunks(first, step)
+        second = self._build_chunk(self._choose_prompt(self._sort_after_start(choices, first), 2), choices, step)
         if second.completes or self._is_crowded(choices):
             return [first], 1
         if second.members == first.members:
-            return [first], self._equal_chunks(first, step)
-        third = self._pick(self._after_start(choices, first, second), 3)
-        rounds = self._equal_rounds(first, second, step) if third is first.members[0] else 0
+            return [first], self._count_equal_chunks(first, step)
+        third = self._choose_prompt(self._sort_after_start(choices, first, second), 3)
+        rounds = self._count_equal_rounds(first, second, step) if third is first.members[0] else 0
         return ([first, second], 2 * rounds) if rounds else ([first], 1)
 
-    def _after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
+    def _sort_after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
         """Return `choices` in their order after the start of `chunks`: started prompts come first."""
         starting = [one for chunk in chunks for one in chunk.members]
         started = [one for one in self._table.queue if one in choices and (one.started or one in starting)]
         return [*started, *(one for one in choices if one not in started)]
 
-    def _equal_rounds(self, first: PrefillChunk, second: PrefillChunk, step: float) -> int:
+    def _count_equal_rounds(self, first: PrefillChunk, second: PrefillChunk, step: float) -> int:
         """Return how often two prefills alternate before a chunk or a choice would differ."""
-        rounds = min(self._equal_chunks(one, step) for one in (first, second))
+        rounds = min(self._count_equal_chunks(one, step) for one in (first, second))
         shorter, longer = sorted((first, second), key=lambda one: one.members[0].left)
         lead = longer.members[0].left - shorter.members[0].left
         if longer is first:  # the shorter one is chosen after a chunk of the longer one
@@ -130,9 +130,9 @@ class ScriptedPrefills:
         gain = longer.tokens - shorter.tokens
         return min(rounds, (lead - 1) // gain) if gain > 0 else rounds
 
-    def _equal_chunks(self, chunk: PrefillChunk, step: float) -> int:
+    def _count_equal_chunks(self, chunk: PrefillChunk, step: float) -> int:
         """Return how many chunks of this size follow each other before the budget or the size changes."""
-        pace, left = self._costs.pace(chunk.members[0].model), chunk.members[0].left
+        pace, left = self._costs.get_pace(chunk.members[0].model), chunk.members[0].left
         if pace.fixed or pace.far:
             return 1
         whole = FULL_PROMPT_SECONDS / pace.each if step else 0.0
@@ -142,36 +142,36 @@ class ScriptedPrefills:
         """Return whether fairness between keys may choose another prompt in every turn."""
         return max(Counter(one.owner.name for one in choices).values()) > CROWDED_PROMPTS
 
-    def _pick(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
+    def _choose_prompt(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
         """Return the prompt of the turn that is `ahead` turns after the last one."""
         shown = [(one.left, one.arrived, one.owner) for one in choices]
         return choices[next_prefill(shown, self._turn + ahead, self._fairness)]
 
-    def _chunk_of(self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float) -> PrefillChunk:
-        pace, past = self._costs.pace(first.model), first.length - first.left
-        most = affordable_tokens(pace, first.left, past, step, self._chunk)
-        members = [first] if most < first.left else self._members(first, choices, step)
+    def _build_chunk(self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float) -> PrefillChunk:
+        pace, past = self._costs.get_pace(first.model), first.length - first.left
+        most = compute_affordable_tokens(pace, first.left, past, step, self._chunk)
+        members = [first] if most < first.left else self._select_members(first, choices, step)
         if len(members) == 1:
             tokens = min(most, first.left)
-            return PrefillChunk((first,), tokens, pace.seconds(tokens, past) if tokens else 0.0)
+            return PrefillChunk((first,), tokens, pace.estimate_seconds(tokens, past) if tokens else 0.0)
         longest = max(one.left for one in members) - 1
-        return PrefillChunk(tuple(members), 0, pace.seconds(len(members) * longest, 0))
+        return PrefillChunk(tuple(members), 0, pace.estimate_seconds(len(members) * longest, 0))
 
-    def _members(
+    def _select_members(
         self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float
     ) -> list[ScriptedSequence]:
         """Return the prompts to pack with `first`: prompts of its batch, if there is time for all of them at once."""
         if not _is_packable(first):
             return [first]
-        batch = _batch_of(first)
+        batch = _get_batch_number(first)
         members = [first]
         members += [
             one
             for one in choices
-            if one is not first and one.model == first.model and _is_packable(one) and _batch_of(one) == batch
+            if one is not first and one.model == first.model and _is_packable(one) and _get_batch_number(one) == batch
         ]
-        seconds = shared_budget(step, len(choices), self._table.rows)
-        most = self._costs.pace(first.model).tokens(seconds, 0, self._chunk)
+        seconds = compute_shared_budget(step, len(choices), self._table.rows)
+        most = self._costs.get_pace(first.model).fit_tokens(seconds, 0, self._chunk)
         return [members[place] for place in select_batch([one.length - 1 for one in members], most)]
 
     def count_turns(self, turns: int) -> None:
@@ -190,5 +190,5 @@ def _is_packable(sequence: ScriptedSequence) -> bool:
     return sequence.length > 1 and sequence.warm < MAX_CACHED_SHARE * sequence.length
 
 
-def _batch_of(sequence: ScriptedSequence) -> int:
-    return sequence.ledger.get_batch_number(sequence.active_rows()[0].commitment)
+def _get_batch_number(sequence: ScriptedSequence) -> int:
+    return sequence.ledger.get_batch_number(sequence.list_active_rows()[0].commitment)

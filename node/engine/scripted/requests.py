@@ -16,29 +16,29 @@ class ScriptedRequests:
         self._settings = settings
         self._ledger = ledger
 
-    def pieces(self, request: Generate, prompt: int) -> list[str]:
+    def list_pieces(self, request: Generate, prompt: int) -> list[str]:
         """Return the tokens of an echo; empty in the other modes, and for a prompt of `prompt` tokens that will be
         refused."""
         echo = self._settings.text == "echo" and prompt < self._settings.max_context
-        return answers.echo_pieces(answers.message_texts(request)) if echo else []
+        return answers.split_echo(answers.get_messages(request)) if echo else []
 
-    def shape(self, request: Generate, prompt: int, pieces: list[str]) -> preflight.RequestShape:
+    def compute_shape(self, request: Generate, prompt: int, pieces: list[str]) -> preflight.RequestShape:
         """Return the size of a request. `prompt` is the number of its prompt tokens, `pieces` the result of
-        `pieces`."""
+        `list_pieces`."""
         natural = len(pieces) or self._settings.tokens
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
     def must_refuse(self, request: Generate) -> bool:
         """Return whether the script refuses a request."""
         word = self._settings.refuse
-        return word == "*" or (bool(word) and answers.mentions(answers.message_texts(request), word))
+        return word == "*" or (bool(word) and answers.contains_word(answers.get_messages(request), word))
 
-    def sequence(
+    def create_sequence(
         self, request: Generate, shape: preflight.RequestShape, pieces: list[str], now: float
     ) -> ScriptedSequence:
         """Create the rows of a request with their commitments; resumed rows contain their known tokens."""
         word = self._settings.crash
-        crashes = bool(word) and answers.mentions(answers.message_texts(request), word)
+        crashes = bool(word) and answers.contains_word(answers.get_messages(request), word)
         unlimited = request.params.max_tokens is None
         ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
         sequence = ScriptedSequence(
@@ -49,7 +49,7 @@ class ScriptedRequests:
                 choice=choice,
                 commitment=commitment,
                 stops=StopStrings(request.params.stop),
-                token_source=self._token_source(pieces, choice),
+                token_source=self._create_token_source(pieces, choice),
             )
             row.replay(sequence.number, request.known(choice), now, ends=ends, limit=shape.limit)
             if row.reason:
@@ -57,7 +57,7 @@ class ScriptedRequests:
             sequence.rows.append(row)
         return sequence
 
-    def _token_source(self, pieces: list[str], choice: int) -> answers.TokenSource:
+    def _create_token_source(self, pieces: list[str], choice: int) -> answers.TokenSource:
         if pieces:
-            return answers.echo_tokens(pieces)
-        return answers.clock_tokens if self._settings.text == "clock" else answers.fixed_words(choice)
+            return answers.create_echo_source(pieces)
+        return answers.make_clock_token if self._settings.text == "clock" else answers.create_word_source(choice)

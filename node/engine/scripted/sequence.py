@@ -34,7 +34,7 @@ class ScriptedRow:
         """Stop string that ended the answer; empty if none did."""
         return ""
 
-    def steps_left(self, last: int) -> int:
+    def count_steps_left(self, last: int) -> int:
         """Return the number of further steps of which only the last one may send tokens or end the row. The answer has
         at most `last` tokens."""
         return 1 if self.sent == self.resumed_tokens else last - self.produced
@@ -96,7 +96,7 @@ class TextRow(ScriptedRow):
         """Stop string that ended the answer; empty if none did."""
         return self.stops.found
 
-    def steps_left(self, last: int) -> int:
+    def count_steps_left(self, last: int) -> int:
         """Return 1, because a stop string may end the answer at any token."""
         return 1
 
@@ -207,7 +207,7 @@ class ScriptedSequence:
     @property
     def holds_memory(self) -> bool:
         """Whether any row has tokens in a cache."""
-        return any(row.commitment.stored_tokens for row in self.active_rows())
+        return any(row.commitment.stored_tokens for row in self.list_active_rows())
 
     @property
     def delivered(self) -> bool:
@@ -218,7 +218,9 @@ class ScriptedSequence:
     def length(self) -> int:
         """Tokens of its prefill: the prompt and the known tokens of its longest row."""
         rows = self.rows
-        known = rows[0].produced if len(rows) == 1 else max((row.produced for row in self.active_rows()), default=0)
+        known = (
+            rows[0].produced if len(rows) == 1 else max((row.produced for row in self.list_active_rows()), default=0)
+        )
         return self.shape.prompt + known
 
     @property
@@ -231,7 +233,7 @@ class ScriptedSequence:
         """Number of the last token of an answer."""
         return min(self.ends, self.shape.limit)
 
-    def active_rows(self) -> Sequence[ScriptedRow]:
+    def list_active_rows(self) -> Sequence[ScriptedRow]:
         """Return the rows that have not ended."""
         return [row for row in self.rows if not row.reason]
 
@@ -243,7 +245,7 @@ class ScriptedSequence:
     def prefill(self, tokens: int) -> None:
         """Record a prefilled chunk of this many tokens."""
         self.prefilled += tokens
-        for row in self.active_rows():
+        for row in self.list_active_rows():
             row.prefill(self.prefilled)
 
     def delay(self, until: float) -> None:
@@ -258,7 +260,7 @@ class ScriptedSequence:
         """Record that its memory is released until it returns; `for_key`: for another key."""
         self.yielded |= for_key
         self.started, self.prefilled, self.warm, self.retry_at = False, 0, 0, 0.0
-        for row in self.active_rows():
+        for row in self.list_active_rows():
             row.commit(Commitment(0))
 
     def mark_sent(self, now: float) -> None:
@@ -269,7 +271,7 @@ class ScriptedSequence:
         """Generate the next `count` tokens of one of its rows."""
         row.add_tokens(self.number, count, now, ends=self.ends, limit=self.shape.limit)
 
-    def finished(self, now: float) -> Finished:
+    def build_finished(self, now: float) -> Finished:
         """Return its last frame: reasons, token counts and durations."""
         stops = tuple(row.stop for row in self.rows)
         return Finished(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from node.engine.scheduling.rules.prefill_order import started_rows
+from node.engine.scheduling.rules.prefill_order import count_started_rows
 from node.engine.scripted.costs import DecodeLoad
 from node.engine.scripted.sequence import ScriptedSequence
 
@@ -49,31 +49,31 @@ class ScriptedTable:
         every = chain(self._queue, self._running, self._preempted)
         return next((one for one in every if one.number == number), None)
 
-    def active(self) -> list[ScriptedSequence]:
+    def list_active(self) -> list[ScriptedSequence]:
         """Return the requests that are not preempted, oldest first."""
         return sorted((*self._queue, *self._running), key=lambda one: one.age)
 
-    def rows_by_key(self) -> Counter[str]:
+    def count_rows_by_key(self) -> Counter[str]:
         """Return the number of decoding rows of each API key."""
         rows = Counter[str]()
         for one in self._running:
             rows[one.owner.name] += one.width
         return rows
 
-    def loads(self) -> dict[str, DecodeLoad]:
+    def compute_loads(self) -> dict[str, DecodeLoad]:
         """Return the decoding rows by model, with their committed tokens."""
         loads: dict[str, DecodeLoad] = {}
         for one in self._running:
-            for row in one.active_rows():
+            for row in one.list_active_rows():
                 rows, tokens = loads.get(one.model, (0, 0))
                 loads[one.model] = DecodeLoad(rows + 1, tokens + row.commitment.committed_tokens)
         return loads
 
-    def free_rows(self) -> int:
+    def count_free_rows(self) -> int:
         """Return how many more rows may start in addition to decoding and prefilling ones."""
-        return self.most - self._rows - started_rows(self._queue)
+        return self.most - self._rows - count_started_rows(self._queue)
 
-    def unclaimed_rows(self) -> int:
+    def count_unclaimed_rows(self) -> int:
         """Return how many rows are free after all queued prompts have started; negative if there are too few."""
         return self.most - self._rows - self._wanted
 

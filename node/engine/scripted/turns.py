@@ -37,7 +37,7 @@ class RunningTurns(NamedTuple):
     chunks: tuple[PrefillChunk, ...]
     """Prefills of the turns, which alternate; empty without a prefill."""
 
-    def seconds(self, turns: int) -> float:
+    def compute_seconds(self, turns: int) -> float:
         """Return the duration of the first `turns` turns."""
         period = len(self.chunks)
         if not period:
@@ -46,19 +46,19 @@ class RunningTurns(NamedTuple):
         whole = sum(one.seconds for one in self.chunks)
         return turns * self.step + rounds * whole + sum(one.seconds for one in self.chunks[:rest])
 
-    def ends_at(self) -> float:
+    def compute_end(self) -> float:
         """Return the time at which the last turn ends."""
-        return self.began + self.seconds(self.turns)
+        return self.began + self.compute_seconds(self.turns)
 
-    def completed(self, now: float) -> int:
+    def count_completed(self, now: float) -> int:
         """Return the number of turns that have ended at this time, without the last one."""
         period = max(1, len(self.chunks))
-        whole = self.seconds(period)
+        whole = self.compute_seconds(period)
         turns = period * int((now - self.began) / whole) if whole else 0
         turns = max(self.done, min(turns, self.turns - 1))
-        while turns < self.turns - 1 and self.began + self.seconds(turns + 1) <= now:
+        while turns < self.turns - 1 and self.began + self.compute_seconds(turns + 1) <= now:
             turns += 1
-        while turns > self.done and self.began + self.seconds(turns) > now:
+        while turns > self.done and self.began + self.compute_seconds(turns) > now:
             turns -= 1
         return turns
 
@@ -89,11 +89,11 @@ class ScriptedTurns:
         frames: list[Frame] = []
         at = now
         running = self._running
-        if running is not None and now >= running.ends_at():
+        if running is not None and now >= running.compute_end():
             frames += self._record(running, running.turns - running.done, now)
             self._running = None
-            late = now - running.ends_at() > MAX_LATE_SECONDS
-            at = now if late else running.ends_at()
+            late = now - running.compute_end() > MAX_LATE_SECONDS
+            at = now if late else running.compute_end()
         following = self._prefills.next_free(now)
         if following is not None:
             frames += self._prefill_free(following, now)
@@ -106,10 +106,10 @@ class ScriptedTurns:
         if self._prefills.next_free(now) is not None:
             return now
         if self._running is not None:
-            return self._running.ends_at()
-        choices = [] if self._costs.free_prefill else self._prefills.choices(now)
+            return self._running.compute_end()
+        choices = [] if self._costs.free_prefill else self._prefills.list_choices(now)
         if choices or self._table.rows:
-            return max(now, self._prefills.wait_until(choices)) if choices else now
+            return max(now, self._prefills.compute_packing_time(choices)) if choices else now
         waiting = [one.retry_at for one in self._table.queue]
         if self._table.preempted:
             waiting.append(self._preemptor.return_at)
@@ -128,7 +128,7 @@ class ScriptedTurns:
         running = self._running
         if running is None or running.turns == running.done + 1:
             return []
-        turns = running.completed(now)
+        turns = running.count_completed(now)
         frames = self._record(running, turns - running.done, now)
         if turns:
             for chunk in running.chunks[1:]:
@@ -165,7 +165,7 @@ class ScriptedTurns:
         self._preemptor.return_next(at)
         self._share_rows()
         frames = self._batch.grow(at)
-        step = self._costs.step_seconds(self._table.loads()) if self._table.rows else 0.0
+        step = self._costs.estimate_step_seconds(self._table.compute_loads()) if self._table.rows else 0.0
         chunks, turns = self._begin_prefill(at, step)
         frames += self._preemptor.drain_ends()
         if not self._table.rows and not chunks:
@@ -180,8 +180,8 @@ class ScriptedTurns:
         """Choose the prefills of the next turns. Return them, and the number of turns in which they alternate."""
         if self._costs.free_prefill:
             return (), 1
-        choices = self._prefills.choices(at)
-        if not choices or at < self._prefills.wait_until(choices):
+        choices = self._prefills.list_choices(at)
+        if not choices or at < self._prefills.compute_packing_time(choices):
             return (), 1
         chunks, turns = self._prefills.schedule(choices, step, leap=self._leap)
         if not self._batch.has_room(chunks[0], at):
@@ -193,7 +193,7 @@ class ScriptedTurns:
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
-        if len({one.owner.name for one in self._table.queue}) == 0 or self._table.free_rows() >= self._table.most:
+        if len({one.owner.name for one in self._table.queue}) == 0 or self._table.count_free_rows() >= self._table.most:
             return
         first = self._prefills.next_unstarted()
         if first is not None and not first.retry_at:
@@ -203,10 +203,10 @@ class ScriptedTurns:
         """Return the number of turns that are equal to the ones that begin now."""
         turns = running.turns if running.chunks else math.inf
         if running.step:
-            turns = min(turns, self._batch.steady_steps())
+            turns = min(turns, self._batch.count_steady_steps())
         waits = [one.retry_at for one in self._table.queue if one.retry_at > at]
         if self._table.preempted:
             waits.append(max(at, self._preemptor.return_at))
         if waits:
-            turns = min(turns, running._replace(turns=int(turns) + 1).completed(min(waits)) + 1)
+            turns = min(turns, running._replace(turns=int(turns) + 1).count_completed(min(waits)) + 1)
         return max(1, int(turns))

@@ -129,7 +129,7 @@ class Driver:
 async def _connect_to_ray(wanted: ConnectDriver) -> None:
     host = wanted.address.rpartition(":")[0]
 
-    def init_ray() -> None:
+    def connect_driver() -> None:
         ray.init(
             address=wanted.address,
             namespace=NAMESPACE,
@@ -140,7 +140,7 @@ async def _connect_to_ray(wanted: ConnectDriver) -> None:
         )
 
     async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-        await asyncio.to_thread(init_ray)
+        await asyncio.to_thread(connect_driver)
 
 
 async def _create_ray_actor(wanted: CreateActor) -> None:
@@ -156,7 +156,7 @@ async def _create_ray_actor(wanted: CreateActor) -> None:
         max_task_retries=0,
         max_concurrency=4,
     ).remote(wanted.folder, wanted.lease, wanted.generation)
-    await actor.begun.remote()
+    await actor.get_node_id.remote()
 
 
 async def _kill_ray_actor(lease: str) -> None:

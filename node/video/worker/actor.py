@@ -48,7 +48,7 @@ class WorkerHost:
             threading.Event().wait(LINGER_SECONDS)
             os._exit(0)
 
-    def begun(self) -> str:
+    def get_node_id(self) -> str:
         """Return the id of the actor's Ray node. An answer proves that the actor is up."""
         return ray.get_runtime_context().get_node_id()
 

@@ -20,8 +20,8 @@ from coordinator.cluster.links import link_admission, link_server
 from coordinator.cluster.links.link_server import MAX_UNLINKED
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
-from node.agent.machine_id import machine_id
+from node.agent.identity import NodeIdentity, create_authority_context, new_request, store_address, store_identity
+from node.agent.machine_id import compute_machine_id
 from tests.support.cluster.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.processes import environment
@@ -101,7 +101,7 @@ async def test_a_stranger_that_sends_anything_but_enrolment(port: Port) -> None:
 
 
 async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
-    context = authority_context(port.application.authority.ca)
+    context = create_authority_context(port.application.authority.ca)
     context.load_cert_chain(port.folder / "state" / "authority" / "coordinator.pem")
     with suppress(ssl.SSLError, ConnectionError):
         line = await port.dial(context)
@@ -416,10 +416,10 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
     authority, request = ClusterCa(tmp_path / "authority", time.time), new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     folder = tmp_path / "node" / "identity"
-    who = create(folder, request, certificate, authority.cluster, authority.ca, machine_id("m1"))
+    who = store_identity(folder, request, certificate, authority.cluster, authority.ca, compute_machine_id("m1"))
     server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=authority.get_server_context())
     async with server:
-        remember(who, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        store_address(who, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         node = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",

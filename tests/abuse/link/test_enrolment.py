@@ -26,7 +26,7 @@ from node.agent.enrollment import (
     EnrollDenied,
     NodeIdentity,
     PinMismatch,
-    authority_context,
+    create_authority_context,
     enroll,
     proves_itself,
 )
@@ -191,7 +191,7 @@ async def test_a_silent_peer_without_certificate_is_denied_and_closed(tmp_path: 
 async def test_a_certificate_of_a_foreign_authority_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door, opened(tmp_path / "foreign") as foreign:
         theirs = await join(foreign, tmp_path / "n", foreign.tokens.create())
-        context = authority_context(door.authority.ca)
+        context = create_authority_context(door.authority.ca)
         context.load_cert_chain(theirs.folder / "node.pem")
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=context)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from node.agent.reporter import within_bounds
+from node.agent.reporter import shorten_report
 from tests.support.cluster.cluster_port import Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.loop_watch import max_held_seconds, watch_loop
@@ -113,10 +113,10 @@ async def test_impossible_sizes_within_the_bounds_end_no_request_in_500(port: Po
 
 def test_a_node_reports_no_more_models_than_the_coordinator_accepts() -> None:
     many = a_report(models=tuple(a_model(f"m{number}", loaded=number > 3000) for number in range(3010)))
-    sent = within_bounds(many)
+    sent = shorten_report(many)
     assert len(sent.models) == MAX_MODELS
     assert all(model.loaded for model in sent.models[:9])
     long = a_report(models=tuple(a_model(f"m{number}", cause="x" * 5000) for number in range(200)))
-    assert len(encode(within_bounds(long))) <= MAX_REPORT_BYTES
-    assert 10 < len(within_bounds(long).models) < 200
-    assert within_bounds(small := a_report()) is small
+    assert len(encode(shorten_report(long))) <= MAX_REPORT_BYTES
+    assert 10 < len(shorten_report(long).models) < 200
+    assert shorten_report(small := a_report()) is small

@@ -14,7 +14,7 @@ from coordinator.client.api_client import MEMBER_PATHS
 from coordinator.client.errors import CommandError
 from coordinator.client.member_client import query_coordinator, read_member_identity
 from coordinator.cluster.links.link_budgets import QUERIES_BURST
-from node.agent.identity import NodeIdentity, remember
+from node.agent.identity import NodeIdentity, store_address
 from tests.support.cluster.cluster_port import Ended, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Denied, FetchChunk, MemberQuery
@@ -107,7 +107,7 @@ async def test_the_command_asks_the_coordinator_that_the_node_knows(port: Port, 
     state = tmp_path / "mac"
     (state / "node").mkdir(parents=True)
     who.folder.rename(state / "node" / "identity")
-    remember(replace(who, folder=state / "node" / "identity"), f"127.0.0.1:{port.number}")
+    store_address(replace(who, folder=state / "node" / "identity"), f"127.0.0.1:{port.number}")
     member = read_member_identity(state)
     assert member is not None
     found = await asyncio.to_thread(query_coordinator, member, "/api/v1/nodes")

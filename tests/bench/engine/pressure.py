@@ -73,7 +73,7 @@ async def press(folder: Path, cap: int, seconds: float) -> Seen:
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
         seen.deaths = node.supervisor.state.restarts
-        seen.highest = max(seen.highest, node.supervisor.probe.highs().interval or 0)
+        seen.highest = max(seen.highest, node.supervisor.probe.read_high_water_marks().interval or 0)
         report = node.supervisor.reports.latest
         seen.preemptions = report.counts.preemptions if report is not None else 0
     return seen

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from node.engine.process.main import encode_settings
-from node.engine_process.environment import engine_environment
+from node.engine_process.environment import build_engine_environment
 from node.settings import resolve_settings
 from tests import models
 from tests.bench.row import Row, commit, p99
@@ -45,7 +45,7 @@ class Engine:
         }
         settings = resolve_settings([("bench", flat)]).value
         self.line, theirs = socket.socketpair()
-        environment = engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
+        environment = build_engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],

@@ -168,7 +168,7 @@ class Node:
             on_change=self._change,
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
-            wired=self.limiter.wired,
+            wired=self.limiter.read_wired,
             illegal_events=IllegalEvents(),
         )
         self.poll = MemoryPoll(self.limiter, machine, self.supervisor)
@@ -200,7 +200,7 @@ class Node:
 
     def phys(self) -> int:
         """Read the engine's footprint."""
-        return self.supervisor.probe.phys().phys or 0
+        return self.supervisor.probe.read_footprint().phys or 0
 
     async def order(self, kind: type[LoadModel | UnloadModel], model: str) -> Frame:
         """Send an order about a model, and return its end."""
@@ -288,7 +288,7 @@ async def _levels(node: Node, kind: Kind, number: int, rest: int) -> tuple[int, 
     while not running.done():
         samples.append(max(0, node.phys() - rest))
         await asyncio.wait([running], timeout=SAMPLE / 4)
-    peak = max(0, (sensor.highs().interval or 0) - rest)
+    peak = max(0, (sensor.read_high_water_marks().interval or 0) - rest)
     sensor.close()
     await running
     return peak, statistics.mean(samples)
@@ -340,7 +340,7 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
                 task.cancel()
             await asyncio.gather(*side, return_exceptions=True)
         seen.restarts = node.supervisor.state.restarts
-        seen.highest = max(seen.highest, node.supervisor.probe.highs().interval or 0)
+        seen.highest = max(seen.highest, node.supervisor.probe.read_high_water_marks().interval or 0)
         seen.over = max(seen.over, seen.highest > cap)
         report = node.supervisor.reports.latest
         seen.counts = report.counts if report else EngineCounters()
@@ -387,10 +387,10 @@ async def _watch(node: Node, seen: Seen, cap: int) -> None:
     sensor.begin_interval()
     try:
         while True:
-            phys = sensor.phys().phys or 0
+            phys = sensor.read_footprint().phys or 0
             seen.samples += 1
             seen.over += phys > cap
-            seen.highest = max(seen.highest, phys, sensor.highs().interval or 0)
+            seen.highest = max(seen.highest, phys, sensor.read_high_water_marks().interval or 0)
             await asyncio.sleep(SAMPLE)
     finally:
         sensor.close()

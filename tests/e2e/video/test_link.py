@@ -16,7 +16,7 @@ import pytest
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent, AgentParts
 from node.agent.fetch import FetchAnswers
-from node.agent.identity import create, new_request, remember
+from node.agent.identity import new_request, store_address, store_identity
 from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
@@ -58,7 +58,7 @@ class Linked(Node):
     def link(self, authority: ClusterCa, address: str) -> Agent:
         request = new_request("studio")
         certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
-        identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
+        identity = store_identity(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
         self.links = CoordinatorLinks()
         effects = SharingEffects(self.links, self.supervisor, self.lender, self.studio.pause)
         sharing = SharingController(self.settings.sharing, self.folder, effects)
@@ -86,7 +86,7 @@ class Linked(Node):
             answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
         )
         self.agent = Agent(
-            remember(identity, address),
+            store_address(identity, address),
             "0",
             HARDWARE,
             parts,
@@ -103,7 +103,7 @@ class Linked(Node):
         self.reporter.send_soon()
 
     def _change(self) -> None:
-        self.agent.engine_changed()
+        self.agent.on_engine_change()
         self._changed.set()
 
 

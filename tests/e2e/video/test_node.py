@@ -66,7 +66,7 @@ def given_back(node: Node, before: int) -> None:
     """Check that only the end of a lease is left."""
     assert node.ceiling == before
     assert (node.limiter.leases, node.limiter.worker) == (0, None)
-    (state,) = node.lender.states()
+    (state,) = node.lender.list_states()
     assert (state.phase, state.size) == (LeasePhase.ENDED, 0)
     assert not (node.folder / "node" / "video" / "leases" / "l-1.1" / "scratch").exists()
 
@@ -90,11 +90,11 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert (made["width"], made["height"], made["frames"], made["fps"]) == (64, 48, 9, 8.0)
     assert [one.name for one in ended.artifacts] == ["video.mp4", "thumbnail.webp"]
     for one in ended.artifacts:
-        file = node.lender.artifact(f"artifact:l-1/{one.name}")
+        file = node.lender.find_artifact(f"artifact:l-1/{one.name}")
         assert file is not None
         assert (file.stat().st_size, hashlib.sha256(file.read_bytes()).digest()) == (one.size, one.sha256)
     for name in ("l-1/../lease.json", "l-1/", "../l-1.1/video.mp4", "l-2/video.mp4"):
-        assert node.lender.artifact(f"artifact:{name}") is None
+        assert node.lender.find_artifact(f"artifact:{name}") is None
     assert 100 * MIB < ended.peak < LEASE
     said = events(node)
     order = [one["event"] for one in said if one["event"] != "beat"]
@@ -110,8 +110,8 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended], (
         "an acknowledgement has no answer"
     )
-    assert node.lender.artifact("artifact:l-1/video.mp4") is None
-    assert node.lender.states() == ()
+    assert node.lender.find_artifact("artifact:l-1/video.mp4") is None
+    assert node.lender.list_states() == ()
     leases = node.folder / "node" / "video" / "leases"
     assert list(leases.iterdir()) == [leases / "leases.json"]
 
@@ -152,7 +152,7 @@ async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, 
     refused = await node.answer("l-2")
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "video_not_ready"
-    (package,) = node.lender.video().packages
+    (package,) = node.lender.build_video_state().packages
     assert "the file is incomplete: it has" in package.cause
 
 
@@ -428,7 +428,7 @@ async def test_what_cannot_be_is_refused_by_name_and_takes_nothing(
     assert isinstance(refused, LeaseRefused)
     assert (refused.code, refused.need) == (code, size)
     assert word in refused.message
-    assert (node.ceiling, node.lender.states()) == (before, ())
+    assert (node.ceiling, node.lender.list_states()) == (before, ())
 
 
 @pytest.mark.parametrize("lease", ["../x", "a/b", "", "x" * 97, "a\n"])
@@ -495,7 +495,7 @@ async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make,
     engine.resume()
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "engine_silent"
-    assert (node.ceiling, node.limiter.leases, node.lender.states()) == (before, 0, ())
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
 @pytest.mark.parametrize("pinned", [False, True], ids=["idle", "preloaded"])

@@ -84,7 +84,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
         await node.working(LeasePhase.DENOISING, "l-5")
         driver.kill()
         await node.until(lambda: [one for one in drivers(node) if one.pid != driver.pid])
-        assert [one.phase for one in node.lender.states() if one.lease == "l-5"] == [LeasePhase.DENOISING]
+        assert [one.phase for one in node.lender.list_states() if one.lease == "l-5"] == [LeasePhase.DENOISING]
         node.release("cancelled", "l-5")
         assert (await node.ended("l-5")).code == "cancelled"
 
@@ -99,7 +99,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
         assert drivers(node) == []
     finally:
         await node.stop()
-    assert node.lender.states()[0].size == 0
+    assert node.lender.list_states()[0].size == 0
 
 
 def nobody_else_reaches_ray(family: list[psutil.Process]) -> None:
@@ -126,7 +126,7 @@ class NodeWithoutRoomInRay(Node):
     def _said(self, frame: Frame) -> None:
         super()._said(frame)
         if isinstance(frame, LeaseGranted):
-            asyncio.get_running_loop().call_soon(self.lender.not_started, frame.lease, "Ray has no room")
+            asyncio.get_running_loop().call_soon(self.lender.handle_failed_start, frame.lease, "Ray has no room")
 
 
 async def test_an_actor_that_ray_cannot_start_ends_its_lease_at_once(tmp_path: Path):
@@ -151,7 +151,7 @@ async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_w
         await node.start()
         ray.set_allowed(on=True)
         assert not ray.active, "nothing is even tried"
-        assert node.lender.video().ready is False
+        assert node.lender.build_video_state().ready is False
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         ray.set_offered(wanted=True)
         await node.until(lambda: ray.cause)

@@ -20,7 +20,13 @@ from structlog.testing import capture_logs
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.rows import MemberRow
 from coordinator.video.settings import VideoSettings
-from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request
+from node.agent.identity import (
+    NodeIdentity,
+    create_authority_context,
+    create_client_context,
+    new_request,
+    store_identity,
+)
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.loopback_cluster import a_memory, a_model
@@ -105,14 +111,14 @@ class Port:
         row = MemberRow(node, name, f"m{self.made}", HARDWARE, read_certificate(certificate).serial, time.time())
         store.members.put(row)
         self.application.registry.add_member(row)
-        return create(self.folder / name, request, certificate, authority.cluster, authority.ca, row.machine)
+        return store_identity(self.folder / name, request, certificate, authority.cluster, authority.ca, row.machine)
 
     async def dial(self, who: NodeIdentity | ssl.SSLContext | None = None) -> Line:
         """Open a connection, without a certificate unless one is given."""
         if who is None:
-            context = authority_context(self.application.authority.ca)
+            context = create_authority_context(self.application.authority.ca)
         else:
-            context = client_context(who) if isinstance(who, NodeIdentity) else who
+            context = create_client_context(who) if isinstance(who, NodeIdentity) else who
         reader, writer = await asyncio.open_connection("127.0.0.1", self.number, ssl=context)
         line = Line(reader, writer)
         self.lines.append(line)

@@ -17,8 +17,8 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent.identity import NodeIdentity, create, new_request, remember
-from node.agent.machine_id import machine_id
+from node.agent.identity import NodeIdentity, new_request, store_address, store_identity
+from node.agent.machine_id import compute_machine_id
 from wire.codec import Splitter, decode
 from wire.frames import TAGS, Frame, Hello, Ping, Report, Welcome
 from wire.identity import NodeId
@@ -93,15 +93,15 @@ class OldCoordinator:
         """Make the state folder of a joined node, and return it."""
         state, request = self.folder / name, new_request(name)
         certificate = self.authority.sign_request(request.csr, NodeId(name), name)
-        identity: NodeIdentity = create(
+        identity: NodeIdentity = store_identity(
             state / "node" / "identity",
             request,
             certificate,
             self.authority.cluster,
             self.authority.ca,
-            machine_id(name),
+            compute_machine_id(name),
         )
-        remember(identity, self.address)
+        store_address(identity, self.address)
         return state
 
     def send(self, frame: Frame) -> None:

@@ -149,7 +149,7 @@ class Node:
             on_change=self._change,
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
-            wired=self.limiter.wired,
+            wired=self.limiter.read_wired,
             illegal_events=self.illegal_events,
             timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
         )
@@ -172,7 +172,7 @@ class Node:
 
     def _change(self) -> None:
         self.poll.poll_sooner()
-        self.lender.engine_changed()
+        self.lender.on_engine_change()
         self._changed.set()
 
     def _video_changed(self) -> None:
@@ -279,14 +279,14 @@ class Node:
 
     async def working(self, phase: LeasePhase = LeasePhase.DENOISING, lease: str = "l-1") -> int:
         """Wait until a job has reached a phase; return the pid of its worker."""
-        await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.states()))
+        await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.list_states()))
         assert self.limiter.worker is not None
         return self.limiter.worker
 
     @property
     def ceiling(self) -> int:
         """Return the current ceiling."""
-        return self.limiter.compute_limits(self.supervisor.probe.phys().phys).ceiling
+        return self.limiter.compute_limits(self.supervisor.probe.read_footprint().phys).ceiling
 
     def chat(self, number: int, tokens: int = 20_000) -> None:
         """Start a chat of the scripted engine."""

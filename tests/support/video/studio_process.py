@@ -16,7 +16,7 @@ async def main(folder: str, settings: str, job: str) -> None:
     node.ask(job=json.loads(job))
     told = None
     while True:
-        states = node.lender.states()
+        states = node.lender.list_states()
         phase = states[0].phase if states else ""
         if phase != told:
             told = phase

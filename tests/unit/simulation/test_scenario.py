@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from simulation.run import load, policies_of
-from simulation.scenario import ScenarioError, read
-from simulation.workload import draw
+from simulation.run import load, select_policies
+from simulation.scenario import ScenarioError, read_scenario
+from simulation.workload import draw_conversations
 
 GOOD = """
 about = "One."
@@ -30,9 +30,9 @@ rate = 1
 
 
 def test_a_scenario_is_read():
-    scenario = read(GOOD)
-    assert scenario.node_names() == ["mini-1", "mini-2"]
-    assert scenario.model("chat").context == 32_768
+    scenario = read_scenario(GOOD)
+    assert scenario.list_node_names() == ["mini-1", "mini-2"]
+    assert scenario.get_model("chat").context == 32_768
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_a_scenario_is_read():
 def test_what_cannot_be_simulated_is_told_with_its_place(old: str, new: str, words: str):
     assert old in GOOD
     with pytest.raises(ScenarioError, match=words):
-        read(GOOD.replace(old, new, 1))
+        read_scenario(GOOD.replace(old, new, 1))
 
 
 def test_names_are_there_once():
     nodes = GOOD[GOOD.index("[[nodes]]") : GOOD.index("[[load]]")]
     with pytest.raises(ScenarioError, match="node mini-1 occurs twice"):
-        read(GOOD + nodes)
+        read_scenario(GOOD + nodes)
 
 
 def test_files_and_policies_are_named_in_errors(tmp_path: Path):
@@ -75,7 +75,7 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
     with pytest.raises(ScenarioError, match="cannot be read"):
         load(str(tmp_path / "x.toml"))
     with pytest.raises(ScenarioError, match="no policy 'best'; there are balanced, "):
-        policies_of(read(GOOD), ["best"])
+        select_policies(read_scenario(GOOD), ["best"])
 
 
 @pytest.mark.parametrize(
@@ -87,25 +87,29 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
 )
 def test_a_bad_trace_is_told_with_its_line(tmp_path: Path, line: str, words: str):
     (tmp_path / "t.jsonl").write_text(line + "\n")
-    scenario = read(GOOD.replace("rate = 1", 'trace = "t.jsonl"'))
+    scenario = read_scenario(GOOD.replace("rate = 1", 'trace = "t.jsonl"'))
     with pytest.raises(ScenarioError, match=words):
-        draw(scenario, 1, tmp_path)
+        draw_conversations(scenario, 1, tmp_path)
     with pytest.raises(ScenarioError, match=r"trace t\.jsonl: No such file"):
-        draw(scenario, 1, tmp_path / "else")
+        draw_conversations(scenario, 1, tmp_path / "else")
 
 
 def test_the_same_seed_draws_the_same_and_another_something_else():
-    scenario = read(GOOD.replace("rate = 1", "rate = 1\nturns = 4"))
+    scenario = read_scenario(GOOD.replace("rate = 1", "rate = 1\nturns = 4"))
 
     def drawn(seed: int) -> list[tuple[float, int, int]]:
-        return [(talk.at, turn.prompt, turn.output) for talk in draw(scenario, seed, Path()) for turn in talk.turns]
+        return [
+            (talk.at, turn.prompt, turn.output)
+            for talk in draw_conversations(scenario, seed, Path())
+            for turn in talk.turns
+        ]
 
     assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_prompts_of_a_conversation_grow_by_what_was_said_and_fit_the_context():
-    scenario = read(GOOD.replace("rate = 1", "rate = 2\nturns = 40\nprompt = { median = 3000 }"))
-    talks = draw(scenario, 1, Path())
+    scenario = read_scenario(GOOD.replace("rate = 1", "rate = 2\nturns = 40\nprompt = { median = 3000 }"))
+    talks = draw_conversations(scenario, 1, Path())
     assert any(len(talk.turns) > 3 for talk in talks)
     for talk in talks:
         for before, after in zip(talk.turns, talk.turns[1:], strict=False):

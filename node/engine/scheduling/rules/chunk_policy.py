@@ -48,7 +48,7 @@ RECOVERY_SECONDS = 300.0
 """Seconds without a measurement after which a machine is expected to reach its best speed again."""
 
 
-def mean(before: float, newest: float) -> float:
+def update_mean(before: float, newest: float) -> float:
     """Return the running mean after the measurement `newest`. `before` is the mean so far; 0 before the first
     measurement."""
     return newest if before == 0 else before + _NEWEST_WEIGHT * (newest - before)
@@ -70,10 +70,10 @@ class PrefillSpeed:
     def learn(self, newest: float) -> None:
         """Record a measurement in tokens per second. Implausible values (a clock jumped, or tokens were counted twice)
         are limited, because the best value is never lowered."""
-        self.late = mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
+        self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
-    def after(self, rest: float) -> float:
+    def predict_speed(self, rest: float) -> float:
         """Return the expected tokens per second after `rest` seconds without a measurement."""
         return self.best if rest >= RECOVERY_SECONDS else self.late
 
@@ -89,11 +89,11 @@ class ChunkPace:
     far: float = 0.0
     """Seconds per token and per token of the past that it attends to."""
 
-    def seconds(self, tokens: int, past: int) -> float:
+    def estimate_seconds(self, tokens: int, past: int) -> float:
         """Return the expected seconds of a chunk of `tokens` after `past` cached tokens."""
         return self.fixed + tokens * (self.each + self.far * (past + tokens / 2))
 
-    def tokens(self, seconds: float, past: int, most: int) -> int:
+    def fit_tokens(self, seconds: float, past: int, most: int) -> int:
         """Return the size of a chunk after `past` cached tokens that takes at most `seconds`, from `MIN_CHUNK_TOKENS`
         to `most` tokens."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
@@ -104,9 +104,9 @@ class ChunkPace:
         """Record a chunk of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on average."""
         rest = max(seconds - self.fixed, seconds / 4) / tokens
         if back < NEAR_PAST_TOKENS:
-            self.each = mean(self.each, max(rest - self.far * back, rest / 4))
+            self.each = update_mean(self.each, max(rest - self.far * back, rest / 4))
         else:
-            self.far = mean(self.far, max(0.0, rest - self.each) / back)
+            self.far = update_mean(self.far, max(0.0, rest - self.each) / back)
 
 
 def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, reading: PrefillFairness) -> int:
@@ -121,7 +121,7 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
     return aged[reading.next([waiting[place][2] for place in aged])]
 
 
-def budget(step: float, total: float) -> float:
+def compute_budget(step: float, total: float) -> float:
     """Return the seconds that the next chunk of a prompt may take.
 
     `step` is the duration of a decode step (0: no row decodes). `total` is the time that the rest of the prompt would
@@ -132,16 +132,16 @@ def budget(step: float, total: float) -> float:
     return FULL_PROMPT_SECONDS if total <= FULL_PROMPT_SECONDS else CHUNK_PER_STEP * step
 
 
-def affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
+def compute_affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
     """Return the tokens that fit into the time of the next chunk of a prompt, at most `most`.
 
     `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds
     (0: no row decodes).
     """
-    return pace.tokens(budget(step, pace.seconds(left, past)), past, most)
+    return pace.fit_tokens(compute_budget(step, pace.estimate_seconds(left, past)), past, most)
 
 
-def shared_budget(step: float, waiting: int, decoding: int) -> float:
+def compute_shared_budget(step: float, waiting: int, decoding: int) -> float:
     """Return the seconds that a forward over several of `waiting` prompts may take. `decoding` rows decode in steps of
     `step` seconds (0: none)."""
     return (
@@ -166,7 +166,7 @@ def select_batch(lengths: Sequence[int], most: int) -> list[int]:
     return chosen
 
 
-def chunk_sizes(tokens: int, floor: int) -> Iterator[int]:
+def generate_chunk_sizes(tokens: int, floor: int) -> Iterator[int]:
     """Yield the sizes to try for a chunk, in tokens: `tokens`, then the powers of two below, and finally `floor`."""
     yield tokens
     size = 1 << (max(1, tokens - 1).bit_length() - 1)

@@ -6,7 +6,7 @@ GATE_RETRY_SECONDS = 0.1
 """Seconds until the gate is tried again for work that waits for memory."""
 
 
-def growth_tokens(promised: int, most: int) -> int:
+def compute_growth_tokens(promised: int, most: int) -> int:
     """Return the tokens to commit in addition for a row that has used all `promised` ones: at most `KV_GROWTH_TOKENS`.
 
     `most` are the tokens of the row at its end, prompt included.
@@ -14,7 +14,7 @@ def growth_tokens(promised: int, most: int) -> int:
     return max(1, min(KV_GROWTH_TOKENS, most - promised))
 
 
-def return_tokens(known: int, most: int) -> int:
+def compute_return_tokens(known: int, most: int) -> int:
     """Return the tokens to commit for a row that returns: the `known` ones, and at most `KV_GROWTH_TOKENS` more.
 
     `most` are the tokens of the row at its end, prompt included.

@@ -53,9 +53,9 @@ class LiveRequest(Protocol):
 R = TypeVar("R", bound=LiveRequest)
 
 
-def newest_holder(live: Iterable[R]) -> R | None:
+def find_newest_holder(live: Iterable[R]) -> R | None:
     """Return the newest request that holds memory; None if no request does."""
-    return max((one for one in live if one.holds_memory), key=_age, default=None)
+    return max((one for one in live if one.holds_memory), key=_get_age, default=None)
 
 
 def choose_victim(live: Sequence[R]) -> R | None:
@@ -69,10 +69,10 @@ def choose_victim(live: Sequence[R]) -> R | None:
         (holding if one.holds_memory else waiting).append(one)
     waiting = [one for one in waiting if not one.delivered]
 
-    def loss(one: R) -> tuple[float, float, int]:
+    def compute_loss(one: R) -> tuple[float, float, int]:
         return one.owner.load(rows[one.owner.name]), *one.age
 
-    return max(waiting or holding, key=loss, default=None)
+    return max(waiting or holding, key=compute_loss, default=None)
 
 
 def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> bool:
@@ -86,17 +86,17 @@ def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> b
 def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
     """Return the preempted request that returns next, while `free_rows` rows are free; None if no request may."""
     ready = (one for one in preempted if not one.yielded or free_rows >= one.width)
-    return min(ready, key=_age, default=None)
+    return min(ready, key=_get_age, default=None)
 
 
-def first_of(preempted: Iterable[R], key: str | None) -> R | None:
+def find_first_preempted(preempted: Iterable[R], key: str | None) -> R | None:
     """Return the oldest preempted request that precedes new requests of the API key `key`; None if no request does.
 
     Requests that were preempted for another key precede only requests of their own key. With `key` None, all preempted
     requests count.
     """
     ahead = (one for one in preempted if key in (None, one.owner.name) or not one.yielded)
-    return min(ahead, key=_age, default=None)
+    return min(ahead, key=_get_age, default=None)
 
 
 def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequence[tuple[R, int]]) -> list[R]:
@@ -111,5 +111,5 @@ def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequenc
     return [held[place][0] for place in places]
 
 
-def _age(request: LiveRequest) -> tuple[float, int]:
+def _get_age(request: LiveRequest) -> tuple[float, int]:
     return request.age

@@ -41,12 +41,12 @@ class QueuedPrompt(Protocol):
 P = TypeVar("P", bound=QueuedPrompt)
 
 
-def started_rows(queue: Sequence[QueuedPrompt]) -> int:
+def count_started_rows(queue: Sequence[QueuedPrompt]) -> int:
     """Return the number of rows of all started prompts."""
     return sum(one.width for one in queue if one.started)
 
 
-def in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
+def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
     """Yield the prompts that have not started, in the order in which they get rows.
 
     `decoding` are the decoding rows of each API key.
@@ -61,7 +61,7 @@ def in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterato
         yield waiting[place]
 
 
-def startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping[str, int]]) -> list[P]:
+def select_startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping[str, int]]) -> list[P]:
     """Return the prompts that may continue: the started ones, and of the rest the next in turn while rows are free.
 
     A prompt that needs many rows is not overtaken. `free_rows` are the rows that neither decode nor have started.
@@ -69,7 +69,7 @@ def startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping
     """
     found = [one for one in queue if one.started]
     if free_rows > 0 and len(found) < len(queue):
-        for one in in_service_order(queue, decoding()):
+        for one in iterate_in_service_order(queue, decoding()):
             free_rows -= one.width
             if free_rows < 0:
                 break
@@ -77,7 +77,7 @@ def startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping
     return found
 
 
-def coalesce_until(arrivals: Sequence[float], crowded_at: float) -> float:
+def compute_packing_time(arrivals: Sequence[float], crowded_at: float) -> float:
     """Return the time until which prompts wait for packing; 0.0 without a wait.
 
     `arrivals` are the times at which the prompts arrived. `crowded_at` is the time at which several requests were last

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS
-from node.agent.identity import NodeIdentity, install, new_csr
+from node.agent.identity import NodeIdentity, install_certificate, new_csr
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster.cluster_port import Port, a_report, hello, opened, the_no
 from tests.support.cluster.enrolment import HARDWARE
@@ -233,7 +233,7 @@ async def test_a_renewed_certificate_is_for_the_same_node_the_new_key_and_a_whol
     assert abs(made.expires - time.time() - LEAF_VALIDITY_SECONDS) < 120
     assert port.application.store.members[who.node].serial == made.serial
     assert made.serial != read_certificate(who.certificate).serial
-    after = install(who, renewed.certificate)
+    after = install_certificate(who, renewed.certificate)
     second = await port.dial(after)
     second.send(hello(after, takeover=True))
     assert (await second.until(Welcome)).cluster == port.application.authority.cluster

@@ -26,7 +26,7 @@ from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent.identity import create, new_request, prove_identity
+from node.agent.identity import new_request, prove_identity, store_identity
 from tests.support.cluster.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
@@ -307,7 +307,9 @@ def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_de
     (enrolled,) = first.process_frame(with_token(cluster, request.csr), 0.0)
     assert isinstance(enrolled, Enrolled)
     (row,) = cluster.store.members.values()
-    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m1")
+    store_identity(
+        tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m1"
+    )
 
     def again() -> list[Frame]:
         conversation, csr = talk(cluster), new_request("studio").csr
@@ -487,7 +489,9 @@ def test_the_key_of_another_member_proves_nothing(cluster: EnrollmentContext, tm
     conversation.process_frame(START, 0.0)
     (enrolled,) = conversation.process_frame(with_token(cluster, request.csr, "air", "m2"), 0.0)
     assert isinstance(enrolled, Enrolled)
-    create(tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m2")
+    store_identity(
+        tmp_path / "node", request, enrolled.certificate, cluster.authority.cluster, cluster.authority.ca, "m2"
+    )
     csr, posing = new_request("studio").csr, talk(cluster)
     certificate, proof = prove_identity(tmp_path / "node", csr)
     posing.process_frame(START, 0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.observe import log_reader
-from node.agent.fetch import pieces
+from node.agent.fetch import read_chunks
 from wire.frames import FetchRequest
 
 
@@ -28,7 +28,7 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
         assert whole.endswith(found)
         assert found.startswith(b"{")
         ask = FetchRequest(1, "logs", -size, 10**6)
-        asked = b"".join(answer.payload for answer in pieces(ask, file, lines=True))
+        asked = b"".join(answer.payload for answer in read_chunks(ask, file, lines=True))
         assert asked == found
 
 

@@ -13,7 +13,14 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, extract_public_key
-from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request, proves_coordinator
+from node.agent.identity import (
+    NodeIdentity,
+    create_authority_context,
+    create_client_context,
+    new_request,
+    proves_coordinator,
+    store_identity,
+)
 from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri
@@ -24,7 +31,7 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "anything")])
 
 def identity(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> NodeIdentity:
     request = new_request("studio")
-    return create(
+    return store_identity(
         folder, request, authority.sign_request(request.csr, node, "studio"), authority.cluster, authority.ca, "m1"
     )
 
@@ -61,7 +68,7 @@ async def refused(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
 
 async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path / "c", time.time)
-    ours = client_context(identity(authority, tmp_path / "n"))
+    ours = create_client_context(identity(authority, tmp_path / "n"))
     assert ours.verify_flags & authority.get_server_context().verify_flags & ssl.VERIFY_X509_STRICT
     assert not ours.check_hostname
     greeting, at_node, at_coordinator = await shake(authority.get_server_context(), ours)
@@ -74,7 +81,7 @@ async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
 
 async def test_a_peer_without_certificate_connects_but_is_no_member(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
-    greeting, _, at_coordinator = await shake(authority.get_server_context(), authority_context(authority.ca))
+    greeting, _, at_coordinator = await shake(authority.get_server_context(), create_authority_context(authority.ca))
     assert greeting == b"hello"
     assert authority.identify_peer(at_coordinator) is None
     assert authority.identify_peer(None) is None
@@ -82,11 +89,11 @@ async def test_a_peer_without_certificate_connects_but_is_no_member(tmp_path: Pa
 
 async def test_a_certificate_of_a_foreign_authority_is_refused(tmp_path: Path) -> None:
     authority, foreign = ClusterCa(tmp_path / "c", time.time), ClusterCa(tmp_path / "f", time.time)
-    client = authority_context(authority.ca)
+    client = create_authority_context(authority.ca)
     client.load_cert_chain(client_file(identity(foreign, tmp_path / "n")))
     assert await refused(authority.get_server_context(), client)
     with pytest.raises(ssl.SSLCertVerificationError):
-        await shake(foreign.get_server_context(), authority_context(authority.ca))
+        await shake(foreign.get_server_context(), create_authority_context(authority.ca))
 
 
 async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp_path: Path) -> None:
@@ -94,15 +101,15 @@ async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp
     posing = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     posing.load_cert_chain(client_file(identity(authority, tmp_path / "n")))
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
-        await shake(posing, authority_context(authority.ca))
-    client = authority_context(authority.ca)
+        await shake(posing, create_authority_context(authority.ca))
+    client = create_authority_context(authority.ca)
     client.load_cert_chain(tmp_path / "c" / "coordinator.pem")
     assert await refused(authority.get_server_context(), client)
 
 
 async def test_an_older_tls_is_refused(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
-    client = authority_context(authority.ca)
+    client = create_authority_context(authority.ca)
     client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_2
     assert await refused(authority.get_server_context(), client)
 

@@ -14,9 +14,9 @@ import pytest
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
-from node.agent.identity import create, new_request, remember
+from node.agent.identity import new_request, store_address, store_identity
 from node.agent.link_keeper import ExpelledError, LinkTimeouts
-from node.agent.reporter import within_bounds
+from node.agent.reporter import shorten_report
 from node.assembly import assemble
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import Limiter
@@ -63,8 +63,8 @@ def agent_of(folder: Path, authority: ClusterCa, address: str, link_timeouts: Li
     """Make the agent of a node that last found its coordinator at `address`."""
     request = new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
-    identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
-    return unstarted_node(remember(identity, address), folder / "state", link_timeouts).agent
+    identity = store_identity(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
+    return unstarted_node(store_address(identity, address), folder / "state", link_timeouts).agent
 
 
 @asynccontextmanager
@@ -148,7 +148,7 @@ async def test_a_link_without_frames_is_aborted_and_opened_again(tmp_path: Path)
 async def linked(folder: Path, link_timeouts: LinkTimeouts | None = None) -> AsyncIterator[tuple[Port, Agent, str]]:
     """Run an agent that is linked to a real coordinator; yield both and the node's id."""
     async with opened(folder) as port:
-        who = remember(port.member("studio"), f"127.0.0.1:{port.number}")
+        who = store_address(port.member("studio"), f"127.0.0.1:{port.number}")
         agent = unstarted_node(who, folder / "state", link_timeouts=link_timeouts).agent
         running = asyncio.create_task(agent.run())
         try:
@@ -244,11 +244,11 @@ class Mac:
         self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         request = new_request("studio")
         certificate = self.authority.sign_request(request.csr, NodeId("n1"), "studio")
-        identity = create(
+        identity = store_identity(
             self.folder / "identity", request, certificate, self.authority.cluster, self.authority.ca, "m1"
         )
         self.node = assemble(
-            remember(identity, self.address),
+            store_address(identity, self.address),
             self.settings,
             self.folder,
             open_machine(self.settings),
@@ -500,8 +500,8 @@ async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac
 
 def test_a_report_too_long_for_the_coordinator_keeps_what_is_loaded():
     models = tuple(Model(f"m{number}", loaded=number == MAX_MODELS + 5) for number in range(MAX_MODELS + 10))
-    report = within_bounds(Report(1, Memory(), EngineState(), models))
+    report = shorten_report(Report(1, Memory(), EngineState(), models))
     assert len(report.models) == MAX_MODELS
     assert report.models[0].name == f"m{MAX_MODELS + 5}"
     short = Report(1, Memory(), EngineState(), models[:3])
-    assert within_bounds(short) is short
+    assert shorten_report(short) is short

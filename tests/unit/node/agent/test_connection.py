@@ -13,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.connection import CoordinatorLink, NotTheCoordinator, dial
-from node.agent.identity import authority_context
+from node.agent.identity import create_authority_context
 from wire.identity import NodeId, coordinator_uri, node_uri
 
 
@@ -55,7 +55,7 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         return await dial(
             address,
-            authority_context(authority.ca),
+            create_authority_context(authority.ca),
             lambda address: CoordinatorLink(address, authority.cluster, lambda *_: None, lambda *_: None),
         )
 

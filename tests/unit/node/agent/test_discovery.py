@@ -11,9 +11,9 @@ from uuid import uuid4
 import pytest
 
 from host.bonjour_announce import Announcement
-from node.agent.discovery import DiscoveredService, find, first_proven, locate
+from node.agent.discovery import DiscoveredService, find_first_proven, find_services, locate_coordinator
 from node.agent.enrollment import enroll
-from node.agent.identity import remember
+from node.agent.identity import store_address
 from tests.support.cluster.enrolment import HARDWARE, opened
 from wire.bonjour_record import BonjourRecord, cluster_hint
 
@@ -57,12 +57,12 @@ async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
     announced = announcement(cluster)
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
-    (found,) = await find(10, cluster, interfaces=LOOPBACK)
+    (found,) = await find_services(10, cluster, interfaces=LOOPBACK)
     hint = cluster_hint(cluster)
     assert found == DiscoveredService(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
     assert found.candidates == ("127.0.0.1:8081",)
     await announced.close()
-    assert await find(0.5, cluster, interfaces=LOOPBACK) == []
+    assert await find_services(0.5, cluster, interfaces=LOOPBACK) == []
 
 
 @needs_multicast
@@ -73,9 +73,9 @@ async def test_two_clusters_are_both_seen_and_told_apart() -> None:
         announced.start()
     for announced in both:
         await asyncio.wait_for(announced.ready.wait(), 20)
-    seen = {found.cluster: found.port for found in await find(10, interfaces=LOOPBACK)}
+    seen = {found.cluster: found.port for found in await find_services(10, interfaces=LOOPBACK)}
     assert {cluster_hint(first): 8081, cluster_hint(second): 8082}.items() <= seen.items()
-    assert [found.port for found in await find(10, second, interfaces=LOOPBACK)] == [8082]
+    assert [found.port for found in await find_services(10, second, interfaces=LOOPBACK)] == [8082]
     for announced in both:
         await announced.close()
 
@@ -87,8 +87,10 @@ async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
     name = f"air-{machine[:6]}"
-    assert (name, "") in {(found.name, found.cluster) for found in await find(10, role="new", interfaces=LOOPBACK)}
-    assert name not in {found.name for found in await find(0.3, interfaces=LOOPBACK)}
+    assert (name, "") in {
+        (found.name, found.cluster) for found in await find_services(10, role="new", interfaces=LOOPBACK)
+    }
+    assert name not in {found.name for found in await find_services(0.3, interfaces=LOOPBACK)}
     await announced.close()
 
 
@@ -104,15 +106,15 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
             folder=tmp_path / "n",
             on_code=lambda code, seconds: None,
         )
-        moved = remember(identity, liar.address)
-        assert await locate(moved, 1, interfaces=LOOPBACK) == door.address
+        moved = store_address(identity, liar.address)
+        assert await locate_coordinator(moved, 1, interfaces=LOOPBACK) == door.address
         forgotten = replace(identity, addresses=())
-        assert await locate(forgotten, 0.3, interfaces=LOOPBACK) is None
+        assert await locate_coordinator(forgotten, 0.3, interfaces=LOOPBACK) is None
         both = [announcement(identity.cluster, "liar", liar.port), announcement(identity.cluster, "lab", door.port)]
         for announced in both:
             announced.start()
             await asyncio.wait_for(announced.ready.wait(), 20)
-        assert await locate(forgotten, 10, interfaces=LOOPBACK) == door.address
+        assert await locate_coordinator(forgotten, 10, interfaces=LOOPBACK) == door.address
         for announced in both:
             await announced.close()
 
@@ -120,7 +122,7 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
 async def test_no_address_means_no_record_and_no_error() -> None:
     announced = Announcement(BonjourRecord("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
     announced.start()
-    assert await find(0.1, interfaces=[]) == []
+    assert await find_services(0.1, interfaces=[]) == []
     await announced.close()
 
 
@@ -130,7 +132,7 @@ async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pyt
     )
     announced.start()
     await asyncio.sleep(0.1)
-    assert await find(0.1, interfaces=["192.0.2.250"]) == []
+    assert await find_services(0.1, interfaces=["192.0.2.250"]) == []
     await announced.close()
     assert capsys.readouterr().out.count("bonjour unavailable") == 2
 
@@ -144,7 +146,7 @@ async def test_addresses_are_tried_side_by_side() -> None:
             await hangs.wait()
         return address == "right"
 
-    assert await first_proven(["hangs", "wrong", "right", "late"], proven, stagger=0.001) == "right"
+    assert await find_first_proven(["hangs", "wrong", "right", "late"], proven, stagger=0.001) == "right"
     assert tried == ["hangs", "wrong", "right"]
-    assert await first_proven(["wrong", "wrong"], proven, stagger=5) is None
-    assert await first_proven([], proven) is None
+    assert await find_first_proven(["wrong", "wrong"], proven, stagger=5) is None
+    assert await find_first_proven([], proven) is None

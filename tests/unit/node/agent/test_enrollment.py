@@ -16,18 +16,18 @@ from node.agent.enrollment import (
     IdentityError,
     IdentityMismatch,
     NodeIdentity,
-    client_context,
+    create_client_context,
     enroll,
-    install,
+    install_certificate,
     load_identity,
     needs_renewal,
     new_csr,
     parse_address,
     proves_itself,
-    remember,
+    store_address,
 )
-from node.agent.machine_id import machine_id
-from node.agent.rejoin import OtherClusterError, known
+from node.agent.machine_id import compute_machine_id
+from node.agent.rejoin import OtherClusterError, load_known_identity
 from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
 from wire.identity import JoinToken
@@ -114,19 +114,19 @@ async def test_what_a_token_does_to_an_identity_that_is_there(tmp_path: Path) ->
     async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
         mine, foreign = door.tokens.create(), elsewhere.tokens.create()
         folder = tmp_path / "n"
-        assert known(folder, "m1", mine) is None
+        assert load_known_identity(folder, "m1", mine) is None
         kept = await join(door, folder, mine)
-        assert known(folder, "m1", None) == kept
-        assert known(folder, "m1", mine) == kept, "the join command may be repeated"
+        assert load_known_identity(folder, "m1", None) == kept
+        assert load_known_identity(folder, "m1", mine) == kept, "the join command may be repeated"
         with pytest.raises(OtherClusterError, match="cluster leave"):
-            known(folder, "m1", foreign)
+            load_known_identity(folder, "m1", foreign)
         with pytest.raises(IdentityMismatch):
-            known(folder, "m2", None)
-        assert known(folder, "m2", mine) is None, "a copied identity is replaced"
+            load_known_identity(folder, "m2", None)
+        assert load_known_identity(folder, "m2", mine) is None, "a copied identity is replaced"
         (folder / "identity.json").write_text("{")
         with pytest.raises(IdentityError, match="damaged"):
-            known(folder, "m1", None)
-        assert known(folder, "m1", mine) is None, "a damaged identity is replaced"
+            load_known_identity(folder, "m1", None)
+        assert load_known_identity(folder, "m1", mine) is None, "a damaged identity is replaced"
 
 
 async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_again(
@@ -138,7 +138,9 @@ async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_agai
     async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
         foreign = str(elsewhere.tokens.create())
         settings = ("--set", "node.machine=m1", "--set", "engine.kind=scripted")
-        await join(door, tmp_path / "state" / "node" / "identity", door.tokens.create(), machine=machine_id("m1"))
+        await join(
+            door, tmp_path / "state" / "node" / "identity", door.tokens.create(), machine=compute_machine_id("m1")
+        )
         local = LocalNode(tmp_path / "state", "127.0.0.1:1", settings, lambda: foreign)
         await local.start()
         await asyncio.wait_for(local.given_up.wait(), 30)
@@ -152,7 +154,9 @@ async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
         assert not needs_renewal(identity, wall.now + 59 * 86400)
         assert needs_renewal(identity, wall.now + 61 * 86400)
         key = (tmp_path / "n" / "node.pem").read_bytes()
-        renewed = install(identity, door.authority.sign_request(new_csr(identity), identity.node, identity.name))
+        renewed = install_certificate(
+            identity, door.authority.sign_request(new_csr(identity), identity.node, identity.name)
+        )
         assert (tmp_path / "n" / "node.pem").read_bytes() != key
         assert load_identity(tmp_path / "n", "m1") == renewed
         assert await proves_itself(renewed, door.address)
@@ -164,11 +168,11 @@ async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Pa
         identity = await join(door, tmp_path / "a", token, machine="m1")
         other = await join(door, tmp_path / "b", token, machine="m2")
         with pytest.raises(IdentityError, match="not requested"):
-            install(identity, identity.certificate)
+            install_certificate(identity, identity.certificate)
         csr = new_csr(identity)
         for wrong in (other.certificate, identity.certificate, b"", door.authority.sign_request(csr, other.node)):
             with pytest.raises(IdentityError):
-                install(identity, wrong)
+                install_certificate(identity, wrong)
         assert load_identity(tmp_path / "a", "m1") == identity
 
 
@@ -179,7 +183,7 @@ async def test_the_coordinator_renews_its_own_certificate_while_it_runs(tmp_path
         assert not door.authority.renew()
 
         async def serial() -> str | None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=client_context(identity))
+            reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=create_client_context(identity))
             shown = writer.get_extra_info("peercert")["serialNumber"]
             assert await reader.read() == b"known"
             writer.close()
@@ -194,10 +198,10 @@ async def test_the_coordinator_renews_its_own_certificate_while_it_runs(tmp_path
 async def test_addresses_are_remembered_latest_first(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         identity = await join(door, tmp_path / "n", door.tokens.create())
-    moved = remember(remember(identity, "10.0.0.7:1"), "[fd00::1]:1")
+    moved = store_address(store_address(identity, "10.0.0.7:1"), "[fd00::1]:1")
     assert moved.addresses == ("[fd00::1]:1", "10.0.0.7:1", door.address)
     assert load_identity(tmp_path / "n", "m1") == moved
-    assert remember(moved, "10.0.0.7:1").addresses[0] == "10.0.0.7:1"
+    assert store_address(moved, "10.0.0.7:1").addresses[0] == "10.0.0.7:1"
 
 
 async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:

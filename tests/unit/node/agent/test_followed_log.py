@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from node.agent.fetch import pieces
+from node.agent.fetch import read_chunks
 from wire.frames import FetchRequest
 
 
 def window(file: Path, offset: int, limit: int = 1000) -> tuple[bytes, int, int]:
-    *answers, last = pieces(FetchRequest(1, "logs", offset, limit), file)
+    *answers, last = read_chunks(FetchRequest(1, "logs", offset, limit), file)
     return b"".join(piece.payload for piece in answers), last.next, last.end
 
 
@@ -29,6 +29,6 @@ def test_a_truncated_file_is_read_from_its_beginning(tmp_path: Path):
 
 
 def test_a_log_that_is_not_there_is_said(tmp_path: Path):
-    (answer,) = pieces(FetchRequest(1, "logs", -10, 10), tmp_path / "none")
+    (answer,) = read_chunks(FetchRequest(1, "logs", -10, 10), tmp_path / "none")
     assert answer.last
     assert answer.error

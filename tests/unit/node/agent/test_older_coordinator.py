@@ -3,8 +3,8 @@
 import asyncio
 from pathlib import Path
 
-from node.agent.identity import adopt_generation, load_identity, remember
-from node.agent.machine_id import machine_id
+from node.agent.identity import adopt_generation, load_identity, store_address
+from node.agent.machine_id import compute_machine_id
 from tests.support.cluster.node import unstarted_node
 from tests.support.cluster.older_protocol import old_coordinator
 from wire.frames import Goodbye, Hello
@@ -14,11 +14,11 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
     async with old_coordinator(tmp_path) as before:
         state = before.node("studio")
         folder = state / "node" / "identity"
-        known = load_identity(folder, machine_id("studio"))
+        known = load_identity(folder, compute_machine_id("studio"))
         assert known is not None
         seal = before.authority.seal_generation(5)
-        identity = remember(adopt_generation(known, 5, seal), before.address)
-        again = load_identity(folder, machine_id("studio"))
+        identity = store_address(adopt_generation(known, 5, seal), before.address)
+        again = load_identity(folder, compute_machine_id("studio"))
         assert again is not None
         assert (again.generation, again.seal) == (5, seal), "it outlives the node"
         assert adopt_generation(identity, 4, b"") is identity
@@ -39,7 +39,7 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
 async def _left(address: str, folder: Path) -> None:
     """Wait until the node has forgotten the address of the older one."""
     while True:
-        kept = load_identity(folder, machine_id("studio"))
+        kept = load_identity(folder, compute_machine_id("studio"))
         assert kept is not None
         if address not in kept.addresses:
             return

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from node.engine_process import environment as tested
-from node.engine_process.environment import MALLOC, engine_environment
+from node.engine_process.environment import MALLOC, build_engine_environment
 
 
 def test_temporary_files_are_private_and_no_hub_is_asked(tmp_path: Path):
-    made = engine_environment({"A": "1"}, tmp_path / "deep" / "scratch", "bundled")
+    made = build_engine_environment({"A": "1"}, tmp_path / "deep" / "scratch", "bundled")
     assert made["A"] == "1"
     assert made["HF_HUB_OFFLINE"] == made["TRANSFORMERS_OFFLINE"] == "1"
     assert Path(made["TMPDIR"]).stat().st_mode & 0o777 == 0o700
@@ -20,9 +20,9 @@ def test_on_linux_malloc_gives_back_and_openblas_comes_first(tmp_path: Path, mon
     library = tmp_path / "libopenblas.so.0"
     library.touch()
     monkeypatch.setattr(tested, "OPENBLAS", ("/nowhere", str(library)))
-    made = engine_environment({"LD_PRELOAD": "/mine.so"}, tmp_path / "s", "auto")
+    made = build_engine_environment({"LD_PRELOAD": "/mine.so"}, tmp_path / "s", "auto")
     assert made.items() >= MALLOC.items()
     assert made["LD_PRELOAD"] == f"/mine.so {library}"
-    assert "LD_PRELOAD" not in engine_environment({}, tmp_path / "s", "bundled")
+    assert "LD_PRELOAD" not in build_engine_environment({}, tmp_path / "s", "bundled")
     monkeypatch.setattr(tested, "OPENBLAS", ())
-    assert "LD_PRELOAD" not in engine_environment({}, tmp_path / "s", "auto")
+    assert "LD_PRELOAD" not in build_engine_environment({}, tmp_path / "s", "auto")

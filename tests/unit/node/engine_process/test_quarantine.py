@@ -4,13 +4,13 @@ from node.engine_process.quarantine import QUARANTINE_SECONDS, WINDOW_SECONDS, Q
 def test_a_model_that_killed_twice_is_kept_out_for_ten_minutes():
     quarantine = Quarantine()
     assert not quarantine.record_crash("m", 0.0)
-    assert quarantine.bans(0.0) == ()
+    assert quarantine.list_bans(0.0) == ()
     assert not quarantine.record_crash("other", 1.0)
     assert quarantine.record_crash("m", 10.0)
-    (ban,) = quarantine.bans(20.0)
+    (ban,) = quarantine.list_bans(20.0)
     assert (ban.model, ban.seconds) == ("m", QUARANTINE_SECONDS - 10.0)
     assert "2 times" in ban.cause
-    assert quarantine.bans(10.0 + QUARANTINE_SECONDS) == ()
+    assert quarantine.list_bans(10.0 + QUARANTINE_SECONDS) == ()
 
 
 def test_deaths_that_lie_far_apart_are_not_counted_together():

@@ -7,32 +7,32 @@ from node.engine_process.stderr_log import MAX_LOG_BYTES, TAIL_BYTES, EngineLog
 def test_the_last_words_since_a_start_without_what_only_informs(tmp_path: Path):
     path = tmp_path / "deep" / "engine.log"
     log = EngineLog(path)
-    assert (log.size(), log.tail(0)) == (0, "")
+    assert (log.measure_size(), log.read_tail(0)) == (0, "")
     os.close(log.open())
     path.write_text("old death\n")
-    start = log.size()
-    assert log.tail(start) == ""
+    start = log.measure_size()
+    assert log.read_tail(start) == ""
     path.write_text("old death\none\n 2026 [info ] gate\n\n two \nthree\nfour\n")
-    assert log.tail(start) == "two | three | four"
+    assert log.read_tail(start) == "two | three | four"
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_quotation_is_short_and_never_fails_on_bad_bytes(tmp_path: Path):
     path = tmp_path / "engine.log"
     path.write_bytes(b"\xff" * 10 * TAIL_BYTES)
-    assert 0 < len(EngineLog(path).tail(0)) <= TAIL_BYTES
+    assert 0 < len(EngineLog(path).read_tail(0)) <= TAIL_BYTES
 
 
 def test_a_long_log_is_put_aside_and_a_shorter_one_is_read_from_its_beginning(tmp_path: Path):
     path = tmp_path / "engine.log"
     path.write_bytes(b"x" * (MAX_LOG_BYTES + 1))
     log = EngineLog(path)
-    start = log.size()
+    start = log.measure_size()
     os.close(log.open())
-    assert log.size() == 0
+    assert log.measure_size() == 0
     assert path.with_suffix(".log.1").stat().st_size == MAX_LOG_BYTES + 1
     path.write_text("dead\n")
-    assert log.tail(start) == "dead"
+    assert log.read_tail(start) == "dead"
 
 
 def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
@@ -42,15 +42,15 @@ def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
     try:
         os.write(descriptor, b"first\n")
         log.bound()
-        assert log.size() == 6
+        assert log.measure_size() == 6
         os.write(descriptor, b"x" * MAX_LOG_BYTES)
-        start = log.size()
+        start = log.measure_size()
         log.bound()
-        assert log.size() == 0
+        assert log.measure_size() == 0
         older = path.with_suffix(".log.1")
         assert (older.stat().st_size, older.stat().st_mode & 0o777) == (MAX_LOG_BYTES, 0o600)
         os.write(descriptor, b"dead\n")
-        assert (path.read_bytes(), log.tail(start)) == (b"dead\n", "dead")
+        assert (path.read_bytes(), log.read_tail(start)) == (b"dead\n", "dead")
     finally:
         os.close(descriptor)
 

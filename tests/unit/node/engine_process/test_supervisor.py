@@ -148,7 +148,7 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
     assert end.refused.retry_after == 1.2, "a second after the first restart"
-    assert one.supervisor.probe.phys().phys is None
+    assert one.supervisor.probe.read_footprint().phys is None
     assert one.supervisor.live == frozenset()
 
 
@@ -170,7 +170,7 @@ async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Ag
     assert (state.kind, state.state, state.cause, state.restarts) == ("scripted", "ready", "", 0)
     assert one.states == ["starting", "ready"]
     assert one.supervisor.reports.received_at is not None
-    reading = one.supervisor.probe.phys()
+    reading = one.supervisor.probe.read_footprint()
     assert reading.phys is not None
     assert reading.phys < 200 * 2**20
 
@@ -195,7 +195,7 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     assert one.ends(2) == []
     assert one.supervisor.state.state == "restarting"
     assert "SIGABRT" in one.supervisor.state.cause
-    assert one.supervisor.probe.phys().phys is None
+    assert one.supervisor.probe.read_footprint().phys is None
     assert one.supervisor.reports.latest is None
     one.generate(4)
     refused = await one.end(4)
@@ -464,7 +464,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     assert one.supervisor.pid != first
     assert one.supervisor.state.restarts == 0
     await order(one, LoadModel, 3, name)
-    reading = one.supervisor.probe.phys().phys
+    reading = one.supervisor.probe.read_footprint().phys
     assert reading is not None
     assert one.supervisor.reports.latest is not None
     assert reading < one.supervisor.reports.latest.memory.base + 100 * MIB

@@ -6,10 +6,10 @@ from node.engine_process.timeouts import ExitTimeouts, ExitUrgency, SupervisorTi
 
 
 def test_the_restart_delay_doubles_from_the_first_to_the_longest():
-    delays = [SupervisorTimeouts().restart_delay(failures) for failures in range(1, 10)]
+    delays = [SupervisorTimeouts().compute_restart_delay(failures) for failures in range(1, 10)]
     assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    assert SupervisorTimeouts().restart_delay(10**6) == 30.0
-    assert SupervisorTimeouts(longest=1e99).restart_delay(10**6) == 0.2 * 2**32, "no overflow"
+    assert SupervisorTimeouts().compute_restart_delay(10**6) == 30.0
+    assert SupervisorTimeouts(longest=1e99).compute_restart_delay(10**6) == 0.2 * 2**32, "no overflow"
 
 
 def test_a_call_is_hung_after_ten_seconds_and_five_times_its_expected_duration():
@@ -25,7 +25,7 @@ def test_a_call_is_hung_after_ten_seconds_and_five_times_its_expected_duration()
 
 def test_seconds_until_hung_are_the_rest_of_the_allowed_duration():
     left = [
-        SupervisorTimeouts().seconds_until_hung(busy, expected)
+        SupervisorTimeouts().compute_seconds_until_hung(busy, expected)
         for busy, expected in ((3.0, 0.02), (10.0, 10.0), (12.0, 0.0), (60.0, 10.0))
     ]
     assert left == [7.0, 40.0, 0.0, 0.0]
@@ -45,10 +45,10 @@ def test_seconds_until_hung_are_the_rest_of_the_allowed_duration():
 def test_a_child_has_time_to_end_by_urgency_and_call(
     urgency: ExitUrgency, busy: float, expected: float, timeouts: ExitTimeouts
 ):
-    assert SupervisorTimeouts().exit_timeouts(urgency, busy, expected) == timeouts
+    assert SupervisorTimeouts().choose_exit_timeouts(urgency, busy, expected) == timeouts
     assert timeouts.total == timeouts.stop_requested + timeouts.terminated
 
 
 def test_an_agent_without_time_gives_the_child_only_the_time_after_sigterm():
-    timeouts = SupervisorTimeouts(stopping=2.0).exit_timeouts(ExitUrgency.AGENT_STOPS, 0.0, 0.0)
+    timeouts = SupervisorTimeouts(stopping=2.0).choose_exit_timeouts(ExitUrgency.AGENT_STOPS, 0.0, 0.0)
     assert timeouts == ExitTimeouts(0.0, 6.0)

@@ -46,12 +46,12 @@ def test_the_layouts_are_apples():
 
 
 def test_the_footprint_of_a_process_is_read_and_that_of_none_is_unknown(system: LibSystem):
-    phys = DarwinFootprint(os.getpid(), system).phys()
+    phys = DarwinFootprint(os.getpid(), system).read_footprint()
     assert phys is not None
     assert abs(phys - psutil.Process().memory_info().rss) < 8 * MIB
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert DarwinFootprint(child.pid, system).phys() is None
+    assert DarwinFootprint(child.pid, system).read_footprint() is None
 
 
 def test_a_footprint_of_zero_is_unknown(system: LibSystem):
@@ -63,9 +63,9 @@ def test_a_footprint_of_zero_is_unknown(system: LibSystem):
 
 def test_the_footprint_rises_by_what_is_touched(system: LibSystem):
     source = DarwinFootprint(os.getpid(), system)
-    before = source.phys()
+    before = source.read_footprint()
     block = bytearray(os.urandom(64 * MIB)) * 4
-    after = source.phys()
+    after = source.read_footprint()
     assert before is not None
     assert after is not None
     assert after - before >= 200 * MIB
@@ -75,18 +75,18 @@ def test_the_footprint_rises_by_what_is_touched(system: LibSystem):
 def test_high_water_marks_stay_after_the_memory_is_released_until_the_next_interval(system: LibSystem):
     source = DarwinFootprint(os.getpid(), system)
     block = bytearray(os.urandom(64 * MIB))
-    high = source.phys()
+    high = source.read_footprint()
     del block
-    low = source.phys()
+    low = source.read_footprint()
     assert high is not None
     assert low is not None
     assert low < high - 32 * MIB
-    marks = source.highs()
+    marks = source.read_high_water_marks()
     assert marks.lifetime is not None
     assert marks.interval is not None
     assert min(marks.lifetime, marks.interval) >= high
     assert source.begin_interval()
-    marks = source.highs()
+    marks = source.read_high_water_marks()
     assert marks.interval is not None
     assert marks.interval < high - 32 * MIB
     assert marks.lifetime is not None
@@ -94,14 +94,14 @@ def test_high_water_marks_stay_after_the_memory_is_released_until_the_next_inter
 
 
 def test_marks_of_no_process_are_unknown_and_a_refused_reset_says_so(system: LibSystem):
-    assert DarwinFootprint(2**22 + 1, system).highs() == HighWaterMarks()
+    assert DarwinFootprint(2**22 + 1, system).read_high_water_marks() == HighWaterMarks()
     assert not DarwinFootprint(0, system).begin_interval()
 
 
 def test_a_system_without_the_reset_reads_everything_else(tmp_path: Path):
     other = LibSystem(build(tmp_path, "-DWITHOUT_RESET"))
     assert not DarwinFootprint(os.getpid(), other).begin_interval()
-    assert DarwinFootprint(os.getpid(), other).highs().lifetime
+    assert DarwinFootprint(os.getpid(), other).read_high_water_marks().lifetime
 
 
 @pytest.mark.parametrize(("level", "word"), [("1", "normal"), ("2", "warn"), ("4", "critical"), ("9", "")])
@@ -115,24 +115,24 @@ def test_the_pressure_is_the_systems_own_word(
 
 def test_a_mac_reads_its_limits_at_each_poll(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
-    assert mac.bounds() == MachineBounds(128 * GIB, estimate_metal_limit(128 * GIB))
+    assert mac.read_bounds() == MachineBounds(128 * GIB, estimate_metal_limit(128 * GIB))
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
-    assert mac.bounds() == MachineBounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
+    assert mac.read_bounds() == MachineBounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
     monkeypatch.delenv("STANDIN_WIRED_MB")
     old = Mac(Hardware("M5", 128 * GIB, system="macOS 15.5"), 0.5, system)
-    assert old.bounds() == MachineBounds(128 * GIB, 96 * GIB), "an older system gives less"
+    assert old.read_bounds() == MachineBounds(128 * GIB, 96 * GIB), "an older system gives less"
 
 
 def test_a_macs_memory_is_psutils_counts(system: LibSystem):
     """Free and inactive pages are available; the cap also counts a share of the active ones."""
     counts: Any = SimpleNamespace(total=128 * GIB, available=15 * GIB, active=2 * GIB, wired=3 * GIB)
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system, lambda: counts)
-    spare = mac.spare()
+    spare = mac.read_available()
     assert (spare.available, spare.pressure, spare.source) == (15 * GIB, "", "psutil")
-    assert mac.reclaimable() == 16 * GIB
-    assert mac.wired() == 3 * GIB
+    assert mac.read_reclaimable() == 16 * GIB
+    assert mac.read_wired() == 3 * GIB
     blind = Mac(Hardware("M5", 128 * GIB), 0.5, system, lambda: None)
-    assert (blind.spare().available, blind.reclaimable(), blind.wired()) == (None, None, None)
+    assert (blind.read_available().available, blind.read_reclaimable(), blind.read_wired()) == (None, None, None)
 
 
 def test_the_machine_is_described(system: LibSystem):

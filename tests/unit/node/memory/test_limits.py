@@ -47,16 +47,16 @@ class SetMachine:
     held: int | None = None
     hardware: Hardware = field(default_factory=lambda: Hardware("M5", 128 * GIB))
 
-    def bounds(self) -> MachineBounds:
+    def read_bounds(self) -> MachineBounds:
         return MachineBounds(self.total, self.metal, self.container, self.sysctl)
 
-    def reclaimable(self) -> int | None:
+    def read_reclaimable(self) -> int | None:
         return self.free
 
-    def spare(self) -> AvailableMemory:
+    def read_available(self) -> AvailableMemory:
         return AvailableMemory(self.free, "", "set", time.monotonic())
 
-    def wired(self) -> int | None:
+    def read_wired(self) -> int | None:
         return self.held
 
 
@@ -143,10 +143,10 @@ def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_re
 ):
     machine = SetMachine()
     one = limiter(machine, tmp_path, cap="90GiB")
-    assert one.warnings() == []
+    assert one.list_warnings() == []
     one.report_metal(7, 80 * GIB)
     assert (one.compute_limits(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
-    assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower value is used"]
+    assert one.list_warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower value is used"]
     with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
         limiter(machine, tmp_path, cap="90GiB")
     assert limiter(machine, tmp_path, cap="90GiB", allow_above_metal_limit=True).cap.bytes == 90 * GIB
@@ -181,7 +181,7 @@ def test_a_containers_limit_that_falls_while_we_run_counts_at_once():
     assert one.compute_limits(GIB).ceiling == 64 * GIB
     machine.container = 16 * GIB
     assert one.compute_limits(GIB).ceiling == 16 * GIB
-    assert one.warnings()
+    assert one.list_warnings()
 
 
 def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_error():
@@ -200,7 +200,7 @@ def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges
 
         reads: int = 0
 
-        def bounds(self) -> MachineBounds:
+        def read_bounds(self) -> MachineBounds:
             self.reads += 1
             return MachineBounds(self.total if self.reads % 2 else 0, self.metal, self.container)
 
@@ -329,7 +329,7 @@ def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monk
         before = one.compute_limits(0).ceiling
         with monkeypatch.context() as broken:
             broken.setattr(memory_sensor, "open_sensor", unreadable)
-            assert one.worker_phys() == 0
+            assert one.measure_worker_footprint() == 0
             assert one.compute_limits(0).ceiling == before
         worker.communicate()
     assert one.compute_limits(0).ceiling == 28 * GIB, "an ended lease holds no memory"
@@ -342,7 +342,7 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
     one = limiter(machine, cap="64GiB")
     machine.metal = 48 * GIB
     assert (one.compute_limits(GIB).cap, one.compute_limits(GIB).bound_by) == (48 * GIB, "metal")
-    assert "the lower value is used" in one.warnings()[0]
+    assert "the lower value is used" in one.list_warnings()[0]
 
 
 def test_a_lease_is_told_at_once_however_small():
@@ -365,20 +365,22 @@ def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
         one.set_worker(worker.pid)
-        assert one.worker_phys() > 96 * MIB, "the whole group counts"
+        assert one.measure_worker_footprint() > 96 * MIB, "the whole group counts"
         machine.held = GIB
-        assert one.wired() == pytest.approx(GIB - one.worker_phys(), abs=16 * MIB), "it may have all of it wired"
+        assert one.read_wired() == pytest.approx(GIB - one.measure_worker_footprint(), abs=16 * MIB), (
+            "it may have all of it wired"
+        )
         machine.held = None
-        assert one.wired() is None
-        assert one.compute_limits(0).ceiling - without == pytest.approx(one.worker_phys(), abs=16 * MIB)
+        assert one.read_wired() is None
+        assert one.compute_limits(0).ceiling - without == pytest.approx(one.measure_worker_footprint(), abs=16 * MIB)
         worker.communicate()
 
 
 def test_no_worker_or_one_that_is_gone_holds_nothing():
     one = limiter(SetMachine())
-    assert one.worker_phys() == 0
+    assert one.measure_worker_footprint() == 0
     one.set_worker(2**31 - 1)
-    assert one.worker_phys() == 0
+    assert one.measure_worker_footprint() == 0
 
 
 def test_a_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -396,7 +398,7 @@ def test_wired_bytes_are_never_negative_whatever_a_worker_holds():
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
         one.set_worker(worker.pid)
-        assert one.wired() == 0
+        assert one.read_wired() == 0
         worker.communicate()
 
 

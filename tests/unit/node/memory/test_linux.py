@@ -25,28 +25,28 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def test_statm_agrees_with_psutil_and_sees_what_is_touched():
     source = LinuxFootprint(os.getpid())
-    before = source.phys()
+    before = source.read_footprint()
     assert before is not None
     assert abs(before - psutil.Process().memory_info().rss) < 8 * MIB
     block = bytearray(os.urandom(64 * MIB))
-    after = source.phys()
+    after = source.read_footprint()
     assert after is not None
     assert after - before > 56 * MIB
     assert len(block) == 64 * MIB
     source.close()
-    assert source.phys() is None
+    assert source.read_footprint() is None
 
 
 def test_a_process_that_is_gone_is_unknown_and_so_is_a_zombie():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     source = LinuxFootprint(child.pid)
-    assert source.phys()
+    assert source.read_footprint()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert source.phys() is None
+    assert source.read_footprint() is None
     child.communicate()
-    assert source.phys() is None
-    assert LinuxFootprint(child.pid).phys() is None
+    assert source.read_footprint() is None
+    assert LinuxFootprint(child.pid).read_footprint() is None
 
 
 def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
@@ -55,13 +55,13 @@ def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
         import os
         from node.memory.linux import LinuxFootprint
         source = LinuxFootprint(os.getpid())
-        before = source.phys()
+        before = source.read_footprint()
         block = bytearray(os.urandom(2**26)) * 4
-        high = source.phys()
+        high = source.read_footprint()
         del block
-        low, marks = source.phys(), source.highs()
+        low, marks = source.read_footprint(), source.read_high_water_marks()
         begun = source.begin_interval()
-        later = source.highs()
+        later = source.read_high_water_marks()
         print(high - before, high - low, marks.lifetime - high, marks.interval - high, begun, high - later.interval,
               later.lifetime - marks.lifetime)
     """
@@ -78,8 +78,8 @@ def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
 
 def test_marks_of_a_process_that_is_gone_are_unknown(tmp_path: Path):
     gone = LinuxFootprint(7, tmp_path)
-    assert gone.phys() is None
-    assert gone.highs() == HighWaterMarks()
+    assert gone.read_footprint() is None
+    assert gone.read_high_water_marks() == HighWaterMarks()
     assert not gone.begin_interval()
 
 
@@ -160,25 +160,30 @@ def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: P
 
 def test_this_machine_is_readable():
     here = LinuxMachine(describe_machine())
-    total, available = here.bounds().total, here.reclaimable()
+    total, available = here.read_bounds().total, here.read_reclaimable()
     assert here.hardware.memory <= total
     assert available
     assert available <= total
-    assert here.spare().available == pytest.approx(available, rel=0.1)
+    assert here.read_available().available == pytest.approx(available, rel=0.1)
 
 
 def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     here = LinuxMachine(describe_machine())
-    assert (here.hardware.memory, here.bounds().total, here.reclaimable(), here.spare().available) == (0, 0, None, None)
+    assert (
+        here.hardware.memory,
+        here.read_bounds().total,
+        here.read_reclaimable(),
+        here.read_available().available,
+    ) == (0, 0, None, None)
 
 
 def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 3 * GIB)
-    assert LinuxMachine(describe_machine()).reclaimable() == 3 * GIB
+    assert LinuxMachine(describe_machine()).read_reclaimable() == 3 * GIB
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: None)
-    assert LinuxMachine(describe_machine()).reclaimable() == 16 * GIB
+    assert LinuxMachine(describe_machine()).read_reclaimable() == 16 * GIB
 
 
 def test_a_group_is_its_living_processes():

@@ -97,7 +97,7 @@ class Node:
             on_change=self._change,
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
-            wired=self.limiter.wired,
+            wired=self.limiter.read_wired,
             illegal_events=IllegalEvents(),
             command=command,
             timeouts=AT_ONCE,
@@ -279,7 +279,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     node.generate(1)
     await node.until(lambda: node.speaks(1))
     os.kill(pid, signal.SIGSTOP)
-    phys = node.supervisor.probe.phys().phys
+    phys = node.supervisor.probe.read_footprint().phys
     assert phys is not None
     node.machine.container = phys // 2
     begun = time.monotonic()
@@ -314,7 +314,7 @@ IN_A_CALL = """
         return decode(batch, steps, now)
 
     ScriptedBatch.decode = slow
-    ScriptedEngine.running_call = lambda engine: next(iter(under_way), None)
+    ScriptedEngine.read_running_call = lambda engine: next(iter(under_way), None)
     child.main()
 """
 """An engine in which each decode step is a native call of 2.5 s."""
@@ -330,7 +330,7 @@ async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
     node = await make(command=[sys.executable, "-c", program], weights="1MiB", kv_per_token=1)
     node.generate(1)
     await node.until(lambda: node.speaks(1))
-    phys = node.supervisor.probe.phys().phys
+    phys = node.supervisor.probe.read_footprint().phys
     assert phys is not None
     node.machine.container = phys // 2
     end = await node.end(1)
@@ -494,13 +494,13 @@ async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypa
 
 async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):
     node = Node(tmp_path, {"cap": "90GiB"})
-    broken = node.machine.spare
+    broken = node.machine.read_available
     looked = asyncio.Event()
 
     def fail() -> None:
         raise OSError("the sensor broke")
 
-    node.machine.spare = fail  # type: ignore[method-assign, assignment]
+    node.machine.read_available = fail  # type: ignore[method-assign, assignment]
     with pytest.raises(OSError, match="the sensor broke"):
         node.poll.start()
 
@@ -508,6 +508,6 @@ async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):
         looked.set()
         return broken()
 
-    node.machine.spare = heal  # type: ignore[method-assign, assignment]
+    node.machine.read_available = heal  # type: ignore[method-assign, assignment]
     await asyncio.wait_for(looked.wait(), 30)
     node.poll.stop()

@@ -21,8 +21,8 @@ from wire.units import GIB
 
 def test_a_sensor_dates_its_readings_and_names_their_source():
     sensor = open_sensor(os.getpid())
-    reading = sensor.phys()
-    assert reading.live(time.monotonic())
+    reading = sensor.read_footprint()
+    assert reading.is_live(time.monotonic())
     assert reading.source in {"statm", "phys_footprint"}
     sensor.close()
 
@@ -31,9 +31,9 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     settings = resolve_settings([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
-    assert pretended.bounds() == MachineBounds(64 * GIB, int(51.84 * GIB))
-    assert pretended.reclaimable() == 64 * GIB
-    assert pretended.spare().available == 64 * GIB
+    assert pretended.read_bounds() == MachineBounds(64 * GIB, int(51.84 * GIB))
+    assert pretended.read_reclaimable() == 64 * GIB
+    assert pretended.read_available().available == 64 * GIB
     assert open_machine(NodeSettings()).hardware == describe_machine(), "real models are judged on the real machine"
 
 
@@ -41,7 +41,7 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
     file = tmp_path / "readings"
     tree = {"engine.kind": "scripted", "engine.scripted.memory": "64GiB", "engine.scripted.readings": str(file)}
     pretended = open_machine(resolve_settings([("test", tree)]).value)
-    assert (pretended.reclaimable(), pretended.wired()) == (64 * GIB, None), "there is no file yet"
+    assert (pretended.read_reclaimable(), pretended.read_wired()) == (64 * GIB, None), "there is no file yet"
     for text, reclaimable, wired in (
         ('{"reclaimable": 5, "wired": 7}', 5, 7),
         ('{"reclaimable": null, "wired": null}', None, None),
@@ -50,7 +50,7 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
         ('{"reclaimable": "much"}', 64 * GIB, None),
     ):
         file.write_text(text)
-        assert (pretended.reclaimable(), pretended.spare().available, pretended.wired()) == (
+        assert (pretended.read_reclaimable(), pretended.read_available().available, pretended.read_wired()) == (
             reclaimable,
             reclaimable,
             wired,
@@ -58,7 +58,7 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
 
 
 def test_a_real_machine_tells_what_is_wired():
-    wired = open_machine(NodeSettings()).wired()
+    wired = open_machine(NodeSettings()).read_wired()
     assert wired is not None
     assert 0 <= wired <= describe_machine().memory
 
@@ -69,7 +69,7 @@ def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_o
     mark = read_process_identity(child.pid)
     assert mark
     assert mark != read_process_identity(os.getpid())
-    assert measure_group_footprint(child.pid) == pytest.approx(open_sensor(child.pid).phys().phys, rel=0.2)
+    assert measure_group_footprint(child.pid) == pytest.approx(open_sensor(child.pid).read_footprint().phys, rel=0.2)
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert (list_group_members(child.pid), read_process_identity(child.pid), measure_group_footprint(child.pid)) == (
@@ -86,7 +86,7 @@ def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_o
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():
-    spare = open_machine(NodeSettings()).spare()
+    spare = open_machine(NodeSettings()).read_available()
     assert spare.available
     assert spare.source
     assert spare.pressure in {"", "normal", "warn", "critical"}
@@ -94,7 +94,7 @@ def test_what_the_system_has_left_has_a_source_and_a_time():
 
 
 def test_a_real_machine_bounds_a_cap_by_its_ram():
-    bounds = open_machine(NodeSettings()).bounds()
+    bounds = open_machine(NodeSettings()).read_bounds()
     assert bounds.total >= bounds.ram == describe_machine().memory
 
 

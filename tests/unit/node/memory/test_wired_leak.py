@@ -66,13 +66,13 @@ def lost(leaks: WiredLeaks, before: int, after: int) -> int:
 
 def test_leaks_add_up_and_say_what_to_do():
     leaks = WiredLeaks()
-    assert leaks.warning() == ""
+    assert leaks.describe_leak() == ""
     assert lost(leaks, 3, 4) == 0
     assert leaks.count == 0
     assert lost(leaks, 3, 43) == 40
     assert lost(leaks, 43, 73) == 30
     assert (leaks.count, leaks.missing) == (2, 70 * GIB)
-    assert leaks.warning() == (
+    assert leaks.describe_leak() == (
         "70.0 GiB of ended engines stayed wired (this Mac had 43.0 GiB wired before the last one started and has "
         "73.0 GiB now): restart this Mac to free the memory"
     )
@@ -86,7 +86,7 @@ def test_what_comes_back_was_not_lost():
         leaks.update(wired)
         assert leaks.count == 2
     leaks.update(43 * GIB - 1)
-    assert (leaks.count, leaks.missing, leaks.warning()) == (0, 0, "")
+    assert (leaks.count, leaks.missing, leaks.describe_leak()) == (0, 0, "")
     assert lost(leaks, 13, 53) == 40
     leaks.update(34 * GIB)
     assert leaks.count == 1, "judged by what was there before the first of these"

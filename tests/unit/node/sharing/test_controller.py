@@ -25,13 +25,13 @@ class Mac:
     acts: list[SharingAction] = field(default_factory=list)
     told: int = 0
 
-    def occupancy(self) -> Occupancy:
+    def read_occupancy(self) -> Occupancy:
         return self.holding
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         self.acts.append(act)
 
-    def sharing_changed(self, sharing: SharingState) -> None:
+    def on_sharing_change(self, sharing: SharingState) -> None:
         self.told += 1
 
 
@@ -63,7 +63,7 @@ async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> N
     assert sharer.sharing_state.shared
     sharer.apply_order(Order(3600.0, "ann"))
     assert sharer.to_report().paused
-    assert sharer.retry_after() == 3600.0
+    assert sharer.compute_retry_after() == 3600.0
     assert (tmp_path / "pause.json").stat().st_mode & 0o777 == 0o600
     assert (scene.mac.told, scene.mac.acts) == (1, [SharingAction.REST])
     again = await started(scene.sharer())
@@ -82,7 +82,7 @@ async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> N
     sharer.update()
     assert sharer.to_report().by_hand
     assert sharer.to_report().until is None
-    assert sharer.retry_after() is None
+    assert sharer.compute_retry_after() is None
     file.write(PauseRecord(scene.now + 60))
     sharer.update()
     assert sharer.to_report().until == scene.now + 60
@@ -109,7 +109,7 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     sharer = scene.sharer()
     paused = asyncio.Event()
-    scene.mac.sharing_changed = lambda sharing: paused.set()
+    scene.mac.on_sharing_change = lambda sharing: paused.set()
     await sharer.start()
     PauseFile(tmp_path).write(PauseRecord(None))
     await asyncio.wait_for(paused.wait(), 30)
@@ -127,7 +127,7 @@ async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
     await asyncio.sleep(0)
     for _ in range(2):
         changed = asyncio.Event()
-        scene.mac.sharing_changed = lambda sharing, changed=changed: changed.set()
+        scene.mac.on_sharing_change = lambda sharing, changed=changed: changed.set()
         if not PauseFile(tmp_path).remove():
             PauseFile(tmp_path).write(PauseRecord(None))
         sharer.update_now()
@@ -144,7 +144,7 @@ async def test_power_is_read_again_only_after_a_while(
     monkeypatch.setattr("node.sharing.controller.SENSOR_INTERVAL_SECONDS", every)
     scene = Scene(tmp_path, {"when": "plugged-in"}, power=PowerState(plugged=True))
     sharer, looks = scene.sharer(), asyncio.Semaphore(0)
-    scene.mac.occupancy = lambda: looks.release() or Occupancy()
+    scene.mac.read_occupancy = lambda: looks.release() or Occupancy()
     await sharer.start()
     scene.power = PowerState(plugged=False)
     async with asyncio.timeout(30):
@@ -238,10 +238,10 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
     told = sharer.to_report()
     assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
     assert told.why == "the Mac shares only within 22:00-07:00"
-    assert sharer.retry_after() == 60.0
+    assert sharer.compute_retry_after() == 60.0
     scene.now += 30.0
     sharer.update()
-    assert sharer.retry_after() == 30.0
+    assert sharer.compute_retry_after() == 30.0
     for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
         scene.now = local(hour, minute)
         sharer.update()
@@ -293,7 +293,7 @@ async def test_a_pause_that_ends_in_a_moment_is_retried_after_a_second_at_least(
     scene = Scene(tmp_path)
     sharer = await started(scene.sharer())
     sharer.apply_order(Order(0.2, "ann"))
-    assert sharer.retry_after() == 1.0
+    assert sharer.compute_retry_after() == 1.0
     assert sharer.to_report().by_hand
 
 

@@ -70,7 +70,7 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert (granted.generation, granted.folder) == (1, str(place(node)))
     assert node.ceiling == before - LEASE
     assert node.lender.holding
-    (state,) = node.lender.states()
+    (state,) = node.lender.list_states()
     assert (state.lease, state.job, state.size, state.phase, state.progress) == (
         "l-1",
         "video_l-1",
@@ -97,11 +97,11 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
         (),
     )
     assert (node.ceiling, node.limiter.leases, node.limiter.worker) == (before, 0, None)
-    (state,) = node.lender.states()
+    (state,) = node.lender.list_states()
     assert (state.size, state.phase, state.progress) == (0, LeasePhase.ENDED, 100)
     assert not (place(node) / GRANT).exists(), "no worker may start the job"
     node.release("acknowledged")
-    assert node.lender.states() == ()
+    assert node.lender.list_states() == ()
     assert not place(node).exists()
     assert kinds(node) == [LeaseGranted, LeaseEnded]
 
@@ -164,7 +164,7 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
     assert isinstance(refused, LeaseRefused)
     assert refused.code == code
     assert words in refused.message
-    assert (node.ceiling, node.limiter.leases, node.lender.states()) == (before, 0, ())
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
 async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores_the_ceiling(make: Make):
@@ -205,9 +205,9 @@ async def test_an_actor_that_cannot_start_ends_its_lease_and_no_other(make: Make
     node = await make()
     node.ask()
     await node.frame(LeaseGranted)
-    node.lender.not_started("l-9", "another one")
+    node.lender.handle_failed_start("l-9", "another one")
     assert node.lender.holding
-    node.lender.not_started("l-1", "ray has no room")
+    node.lender.handle_failed_start("l-1", "ray has no room")
     ended = await node.ended()
     assert (ended.code, ended.message) == ("start_failed", "ray has no room")
     assert node.limiter.leases == 0
@@ -268,8 +268,8 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     before = node.ceiling
     node.ask(job={**JOB, "prompt": "hold=denoising take=50000000"})
     worker = await node.working()
-    await node.until(lambda: node.lender.states()[0].footprint > 50_000_000)
-    (state,) = node.lender.states()
+    await node.until(lambda: node.lender.list_states()[0].footprint > 50_000_000)
+    (state,) = node.lender.list_states()
     assert (state.step, state.steps, state.phase) == (1, 4, LeasePhase.DENOISING)
     assert state.peak >= state.footprint
     assert node.poll.build_system_memory().worker >= 50_000_000
@@ -280,14 +280,14 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     assert ended.code == "completed"
     assert ended.peak >= 50_000_000
     (clip,) = ended.artifacts
-    file = node.lender.artifact(f"artifact:l-1/{clip.name}")
+    file = node.lender.find_artifact(f"artifact:l-1/{clip.name}")
     assert file is not None
     assert (clip.name, clip.size) == ("video.mp4", file.stat().st_size)
-    assert node.lender.artifact("artifact:l-1/events.jsonl") is None, "only what was named is given out"
+    assert node.lender.find_artifact("artifact:l-1/events.jsonl") is None, "only what was named is given out"
     assert (node.ceiling, node.limiter.worker) == (before, None)
     assert (place(node) / CLAIM).exists()
     node.release("acknowledged")
-    assert node.lender.artifact(f"artifact:l-1/{clip.name}") is None
+    assert node.lender.find_artifact(f"artifact:l-1/{clip.name}") is None
 
 
 @pytest.mark.parametrize(

@@ -146,19 +146,19 @@ def test_progress_never_falls_from_phase_to_phase():
         (LeasePhase.SAVING, 20),
         (LeasePhase.ENDED, 20),
     ]
-    shown = [leases.progress(phase, step, 20) for phase, step in steps]
+    shown = [leases.compute_progress(phase, step, 20) for phase, step in steps]
     assert shown == sorted(shown)
     assert (shown[0], shown[3], shown[-4], shown[-1]) == (0, 5, 95, 100)
-    assert leases.progress(LeasePhase.DENOISING, 3, 0) == 5, "without a number of steps"
+    assert leases.compute_progress(LeasePhase.DENOISING, 3, 0) == 5, "without a number of steps"
 
 
 def test_an_ended_lease_holds_nothing_in_the_report():
-    state = leases.state_of(held(ended=True), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.build_lease_state(held(ended=True), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 0, "ended", 100, 20, 20, 0, 7)
 
 
 def test_a_held_lease_shows_its_size_its_phase_and_its_footprint_in_the_report():
-    state = leases.state_of(held(), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.build_lease_state(held(), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 36 * GIB, "denoising", 18, 3, 20, 5 * GIB, 6 * GIB)
 
 

@@ -71,7 +71,7 @@ def test_a_request_goes_its_way_and_leaves_nothing_behind():
 
 def test_the_newest_gives_way_to_an_answer_that_outgrows_its_promise_and_comes_back():
     mac = Mac()
-    room = mac.machine.memory().headroom or 0
+    room = mac.machine.read_memory().headroom or 0
     tokens = (room // MIB - 2 * 256 - 400) // 2
     mac.ask(1, tokens, 900)
     mac.ask(2, tokens, 900)
@@ -79,7 +79,7 @@ def test_the_newest_gives_way_to_an_answer_that_outgrows_its_promise_and_comes_b
     ends = [frame.request for frame in mac.said if isinstance(frame, Finished)]
     assert ends == [1, 2]
     assert mac.machine.preemptions > 0
-    assert not mac.machine.here()
+    assert not mac.machine.list_sequences()
     mac.loop.close()
 
 
@@ -87,12 +87,12 @@ def test_a_cancel_and_a_lease_give_back_what_they_took():
     mac = Mac()
     mac.ask(1, 3000)
     mac.machine.take(Cancel(1))
-    assert not mac.machine.here()
-    room = mac.machine.memory().headroom
-    assert mac.machine.lease(2 * GIB)
-    assert mac.machine.memory().headroom == (room or 0) - 2 * GIB
-    mac.machine.lease(-2 * GIB)
-    assert mac.machine.memory().headroom == room
+    assert not mac.machine.list_sequences()
+    room = mac.machine.read_memory().headroom
+    assert mac.machine.change_lease(2 * GIB)
+    assert mac.machine.read_memory().headroom == (room or 0) - 2 * GIB
+    mac.machine.change_lease(-2 * GIB)
+    assert mac.machine.read_memory().headroom == room
     mac.machine.stop()
     mac.loop.close()
 

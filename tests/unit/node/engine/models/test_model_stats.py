@@ -38,7 +38,7 @@ def test_a_first_prefill_is_expected_to_be_slow():
 def test_a_warm_up_gives_the_first_speeds():
     stats = create_warmed_stats(200.0, 0.1)
     assert (stats.prefill_speed.late, stats.decode_speed.late, stats.step_seconds) == (200.0, 10.0, 0.1)
-    assert stats.pace.seconds(10, 0) == 0.1 + 10 / 200
+    assert stats.pace.estimate_seconds(10, 0) == 0.1 + 10 / 200
 
 
 def test_text_of_short_prompts_is_not_measured():

@@ -117,7 +117,7 @@ class Stuck(ScriptedEngine):
 def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
     engine = Stuck()
     loop = EngineLoop(engine, lambda frame: None)
-    engine.running_call = lambda: NativeCall("prefill", 100.0, 7.0)
+    engine.read_running_call = lambda: NativeCall("prefill", 100.0, 7.0)
     assert loop.measure_busy_seconds(103.0) == (3.0, 7.0)
 
 

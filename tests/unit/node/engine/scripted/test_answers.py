@@ -20,13 +20,13 @@ def test_long_texts_are_counted_as_exactly_as_short_ones(pieces: list[str]):
 @given(st.text())
 def test_an_echo_joins_to_exactly_the_last_user_message(text: str):
     messages = [Message("user", "first"), Message("user", text), Message("assistant", "no")]
-    assert "".join(answers.echo_pieces(messages)) == text
-    assert all(len(piece) <= 128 for piece in answers.echo_pieces(messages))
+    assert "".join(answers.split_echo(messages)) == text
+    assert all(len(piece) <= 128 for piece in answers.split_echo(messages))
 
 
 def test_voices_are_functions_of_position_and_time():
-    say = answers.fixed_words(0)
+    say = answers.create_word_source(0)
     assert [say(place, 0.0) for place in range(3)] == [(0, "lorem "), (1, "ipsum "), (2, "dolor ")]
-    assert answers.fixed_words(1)(0, 9.0) == (1, "ipsum ")
+    assert answers.create_word_source(1)(0, 9.0) == (1, "ipsum ")
     assert say(len(answers.WORDS), 0.0) == (len(answers.WORDS), "lorem ")
-    assert answers.clock_tokens(3, 12.000000345) == (3, "12000000345 ")
+    assert answers.make_clock_token(3, 12.000000345) == (3, "12000000345 ")

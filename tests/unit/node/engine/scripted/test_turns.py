@@ -47,7 +47,7 @@ class Pot:
     def observe(self, now: float) -> None:
         pass
 
-    def peak_expires_at(self, now: float) -> float | None:
+    def compute_peak_expiry(self, now: float) -> float | None:
         return None
 
 
@@ -155,6 +155,6 @@ def test_a_turn_lasts_as_long_as_its_forwards():
     played = Played(40 * 10**8, 4, leap=False)
     played.play([Ask(0.0, 300, 200, 100, "small", "ada", None)])
     (first, *_), *_, (end, *_) = played.story()
-    assert first - 1.0 == pytest.approx(300 * costs.pace("small").each)
+    assert first - 1.0 == pytest.approx(300 * costs.get_pace("small").each)
     step = CHIPS["M2"].decode * (6.74 / 2.0)
     assert (end - first) * step / 99 == pytest.approx(1.0, rel=0.02)

@@ -198,7 +198,7 @@ def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
     quarantine = Quarantine()
     assert not quarantine.record_crash("hostile", 1.0)
     assert quarantine.record_crash("hostile", 100.0)
-    (ban,) = quarantine.bans(101.0)
+    (ban,) = quarantine.list_bans(101.0)
     assert ban.model == "hostile"
     assert "template" in ban.cause
 

@@ -12,10 +12,10 @@ from node.engine.scheduling.rules.chunk_policy import (
     RECOVERY_SECONDS,
     ChunkPace,
     PrefillSpeed,
-    budget,
+    compute_budget,
+    compute_shared_budget,
     next_prefill,
     select_batch,
-    shared_budget,
 )
 from wire.capacity.fairness import CROWDED_PROMPTS, PrefillFairness, WeightedKey
 
@@ -43,15 +43,15 @@ def test_beside_a_crowd_the_second_turn_goes_by_owners():
 
 
 def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
-    assert budget(0.0, 99.0) == IDLE_CHUNK_SECONDS
-    assert budget(0.04, 99.0) == CHUNK_PER_STEP * 0.04
-    assert budget(0.04, FULL_PROMPT_SECONDS) == FULL_PROMPT_SECONDS, "a short prompt is written at once"
+    assert compute_budget(0.0, 99.0) == IDLE_CHUNK_SECONDS
+    assert compute_budget(0.04, 99.0) == CHUNK_PER_STEP * 0.04
+    assert compute_budget(0.04, FULL_PROMPT_SECONDS) == FULL_PROMPT_SECONDS, "a short prompt is written at once"
 
 
 def test_several_prompts_may_take_the_longer_the_fewer_are_beside_them():
-    assert shared_budget(0.0, 99, 0) == shared_budget(0.04, 7, 1) == PACKED_FORWARD_SECONDS
-    assert FULL_PROMPT_SECONDS < shared_budget(0.04, 3, 5) < PACKED_FORWARD_SECONDS
-    assert shared_budget(0.04, 1, 5) == FULL_PROMPT_SECONDS
+    assert compute_shared_budget(0.0, 99, 0) == compute_shared_budget(0.04, 7, 1) == PACKED_FORWARD_SECONDS
+    assert FULL_PROMPT_SECONDS < compute_shared_budget(0.04, 3, 5) < PACKED_FORWARD_SECONDS
+    assert compute_shared_budget(0.04, 1, 5) == FULL_PROMPT_SECONDS
 
 
 def test_prompts_of_about_one_length_are_read_together():
@@ -74,26 +74,26 @@ PACES = st.builds(ChunkPace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 
 
 @given(PACES, st.floats(0.001, 2.0), st.integers(0, 100_000), st.integers(32, 8192))
 def test_a_chunk_fits_its_time_or_is_the_smallest(pace: ChunkPace, seconds: float, past: int, most: int):
-    tokens = pace.tokens(seconds, past, most)
+    tokens = pace.fit_tokens(seconds, past, most)
     assert MIN_CHUNK_TOKENS <= tokens <= most
-    assert tokens == MIN_CHUNK_TOKENS or pace.seconds(tokens, past) <= seconds * 1.001
-    assert tokens in (most, MIN_CHUNK_TOKENS) or pace.seconds(tokens + 1, past) >= seconds * 0.999
+    assert tokens == MIN_CHUNK_TOKENS or pace.estimate_seconds(tokens, past) <= seconds * 1.001
+    assert tokens in (most, MIN_CHUNK_TOKENS) or pace.estimate_seconds(tokens + 1, past) >= seconds * 0.999
 
 
 def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
     true, pace = ChunkPace(0.02, 0.0014, 1.4e-6), ChunkPace(0.02, 0.001)
     for past in range(0, 6000, 20):
-        pace.learn(20, past + 10, true.seconds(20, past))
-        pace.learn(100, 50, true.seconds(100, 0))
+        pace.learn(20, past + 10, true.estimate_seconds(20, past))
+        pace.learn(100, 50, true.estimate_seconds(100, 0))
     for past in (0, 2000, 6000):
-        assert pace.seconds(20, past) == pytest.approx(true.seconds(20, past), rel=0.15)
-    assert pace.tokens(0.1, 6000, 2048) < 10 < 40 < pace.tokens(0.1, 0, 2048)
+        assert pace.estimate_seconds(20, past) == pytest.approx(true.estimate_seconds(20, past), rel=0.15)
+    assert pace.fit_tokens(0.1, 6000, 2048) < 10 < 40 < pace.fit_tokens(0.1, 0, 2048)
 
 
 def test_the_first_measurements_far_into_a_prompt_may_be_odd():
     pace = ChunkPace(0.02, 0.01)
     pace.learn(20, 3000, 0.03)
-    assert pace.seconds(20, 3000) >= 0.02
+    assert pace.estimate_seconds(20, 3000) >= 0.02
     assert pace.far == 0
 
 
@@ -101,15 +101,17 @@ def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
     speed = PrefillSpeed()
     for newest in (40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0):
         speed.learn(newest)
-    assert speed.after(0.0) == speed.after(RECOVERY_SECONDS - 1) < 8, "as it was of late, as long as that is of late"
-    assert speed.after(RECOVERY_SECONDS) == 40.0
+    assert speed.predict_speed(0.0) == speed.predict_speed(RECOVERY_SECONDS - 1) < 8, (
+        "as it was of late, as long as that is of late"
+    )
+    assert speed.predict_speed(RECOVERY_SECONDS) == 40.0
 
 
 def test_one_measurement_makes_no_node_fast_and_the_best_lasts_a_while():
     speed = PrefillSpeed()
     for newest in (10.0, 10.0, 1e6, 10.0, 10.0):
         speed.learn(newest)
-    assert speed.after(RECOVERY_SECONDS) < 20
+    assert speed.predict_speed(RECOVERY_SECONDS) < 20
 
 
 def test_a_machine_that_is_ten_times_as_fast_as_its_first_run_is_known_for_it_soon():
@@ -117,4 +119,4 @@ def test_a_machine_that_is_ten_times_as_fast_as_its_first_run_is_known_for_it_so
     speed = PrefillSpeed()
     for newest in (300.0, *[3000.0] * 8):
         speed.learn(newest)
-    assert speed.after(0.0) > 2000
+    assert speed.predict_speed(0.0) > 2000

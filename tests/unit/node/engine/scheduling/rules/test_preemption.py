@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from node.engine.scheduling.rules.preemption import (
     choose_for_key,
     choose_victim,
-    first_of,
-    newest_holder,
+    find_first_preempted,
+    find_newest_holder,
     next_to_return,
     should_preempt,
 )
@@ -49,8 +49,8 @@ LIVE = st.lists(
 
 def test_the_newest_request_that_holds_memory_is_evicted():
     live = [Live(1), Live(2), Live(3, holds_memory=False)]
-    assert newest_holder(live) is live[1]
-    assert newest_holder([live[2]]) is None
+    assert find_newest_holder(live) is live[1]
+    assert find_newest_holder([live[2]]) is None
 
 
 def test_a_waiting_request_loses_its_memory_before_one_that_holds_some():
@@ -103,10 +103,10 @@ def test_a_request_preempted_for_another_key_returns_only_while_rows_are_free():
 
 def test_a_request_preempted_for_another_key_precedes_only_its_own_key():
     one = Live(1, "a", yielded=True)
-    assert first_of([one], "a") is one
-    assert first_of([one], "b") is None
-    assert first_of([one], None) is one
-    assert first_of([one, Live(2, "c")], "b") == Live(2, "c")
+    assert find_first_preempted([one], "a") is one
+    assert find_first_preempted([one], "b") is None
+    assert find_first_preempted([one], None) is one
+    assert find_first_preempted([one, Live(2, "c")], "b") == Live(2, "c")
 
 
 def test_rows_of_the_key_that_holds_most_are_shared_and_requests_without_rows_are_left_alone():
