@@ -15,7 +15,7 @@ from host.bonjour_announce import Announcement, list_addresses
 from node.agent import discovery
 from node.engine.process.main import encode_settings
 from node.settings import NodeSettings
-from wire.bonjour_record import BonjourRecord, instance_name
+from wire.bonjour_record import BonjourRecord, build_instance_name
 from wire.codec import Splitter, decode, encode
 from wire.frames import Ping, Pong
 from wire.identity import SERVICE_TYPE
@@ -151,7 +151,7 @@ async def _run_bonjour() -> Outcome:
     if not list_addresses():
         return create_skip("this Mac has no address that another machine could reach")
     name, identity = "mac-check", os.urandom(4).hex()
-    record = instance_name(name, identity)
+    record = build_instance_name(name, identity)
     browser = await asyncio.create_subprocess_exec(
         "/usr/bin/dns-sd", "-B", SERVICE_TYPE.removesuffix(".local."), "local.", stdout=asyncio.subprocess.PIPE
     )

@@ -138,7 +138,7 @@ def api() -> str:
 
 
 def _table(title: str, table: FieldTable[Any]) -> str:
-    lines = "".join(f"| `{row.name}` | {row.verdict} | {_cell(row.note)} |\n" for row in table.rows())
+    lines = "".join(f"| `{row.name}` | {row.verdict} | {_cell(row.note)} |\n" for row in table.list_rows())
     return f"\n## {title}\n\n| field | treatment | note |\n|---|---|---|\n{lines}"
 
 

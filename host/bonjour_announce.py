@@ -15,7 +15,7 @@ import structlog
 from zeroconf import Error, IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from wire.bonjour_record import BonjourRecord, instance_name, to_txt, usable_addresses
+from wire.bonjour_record import BonjourRecord, build_instance_name, rank_addresses, to_txt
 from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
@@ -29,7 +29,7 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 def list_addresses() -> list[str]:
     """Return the addresses of this machine that another machine can dial, best first."""
     found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return usable_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
+    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
 
 
 class Announcement:
@@ -51,7 +51,7 @@ class Announcement:
         look_every: float = ADDRESS_POLL_SECONDS,
     ) -> None:
         self._advert = advert
-        self._instance = instance_name(name, identity)
+        self._instance = build_instance_name(name, identity)
         self._port = port
         self._fixed_addresses = interfaces
         self._check_interval_seconds = look_every

@@ -77,20 +77,20 @@ class Problem:
         """OpenAI's error type for the status, such as `rate_limit_error` or `server_error`."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
-    def body(self, request_id: str) -> bytes:
+    def encode_body(self, request_id: str) -> bytes:
         """Return the JSON body, which also has the id of the request."""
-        return msgspec.json.encode({"error": self._error(request_id)})
+        return msgspec.json.encode({"error": self._build_error(request_id)})
 
-    def event(self, request_id: str) -> bytes:
+    def encode_event(self, request_id: str) -> bytes:
         """Return the error as an SSE event, which ends a running stream. No `[DONE]` follows."""
-        return b"data: " + self.body(request_id) + b"\n\n"
+        return b"data: " + self.encode_body(request_id) + b"\n\n"
 
-    def headers(self) -> list[Header]:
+    def build_headers(self) -> list[Header]:
         """Return the headers that only this problem needs: Retry-After, Allow, x-should-retry, WWW-Authenticate; may be
         empty."""
         found: list[Header] = []
         if self.retry_after is not None:
-            found.append((b"retry-after", str(total_seconds(self.retry_after)).encode()))
+            found.append((b"retry-after", str(round_retry_seconds(self.retry_after)).encode()))
         if self.allow:
             found.append((b"allow", self.allow.encode()))
         if self.status in _ONCE:
@@ -99,7 +99,7 @@ class Problem:
             found.append((b"www-authenticate", b"Bearer"))
         return found
 
-    def _error(self, request_id: str) -> dict[str, object]:
+    def _build_error(self, request_id: str) -> dict[str, object]:
         error: dict[str, object] = {
             "message": self.message,
             "type": self.type,
@@ -112,7 +112,7 @@ class Problem:
         return error
 
 
-def total_seconds(seconds: float) -> int:
+def round_retry_seconds(seconds: float) -> int:
     """Round seconds up to the range that clients honour: 1 to 60. Infinity is 60."""
     return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
 
@@ -131,13 +131,13 @@ def from_refused(refused: Refused, param: str | None = None) -> Problem:
     return Problem(status, refused.code.value, refused.message, param, refused.numbers, wait)
 
 
-def failed(code: str, message: str) -> Problem:
+def from_failure(code: str, message: str) -> Problem:
     """Build the problem for a request that failed after it had begun. The code of the failure determines the status."""
     status = _FAILED.get(code, 500)
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
-def invalid(message: str, param: str | None = None, code: str = RefusalCode.INVALID) -> Problem:
+def build_invalid(message: str, param: str | None = None, code: str = RefusalCode.INVALID) -> Problem:
     """Build a 400 problem, by default without the name of a parameter."""
     return Problem(400, code, message, param)
 
@@ -152,7 +152,7 @@ WRONG_KEY = Problem(
 )
 
 
-def missing_scope(scope: str) -> Problem:
+def build_missing_scope(scope: str) -> Problem:
     """Build the 403 problem of a key without the scope."""
     return Problem(
         403,
@@ -161,7 +161,7 @@ def missing_scope(scope: str) -> Problem:
     )
 
 
-def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
+def build_not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
     """Build the 404 problem of a path that does not exist, with the right base URL where the client's is wrong.
 
     `server` is scheme and host of the request.
@@ -178,12 +178,12 @@ def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
     return Problem(404, "not_found", f"{text}, the API is at {route}{meant[:80]}: set the client's base URL to {base}")
 
 
-def wrong_method(method: str, allow: str) -> Problem:
+def build_wrong_method(method: str, allow: str) -> Problem:
     """Build the 405 problem with the allowed methods."""
     return Problem(405, "method_not_allowed", f"{method} is not allowed on this path: use {allow}", allow=allow)
 
 
-def too_long(limit: int) -> Problem:
+def build_body_too_long(limit: int) -> Problem:
     """Build the 413 problem of a body that is longer than `limit` bytes."""
     return Problem(
         413, "request_too_large", f"the body is larger than {limit} bytes: shorten it, or raise router.max_body_bytes"

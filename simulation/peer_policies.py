@@ -1,7 +1,7 @@
 """Placement rules of peer projects, as far as a score of single nodes can express them."""
 
 from router.placement.candidate import Candidate, ResourceDemand
-from wire.capacity.arithmetic import occupied
+from wire.capacity.arithmetic import compute_occupied
 from wire.identity import NodeId
 from wire.report import Memory
 
@@ -70,4 +70,4 @@ def _estimate_queued_tokens(candidate: Candidate) -> float:
 
 
 def _compute_used_share(memory: Memory) -> float:
-    return ((occupied(memory) or 0) + memory.reserved) / max(1, memory.ceiling - memory.margin)
+    return ((compute_occupied(memory) or 0) + memory.reserved) / max(1, memory.ceiling - memory.margin)

@@ -35,7 +35,7 @@ from wire.capacity.arithmetic import (
     MIN_MARGIN_BYTES,
     MIN_PROFILED_MARGIN_SHARE,
     RESIDUAL_FACTOR,
-    default_margin,
+    compute_default_margin,
     judge,
 )
 from wire.refusals import MemoryNumbers, Refused
@@ -93,7 +93,7 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     memory = Memory(
         numbers.cap,
         numbers.ceiling,
-        default_margin(numbers.cap),
+        compute_default_margin(numbers.cap),
         numbers.current,
         0,
         0,

@@ -26,7 +26,7 @@ announced.
 """
 
 
-def plain(text: str, longest: int = 64) -> str:
+def sanitize_text(text: str, longest: int = 64) -> str:
     """Return untrusted text as at most `longest` ASCII characters that are safe in terminals, labels and pages.
 
     Any other character becomes `?`.
@@ -50,19 +50,19 @@ class BonjourRecord:
     """Newest protocol version of the sender."""
 
 
-def cluster_hint(cluster: str) -> str:
+def shorten_cluster_id(cluster: str) -> str:
     """Return the first 12 hex digits of a cluster id, the part that is announced."""
     return re.sub(r"[^0-9a-f]", "", cluster.lower())[:12]
 
 
-def instance_name(name: str, identity: str) -> str:
+def build_instance_name(name: str, identity: str) -> str:
     """Return the service name of a record: `<name>-<id6>._macpool._tcp.local.`.
 
     `name` is a display name, `identity` the id of the cluster or the machine. `id6` are the first six letters and
     digits of `identity`, which distinguish machines of equal name.
     """
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
-    label = plain(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
+    label = sanitize_text(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
@@ -90,18 +90,18 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
         return None
     if not _HEX.fullmatch(cluster) or not _HEX.fullmatch(fingerprint):
         return None
-    return BonjourRecord(role, cluster, plain(version, 32), fingerprint, int(protocol))
+    return BonjourRecord(role, cluster, sanitize_text(version, 32), fingerprint, int(protocol))
 
 
-def shown_name(instance: str) -> str:
+def get_shown_name(instance: str) -> str:
     """Return the printable name of a Bonjour instance, without its service type.
 
     The name has at most `MAX_NAME_BYTES` characters. The name is `unnamed` if nothing is left.
     """
-    return plain(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
+    return sanitize_text(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 
 
-def usable_addresses(found: Iterable[tuple[str, str]]) -> list[str]:
+def rank_addresses(found: Iterable[tuple[str, str]]) -> list[str]:
     """Return the addresses that another machine can dial, best first, from pairs of interface and address.
 
     Order: private IPv4, link-local IPv4 (a Thunderbolt cable between two Macs), other IPv4, unique-local IPv6, global

@@ -41,7 +41,7 @@ def read_certificate(der: bytes) -> Certificate:
     certificate = x509.load_der_x509_certificate(der)
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return Certificate(
-        uri=_uri(certificate),
+        uri=_read_uri(certificate),
         name=str(names[0].value) if names else "",
         serial=f"{certificate.serial_number:x}",
         issued=certificate.not_valid_before_utc.timestamp() + BACKDATED_SECONDS,
@@ -49,7 +49,7 @@ def read_certificate(der: bytes) -> Certificate:
     )
 
 
-def _uri(certificate: x509.Certificate) -> str:
+def _read_uri(certificate: x509.Certificate) -> str:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

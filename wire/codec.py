@@ -76,7 +76,7 @@ def encode(frame: Frame) -> bytes:
     return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
 
 
-def fragments(encoded: bytes, message: int) -> Iterator[bytes]:
+def split_into_fragments(encoded: bytes, message: int) -> Iterator[bytes]:
     """Yield the encoded fragments of an encoded frame. `message` is a number that no other frame in progress has."""
     for start in range(0, len(encoded), FRAGMENT_BYTES):
         piece = encoded[start : start + FRAGMENT_BYTES]
@@ -99,7 +99,7 @@ def decode(tag: int, body: bytes | memoryview) -> Frame:
         raise WireError(f"bad {TAGS[tag].__name__}: {error}") from None
 
 
-def head_of(body: bytes | memoryview) -> int:
+def decode_request_number(body: bytes | memoryview) -> int:
     """Decode only the request number of a frame whose first field is `request`. Raise WireError for an invalid body."""
     try:
         return _HEAD.decode(body).request

@@ -35,7 +35,7 @@ _TOKEN = re.compile(r"mpj1\.([a-z2-7]{52})\.([a-z2-7]{8})\.([a-z2-7]{26})")
 _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9-]{1,64}))")
 
 
-def valid_name(name: str) -> bool:
+def is_valid_name(name: str) -> bool:
     """Return whether a display name is safe in terminals, labels and DNS.
 
     It has 1 to 63 ASCII letters, digits, spaces and ._-. It begins with a letter or digit, and does not end with a
@@ -44,7 +44,7 @@ def valid_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def valid_model(name: str) -> bool:
+def is_valid_model(name: str) -> bool:
     """Return whether a model name has 1 to 200 letters, digits, spaces and ._:/@+()-.
 
     The first character is a letter, a digit or an underscore.
@@ -52,22 +52,22 @@ def valid_model(name: str) -> bool:
     return _MODEL.fullmatch(name) is not None
 
 
-def valid_id(text: str) -> bool:
+def is_valid_id(text: str) -> bool:
     """Return whether a text is a valid cluster, node or machine id: 1 to 64 ASCII letters, digits and hyphens."""
     return _ID.fullmatch(text) is not None
 
 
-def valid_request_id(text: str) -> bool:
+def is_valid_request_id(text: str) -> bool:
     """Return whether a client's `x-request-id` can be used as request id: 1 to 64 ASCII letters, digits and ._-."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
-def node_uri(cluster: str, node: NodeId) -> str:
+def build_node_uri(cluster: str, node: NodeId) -> str:
     """Return the URI of a node for the SAN of its certificate."""
     return f"cluster://{cluster}/node/{node}"
 
 
-def coordinator_uri(cluster: str) -> str:
+def build_coordinator_uri(cluster: str) -> str:
     """Return the URI of the coordinator for the SAN of its certificate."""
     return f"cluster://{cluster}/coordinator"
 
@@ -99,12 +99,12 @@ class JoinToken:
     """16 random bytes."""
 
     def __str__(self) -> str:
-        return f"mpj1.{_base32(self.pin)}.{self.id}.{_base32(self.secret)}"
+        return f"mpj1.{_encode_base32(self.pin)}.{self.id}.{_encode_base32(self.secret)}"
 
 
 def new_token(ca: bytes) -> JoinToken:
     """Create a random join token, pinned to the certificate of a CA in DER."""
-    return JoinToken(hashlib.sha256(ca).digest(), _base32(secrets.token_bytes(5)), secrets.token_bytes(16))
+    return JoinToken(hashlib.sha256(ca).digest(), _encode_base32(secrets.token_bytes(5)), secrets.token_bytes(16))
 
 
 def parse_token(text: str) -> JoinToken:
@@ -114,25 +114,25 @@ def parse_token(text: str) -> JoinToken:
         raise ValueError(
             "this is not a join token: one has the form mpj1.<pin>.<id>.<secret>; `cluster token create` creates one"
         )
-    return JoinToken(_unbase32(match[1]), match[2], _unbase32(match[3]))
+    return JoinToken(_decode_base32(match[1]), match[2], _decode_base32(match[3]))
 
 
-def token_key(secret: bytes) -> bytes:
+def derive_token_key(secret: bytes) -> bytes:
     """Return the MAC key that the coordinator stores in place of the secret: its SHA-256."""
     return hashlib.sha256(secret).digest()
 
 
-def request_mac(key: bytes, csr: bytes) -> bytes:
+def compute_request_mac(key: bytes, csr: bytes) -> bytes:
     """Return the HMAC-SHA256 of a certificate request (DER) under the MAC key of a token."""
     return hmac.new(key, csr, hashlib.sha256).digest()
 
 
-def rejoin_text(csr: bytes) -> bytes:
+def build_rejoin_text(csr: bytes) -> bytes:
     """Return the bytes that a member signs with its key to request a new certificate with `csr` (DER)."""
     return b"macpool rejoin" + hashlib.sha256(csr).digest()
 
 
-def commitment(nonce: bytes, csr: bytes) -> bytes:
+def compute_commitment(nonce: bytes, csr: bytes) -> bytes:
     """Return the commitment to a nonce and a certificate request (DER), sent before the peer reveals its nonce.
 
     The commitment covers the request. If an attacker could change the request later, a million tries would find one
@@ -141,7 +141,7 @@ def commitment(nonce: bytes, csr: bytes) -> bytes:
     return hashlib.sha256(b"macpool commitment" + hashlib.sha256(csr).digest() + nonce).digest()
 
 
-def short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
+def compute_short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
     """Return the six digits that both machines show while a node joins without a token.
 
     They are derived from the CA and the certificate request (both DER) and the nonces of both sides.
@@ -152,9 +152,9 @@ def short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: byte
     return f"{int.from_bytes(digest.digest()[:8], 'big') % 1_000_000:06d}"
 
 
-def _base32(raw: bytes) -> str:
+def _encode_base32(raw: bytes) -> str:
     return base64.b32encode(raw).decode().rstrip("=").lower()
 
 
-def _unbase32(text: str) -> bytes:
+def _decode_base32(text: str) -> bytes:
     return base64.b32decode(text.upper() + "=" * (-len(text) % 8))

@@ -40,7 +40,7 @@ class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MemoryLevel(IntEnum):
-    """Memory level of a node (`wire.capacity.arithmetic.level`); UNKNOWN if the level cannot be computed."""
+    """Memory level of a node (`wire.capacity.arithmetic.compute_level`); UNKNOWN if the level cannot be computed."""
 
     UNKNOWN = 0
     OK = 1
@@ -83,7 +83,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     reserved: Size = 0
     """Bytes committed to admitted requests and to loads, and not yet in use."""
     headroom: Difference | None = None
-    """Bytes for new requests (`wire.capacity.arithmetic.headroom`)."""
+    """Bytes for new requests (`wire.capacity.arithmetic.compute_headroom`)."""
     leases: Size = 0
     """Bytes leased to video jobs."""
     bound_by: Word = ""
@@ -124,8 +124,8 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     """Fitted model of the transient memory of a forward, without the KV that it writes.
 
-    All values are bytes, except `window` and `floor`. Formulas: `wire.capacity.arithmetic.prefill_transient` and
-    `wire.capacity.arithmetic.step_transient`.
+    All values are bytes, except `window` and `floor`. Formulas: `wire.capacity.arithmetic.estimate_prefill_transient`
+    and `wire.capacity.arithmetic.estimate_step_transient`.
     """
 
     fixed: Real = 0.0
@@ -166,7 +166,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     weights: Estimate = 0
     """Bytes of the weights."""
     kv_per_token: Estimate = 0
-    """Bytes of a row for each of its tokens. See `wire.capacity.batches.row_bytes` for all fields of a row."""
+    """Bytes of a row for each of its tokens. See `wire.capacity.batches.compute_row_bytes` for all fields of a row."""
     transient: Estimate = 0
     """Transient bytes of the smallest prefill chunk at the start of a prompt. `forward` covers every forward."""
     context: Natural = 0
@@ -224,7 +224,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def kv(self) -> "KvParameters":
-        """Fields of this model from which `wire.capacity.batches.row_bytes` computes the memory of a row."""
+        """Fields of this model from which `wire.capacity.batches.compute_row_bytes` computes the memory of a row."""
         return KvParameters(
             self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
         )

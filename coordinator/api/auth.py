@@ -13,8 +13,8 @@ from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import PAGE_KEY_NAME
-from router.admission.api_keys import KeyRing, credential
-from router.errors import NO_KEY, WRONG_KEY, missing_scope
+from router.admission.api_keys import KeyRing, extract_key
+from router.errors import NO_KEY, WRONG_KEY, build_missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
 """API key of the current request, by its name in the audit log."""
@@ -31,14 +31,14 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
     """
 
     async def check(request: Request) -> None:
-        presented = credential(request.scope["headers"])
+        presented = extract_key(request.scope["headers"])
         if presented is None:
             raise ProblemError(NO_KEY)
         key = ring.check(presented)
         if key is None:
             raise ProblemError(WRONG_KEY)
         if not key.allows(scope):
-            raise ProblemError(missing_scope(scope))
+            raise ProblemError(build_missing_scope(scope))
         ACTOR.set(key.name if key.name in (LOCAL_KEY_NAME, PAGE_KEY_NAME) else key.id)
         KEY.set(key.id)
         ADDRESS.set(request.client.host if request.client else "")

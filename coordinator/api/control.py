@@ -39,7 +39,7 @@ from coordinator.state.access_admin import AccessAdmin
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.video.controller import VideoController
 from router.admission.api_keys import KeyRing
-from router.dialects.openapi import openapi_schemas
+from router.dialects.openapi import build_openapi_schemas
 
 
 class RouteGroup(Protocol):
@@ -161,6 +161,6 @@ class ControlApplication(FastAPI):
         for unused in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(unused, None)
         document["paths"].update(self._other_paths)
-        document["components"]["schemas"].update(openapi_schemas())
+        document["components"]["schemas"].update(build_openapi_schemas())
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         return document

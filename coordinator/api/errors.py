@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from coordinator.state.store_errors import StoreError
-from router.errors import Problem, invalid, not_found, wrong_method
+from router.errors import Problem, build_invalid, build_not_found, build_wrong_method
 
 
 class ProblemError(Exception):
@@ -22,8 +22,8 @@ class ProblemError(Exception):
 
 def build_response(problem: Problem, request: Request) -> Response:
     """Convert a problem into an HTTP response."""
-    headers = {name.decode(): value.decode() for name, value in problem.headers()}
-    body = problem.body(request.headers.get("x-request-id", "")[:64])
+    headers = {name.decode(): value.decode() for name, value in problem.build_headers()}
+    body = problem.encode_body(request.headers.get("x-request-id", "")[:64])
     return Response(body, problem.status, headers, "application/json")
 
 
@@ -44,7 +44,7 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # noqa: S101  registered for this type
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"][1:])
-    return build_response(invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
+    return build_response(build_invalid(f"{where or 'body'}: {first['msg']}", where or None), request)
 
 
 async def _on_store(request: Request, error: Exception) -> Response:
@@ -55,11 +55,13 @@ async def _on_store(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101  registered for this type
     if error.status_code == HTTPStatus.NOT_FOUND:
-        return build_response(not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request)
+        return build_response(
+            build_not_found(request.url.path, f"{request.url.scheme}://{request.url.netloc}"), request
+        )
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return build_response(wrong_method(request.method, ", ".join(_find_allowed_methods(request))), request)
+        return build_response(build_wrong_method(request.method, ", ".join(_find_allowed_methods(request))), request)
     if error.status_code == HTTPStatus.BAD_REQUEST:
-        return build_response(invalid(str(error.detail)), request)
+        return build_response(build_invalid(str(error.detail)), request)
     return build_response(Problem(error.status_code, "http_error", str(error.detail)), request)
 
 

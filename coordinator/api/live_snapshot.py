@@ -34,7 +34,7 @@ class SnapshotSources:
 
     def __call__(self) -> dict[str, object]:
         """Return the current content of each section by name."""
-        names = self.ring.names()
+        names = self.ring.get_names()
         records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.build_status_row().items() if name != "uptime_seconds"},

@@ -76,7 +76,7 @@ class ReadableStream(Protocol):
         ...
 
 
-def header_of(manifest: Manifest) -> bytes:
+def encode_header(manifest: Manifest) -> bytes:
     """Return the encoded manifest with length and digest: the bytes between `MAGIC` and the first member."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
@@ -119,7 +119,7 @@ def _check(manifest: Manifest) -> None:
         raise ArchiveError("its manifest lists a file twice, or lacks a required file")
 
 
-def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
+def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
     """Yield the bytes of the next member in pieces. Raise `ArchiveError` at the end if their digest is wrong."""
     digest, left = hashlib.sha256(), member.size
     while left:
@@ -147,7 +147,7 @@ def read_exactly(source: ReadableStream, size: int) -> bytes:
     return data
 
 
-def digest_of(file: BinaryIO) -> tuple[int, str]:
+def compute_digest(file: BinaryIO) -> tuple[int, str]:
     """Return the number of a file's remaining bytes, and their SHA-256 in hex."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(CHUNK_BYTES):

@@ -78,10 +78,10 @@ def finish_swap(folder: Path) -> bool:
         return False
     aside = create_private_folder(folder / plan.aside)
     for name in plan.remove:
-        _away(folder / name, aside)
+        _move_aside(folder / name, aside)
     for name in plan.install:
         if os.path.lexists(staged / name):
-            _away(folder / name, aside)
+            _move_aside(folder / name, aside)
             (staged / name).rename(folder / name)
     _sync(folder)
     _sync(aside)
@@ -92,7 +92,7 @@ def finish_swap(folder: Path) -> bool:
     return True
 
 
-def _away(place: Path, aside: Path) -> None:
+def _move_aside(place: Path, aside: Path) -> None:
     if os.path.lexists(place):
         place.rename(aside / place.name)
 

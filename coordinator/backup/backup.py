@@ -31,8 +31,8 @@ from coordinator.backup.archive import (
     VIDEOS,
     ArchiveMember,
     Manifest,
-    digest_of,
-    header_of,
+    compute_digest,
+    encode_header,
 )
 from coordinator.backup.atomic_swap import is_unsettled
 from coordinator.backup.encryption import DecryptingReader, EncryptingWriter, EncryptionError
@@ -56,7 +56,7 @@ class BackupResult:
     encrypted: bool
 
 
-def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
+def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
     """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
@@ -92,13 +92,13 @@ def _check_target(file: Path, passphrase: bytes | None) -> None:
             encrypted = beginning.startswith(encryption.MAGIC)
             if encrypted and passphrase is not None:
                 existing.seek(0)
-                beginning = _decrypted(existing, passphrase)
+                beginning = _decrypt_beginning(existing, passphrase)
     if not beginning.startswith((FAMILY, encryption.FORMER_FAMILY)):
         reason = "is encrypted, and not a backup with this passphrase" if encrypted else "is not a backup"
         raise BackupError(f"{file} exists and {reason}: choose another name")
 
 
-def _decrypted(file: BinaryIO, passphrase: bytes) -> bytes:
+def _decrypt_beginning(file: BinaryIO, passphrase: bytes) -> bytes:
     """Return the first decrypted bytes of an encrypted file; empty if it cannot be decrypted."""
     try:
         return DecryptingReader(file, passphrase).read(HEAD_BYTES)
@@ -112,12 +112,12 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
     named = [(name, folder / name) for name in schemas]
     named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]
     named += [(f"authority/{one.name}", one) for one in sorted((state / "authority").glob("*.pem"))]
-    named += list(_artifacts(state)) if artifacts else []
+    named += list(_find_artifacts(state)) if artifacts else []
     for name, path in named:
         if NAMES.fullmatch(name) is None or path.is_symlink() or not path.is_file():
             raise BackupError(f"{path} is not a file of macpool: move it away, then back up")
     members = [ArchiveMember(name, *_measure(path)) for name, path in named]
-    cluster, name, epoch, generation = _meta(folder / DATABASE)
+    cluster, name, epoch, generation = _read_meta(folder / DATABASE)
     if ClusterCa(state / "authority", time.time).cluster != cluster:
         raise BackupError(f"{state / 'authority'} belongs to another cluster than {DATABASE}: restore a backup")
     manifest = Manifest(
@@ -131,7 +131,7 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
         schemas=schemas,
         members=tuple(members),
         artifacts=artifacts,
-        outside=_outside(state / "config.toml"),
+        outside=_find_outside_files(state / "config.toml"),
     )
     return [path for _, path in named], manifest
 
@@ -148,14 +148,14 @@ def _copy(database: Path, copy: Path) -> int:
         return target.execute("PRAGMA user_version").fetchone()[0]
 
 
-def _meta(database: Path) -> tuple[str, str, int, int]:
+def _read_meta(database: Path) -> tuple[str, str, int, int]:
     with closing(sqlite3.connect(database)) as connection:
         found = connection.execute("SELECT * FROM meta")
         row = dict(zip((name for name, *_ in found.description), found.fetchone(), strict=True))
         return row["cluster"], row["name"], row["epoch"], row.get("generation", 0)
 
 
-def _artifacts(state: Path) -> Iterator[tuple[str, Path]]:
+def _find_artifacts(state: Path) -> Iterator[tuple[str, Path]]:
     for folder in sorted((state / "videos").glob("video_*")):
         for one in sorted(folder.iterdir()):
             if one.suffix != ".part":
@@ -164,10 +164,10 @@ def _artifacts(state: Path) -> Iterator[tuple[str, Path]]:
 
 def _measure(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
-        return digest_of(file)
+        return compute_digest(file)
 
 
-def _outside(config: Path) -> tuple[str, ...]:
+def _find_outside_files(config: Path) -> tuple[str, ...]:
     """Return the files that the settings name."""
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
@@ -183,10 +183,10 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
     try:
         with os.fdopen(descriptor, "wb") as out:
             writer = _Writer(out, passphrase)
-            writer.write(header_of(manifest))
+            writer.write(encode_header(manifest))
             for path, member in zip(members, manifest.members, strict=True):
                 with path.open("rb") as source:
-                    _pour(source, writer, member)
+                    _write_member(source, writer, member)
             writer.finish()
             out.flush()
             os.fsync(out.fileno())
@@ -212,7 +212,7 @@ class _Writer:
             self._encryption.finish()
 
 
-def _pour(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:
+def _write_member(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:
     """Write a member. Raise `BackupError` if it differs from its description."""
     digest, size = hashlib.sha256(), 0
     while piece := source.read(CHUNK_BYTES):

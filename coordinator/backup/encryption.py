@@ -68,12 +68,12 @@ class EncryptingWriter:
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         self._file = file
         salt, file_key, nonce = os.urandom(SALT_BYTES), os.urandom(FILE_KEY_BYTES), os.urandom(NONCE_BYTES)
-        sealed = _passphrase_cipher(passphrase, _SALT_LABEL + salt, COST).encrypt(bytes(12), file_key, None)
+        sealed = _derive_passphrase_cipher(passphrase, _SALT_LABEL + salt, COST).encrypt(bytes(12), file_key, None)
         head = b"%b-> scrypt %b %d\n%b\n---" % (MAGIC, _encode(salt), COST, _encode(sealed))
-        self._cipher = _piece_cipher(file_key, nonce)
+        self._cipher = _derive_piece_cipher(file_key, nonce)
         self._waiting = bytearray()
         self._number = 0
-        file.write(b"%b %b\n%b" % (head, _encode(_mac(file_key, head).finalize()), nonce))
+        file.write(b"%b %b\n%b" % (head, _encode(_compute_mac(file_key, head).finalize()), nonce))
 
     def write(self, data: bytes) -> int:
         """Encrypt and write all complete pieces; keep the rest for the next call. Return the length of `data`."""
@@ -88,7 +88,7 @@ class EncryptingWriter:
         self._encrypt(bytes(self._waiting), last=True)
 
     def _encrypt(self, piece: bytes, *, last: bool) -> None:
-        self._file.write(self._cipher.encrypt(_piece_nonce(self._number, last=last), piece, None))
+        self._file.write(self._cipher.encrypt(_build_piece_nonce(self._number, last=last), piece, None))
         self._number += 1
 
 
@@ -106,10 +106,12 @@ class DecryptingReader:
         if first == FORMER_MAGIC:
             salt = _read_exactly(file, SALT_BYTES)
             self._associated = FORMER_MAGIC + salt
-            self._cipher = _passphrase_cipher(passphrase, salt, COST)
+            self._cipher = _derive_passphrase_cipher(passphrase, salt, COST)
         else:
-            file_key = _file_key(first + b"".join(file.readline(MAX_HEADER_BYTES) for _ in range(3)), passphrase)
-            self._cipher = _piece_cipher(file_key, _read_exactly(file, NONCE_BYTES))
+            file_key = _decrypt_file_key(
+                first + b"".join(file.readline(MAX_HEADER_BYTES) for _ in range(3)), passphrase
+            )
+            self._cipher = _derive_piece_cipher(file_key, _read_exactly(file, NONCE_BYTES))
         self._next = file.read(CHUNK_BYTES + TAG_BYTES)
         self._plain = b""
         self._number = 0
@@ -134,7 +136,7 @@ class DecryptingReader:
         encrypted, self._next = self._next, self._file.read(CHUNK_BYTES + TAG_BYTES)
         last = not self._next
         try:
-            piece = self._cipher.decrypt(_piece_nonce(self._number, last=last), encrypted, self._associated)
+            piece = self._cipher.decrypt(_build_piece_nonce(self._number, last=last), encrypted, self._associated)
         except (InvalidTag, ValueError):
             former_first = self._associated is not None and not self._number
             raise EncryptionError(_WRONG if former_first else _DAMAGED) from None
@@ -143,7 +145,7 @@ class DecryptingReader:
         return piece
 
 
-def _file_key(header: bytes, passphrase: bytes) -> bytes:
+def _decrypt_file_key(header: bytes, passphrase: bytes) -> bytes:
     """Decrypt the file key in a header, and verify the header with it."""
     found = _HEADER.fullmatch(header)
     if found is None:
@@ -157,9 +159,9 @@ def _file_key(header: bytes, passphrase: bytes) -> bytes:
             "decrypt it with `age -d`"
         )
     try:
-        cipher = _passphrase_cipher(passphrase, _SALT_LABEL + _decode(salt), int(cost))
+        cipher = _derive_passphrase_cipher(passphrase, _SALT_LABEL + _decode(salt), int(cost))
         file_key = cipher.decrypt(bytes(12), _decode(sealed), None)
-        _mac(file_key, header[: header.rindex(b" ")]).verify(_decode(mac))
+        _compute_mac(file_key, header[: header.rindex(b" ")]).verify(_decode(mac))
     except InvalidTag:
         raise EncryptionError(_WRONG) from None
     except (InvalidSignature, ValueError):
@@ -167,7 +169,7 @@ def _file_key(header: bytes, passphrase: bytes) -> bytes:
     return file_key
 
 
-def _passphrase_cipher(passphrase: bytes, salt: bytes, cost: int) -> ChaCha20Poly1305:
+def _derive_passphrase_cipher(passphrase: bytes, salt: bytes, cost: int) -> ChaCha20Poly1305:
     return ChaCha20Poly1305(Scrypt(salt, 32, 2**cost, 8, 1).derive(passphrase))
 
 
@@ -175,15 +177,15 @@ def _derive(file_key: bytes, salt: bytes | None, info: bytes) -> bytes:
     return HKDF(SHA256(), 32, salt, info).derive(file_key)
 
 
-def _piece_cipher(file_key: bytes, nonce: bytes) -> ChaCha20Poly1305:
+def _derive_piece_cipher(file_key: bytes, nonce: bytes) -> ChaCha20Poly1305:
     return ChaCha20Poly1305(_derive(file_key, nonce, b"payload"))
 
 
-def _piece_nonce(number: int, *, last: bool) -> bytes:
+def _build_piece_nonce(number: int, *, last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes((last,))
 
 
-def _mac(file_key: bytes, head: bytes) -> HMAC:
+def _compute_mac(file_key: bytes, head: bytes) -> HMAC:
     mac = HMAC(_derive(file_key, None, b"header"), SHA256())
     mac.update(head)
     return mac

@@ -55,7 +55,7 @@ class GenerationFence:
         except (FileNotFoundError, msgspec.MsgspecError):
             return
         if self.is_newer(mark.generation, mark.seal):
-            raise SupersededError(moved_message(mark, state))
+            raise SupersededError(build_moved_message(mark, state))
 
 
 def record_superseded(state: Path, mark: SupersededMark) -> None:
@@ -63,7 +63,7 @@ def record_superseded(state: Path, mark: SupersededMark) -> None:
     write_private(state / MARK_FILE, msgspec.json.encode(mark))
 
 
-def moved_message(mark: SupersededMark, state: Path) -> str:
+def build_moved_message(mark: SupersededMark, state: Path) -> str:
     """Return the error message that another coordinator has superseded that of the folder `state`, with next steps."""
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (

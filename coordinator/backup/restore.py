@@ -27,8 +27,8 @@ from coordinator.backup.archive import (
     Manifest,
     ReadableStream,
     check_end,
-    contents,
     read_manifest,
+    read_member,
 )
 from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, discard_staging, finish_swap
 from coordinator.backup.encryption import FAMILIES, FORMER_MAGIC, DecryptingReader, EncryptionError, is_encrypted
@@ -101,10 +101,10 @@ def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """
     try:
         with file.open("rb") as opened:
-            source = _opened(file, opened, passphrase)
-            manifest = _fitting(read_manifest(source))
+            source = _open_content(file, opened, passphrase)
+            manifest = _check_schemas(read_manifest(source))
             for member in manifest.members:
-                for _ in contents(source, member):
+                for _ in read_member(source, member):
                     pass
             check_end(source)
     except OSError as error:
@@ -128,7 +128,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     try:
         finish_swap(state)
         with file.open("rb") as opened:
-            return _restore(_opened(file, opened, passphrase), state, now, replace=replace)
+            return _restore(_open_content(file, opened, passphrase), state, now, replace=replace)
     except OSError as error:
         raise RestoreError(f"{error.filename or file}: {error.strerror}") from None
     except (ArchiveError, EncryptionError) as error:
@@ -140,7 +140,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
         lock.release()
 
 
-def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> ReadableStream:
+def _open_content(file: Path, opened: BinaryIO, passphrase: bytes | None) -> ReadableStream:
     beginning = opened.read(HEAD_BYTES)
     opened.seek(0)
     if is_encrypted(beginning):
@@ -163,7 +163,7 @@ def _check_format(file: Path, beginning: bytes) -> None:
     raise RestoreError(f"{file} is not a macpool backup, or its beginning is missing")
 
 
-def _fitting(manifest: Manifest) -> Manifest:
+def _check_schemas(manifest: Manifest) -> Manifest:
     """Check that no newer macpool wrote the databases."""
     for name, schema in manifest.schemas.items():
         known = len(SCHEMAS.get(name, ()))
@@ -175,7 +175,7 @@ def _fitting(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def existing_cluster(state: Path) -> ExistingState | None:
+def find_existing_cluster(state: Path) -> ExistingState | None:
     """Return the cluster that a state folder holds; None if the folder has neither database nor CA."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
@@ -193,38 +193,38 @@ def existing_cluster(state: Path) -> ExistingState | None:
 
 
 def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) -> Restored:
-    manifest = _fitting(read_manifest(source))
-    there = existing_cluster(state)
-    if there is not None and not replace:
-        raise RestoreError(_occupied(state, manifest, there))
+    manifest = _check_schemas(read_manifest(source))
+    existing = find_existing_cluster(state)
+    if existing is not None and not replace:
+        raise RestoreError(_build_occupied_message(state, manifest, existing))
     staged = create_staging(state)
     for member in manifest.members:
-        _stage(staged, member.name, contents(source, member))
+        _write_staged(staged, member.name, read_member(source, member))
     check_end(source)
     if read_cluster_id(staged / "authority" / "authority.pem") != manifest.cluster:
         raise ArchiveError("its authority belongs to another cluster")
     generation = max(manifest.generation + 1, int(now))
     counts = _examine(staged, manifest, generation)
-    plan, config = _plan(state, staged, manifest, there, now)
+    plan, config = _plan_moves(state, staged, manifest, existing, now)
     commit(state, plan)
     aside = state / plan.aside
     return Restored(manifest, counts, generation, aside if aside.exists() else None, config)
 
 
-def _occupied(state: Path, manifest: Manifest, there: ExistingState) -> str:
-    if there.cluster and there.cluster != manifest.cluster:
+def _build_occupied_message(state: Path, manifest: Manifest, existing: ExistingState) -> str:
+    if existing.cluster and existing.cluster != manifest.cluster:
         return (
-            f"{state} has another cluster ({there.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
+            f"{state} has another cluster ({existing.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
             "choose another --state, or use --replace, which renames and keeps the existing files"
         )
     return (
-        f"{state} has this cluster already, after {there.epoch} starts; the backup was made after {manifest.epoch}. "
+        f"{state} has this cluster already, after {existing.epoch} starts; the backup was made after {manifest.epoch}. "
         "A restore undoes later changes: keys and nodes that were revoked since then become valid again. To restore "
         "anyway, use --replace, which renames and keeps the existing files"
     )
 
 
-def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
+def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
     """Write one private file below `staged` and sync it to disk."""
     path = staged / name
     for folder in reversed(path.relative_to(staged).parents):
@@ -255,30 +255,30 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
     return RestoredCounts(members, keys, tokens, jobs)
 
 
-def _plan(
-    state: Path, staged: Path, manifest: Manifest, there: ExistingState | None, now: float
+def _plan_moves(
+    state: Path, staged: Path, manifest: Manifest, existing: ExistingState | None, now: float
 ) -> tuple[FileMoves, str]:
     """Return the moves, and the name for the backup's settings."""
     install = [name for name in (DATABASE, VIDEOS, "pepper", "authority") if (staged / name).exists()]
     remove = [name + besides for name in (DATABASE, VIDEOS) for besides in _BESIDES if name + besides not in install]
     if (staged / "videos").exists():
         install.append("videos")
-    elif there is None or there.cluster != manifest.cluster:
+    elif existing is None or existing.cluster != manifest.cluster:
         remove.append("videos")
     config = ""
     if (staged / CONFIG).exists():
-        config = CONFIG_ASIDE if _other_settings(state / CONFIG, staged / CONFIG) else CONFIG
+        config = CONFIG_ASIDE if _has_other_settings(state / CONFIG, staged / CONFIG) else CONFIG
         (staged / CONFIG).rename(staged / config)
         install.append(config)
     aside = f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-    return FileMoves(tuple(install), (*remove, MARK_FILE), _unused(state, aside)), config
+    return FileMoves(tuple(install), (*remove, MARK_FILE), _find_unused_name(state, aside)), config
 
 
-def _other_settings(present: Path, restored: Path) -> bool:
+def _has_other_settings(present: Path, restored: Path) -> bool:
     return present.exists() and present.read_bytes() != restored.read_bytes()
 
 
-def _unused(state: Path, name: str) -> str:
+def _find_unused_name(state: Path, name: str) -> str:
     """Return an unused name for a folder in the state folder."""
     tries = (f"{name}-{number}" if number else name for number in itertools.count())
     return next(one for one in tries if not (state / one).exists())

@@ -15,7 +15,7 @@ from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, FetchChunk, MemberQuery
 from wire.identity import PROTOCOL as SPOKEN
-from wire.identity import coordinator_uri
+from wire.identity import build_coordinator_uri
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 """Longest wait for the connection and for each read, in seconds."""
@@ -93,7 +93,7 @@ def _query_address(member: MemberIdentity, address: str, path: str) -> bytes:
         _create_context(member).wrap_socket(plain) as link,
     ):
         shown = link.getpeercert(binary_form=True)
-        if not shown or read_certificate(shown).uri != coordinator_uri(member.cluster):
+        if not shown or read_certificate(shown).uri != build_coordinator_uri(member.cluster):
             raise CommandError(DENIED, f"{address} is not the coordinator of this node's cluster")
         link.sendall(encode(MemberQuery(SPOKEN, member.node, member.machine, path)))
         return _receive_answer(link, address)

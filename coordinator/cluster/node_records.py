@@ -9,7 +9,7 @@ from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
 from router.placement.cluster_view import NodeView
 from router.placement.sanitize_report import build_node_view
-from wire.bonjour_record import plain
+from wire.bonjour_record import sanitize_text
 from wire.frames import Hello, Report
 from wire.identity import NodeId
 
@@ -49,7 +49,7 @@ class NodeRecords:
 
     def record_software(self, node: NodeId, hello: Hello) -> None:
         """Record the version of macpool and of the protocol that a node runs, by its Hello."""
-        self._software[node] = plain(hello.version), hello.protocol
+        self._software[node] = sanitize_text(hello.version), hello.protocol
 
     def delete(self, node: NodeId) -> None:
         """Delete all records of a node."""

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
-from router.admission.api_keys import SESSION_HEADER, KeyRing, credential, session_of
+from router.admission.api_keys import SESSION_HEADER, KeyRing, extract_key, parse_session
 from router.dialects.openai import chat, chat_response
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
@@ -33,11 +33,11 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import Outcome, RequestSpec
 from router.errors import Header, Problem
 from router.http.exchange import MAX_INLINE_BYTES
-from router.http.respond import optional_headers
-from router.http.sse import StreamPump, problem_of
+from router.http.respond import build_optional_headers
+from router.http.sse import StreamPump, build_problem
 from router.settings import RouterSettings
 from wire.frames import Finished
-from wire.identity import valid_request_id
+from wire.identity import is_valid_request_id
 
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 MAX_CACHED_HEADS = 512
@@ -107,7 +107,7 @@ class FastPath:
         ):
             return ParsedHead()
         found = dict(headers)
-        length, key = found.get(b"content-length", b""), credential(headers)
+        length, key = found.get(b"content-length", b""), extract_key(headers)
         if (
             not length.isdigit()
             or len(length) > 9
@@ -117,7 +117,10 @@ class FastPath:
             return ParsedHead()
         request_id = found.get(b"x-request-id", b"").decode("latin-1")
         return ParsedHead(
-            int(length), key, request_id if valid_request_id(request_id) else "", session_of(found.get(SESSION_HEADER))
+            int(length),
+            key,
+            request_id if is_valid_request_id(request_id) else "",
+            parse_session(found.get(SESSION_HEADER)),
         )
 
     def is_known_key(self, presented: bytes) -> bool:
@@ -195,7 +198,7 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _has_valid_key(self) -> bool:
         """Return whether the head has a valid key."""
-        presented = credential(self.headers)
+        presented = extract_key(self.headers)
         return presented is not None and self.fast_path.is_known_key(presented)
 
     # -- one request ------------------------------------------------------------------------------
@@ -226,16 +229,16 @@ class FastPathProtocol(DeadlineProtocol):
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
             answer = cast("CollectedAnswer", request.answer).build_answer(request.fingerprint)
-            body = chat_response.completion(request.spec, answer, outcome)
+            body = chat_response.encode_completion(request.spec, answer, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
             return
-        problem = problem_of(outcome)
+        problem = build_problem(outcome)
         if problem is None:
             self._close_request(499)
             return
-        body = problem.body(request.spec.request_id)
-        own = b"".join(b"%s: %s\r\n" % header for header in problem.headers())
+        body = problem.encode_body(request.spec.request_id)
+        own = b"".join(b"%s: %s\r\n" % header for header in problem.build_headers())
         self.transport.write(
             b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
             % (
@@ -345,7 +348,7 @@ class ChunkedStream:
         self.busy = False
         self._ready: Callable[[], None] = _do_nothing
 
-    def when_ready(self, then: Callable[[], None]) -> None:
+    def call_when_ready(self, then: Callable[[], None]) -> None:
         """Set the function that is called whenever the transport accepts writes again."""
         self._ready = then
 
@@ -354,7 +357,7 @@ class ChunkedStream:
         self.busy = True
 
     def resume(self) -> None:
-        """Mark the transport as writable, and call the function of `when_ready`."""
+        """Mark the transport as writable, and call the function of `call_when_ready`."""
         self.busy = False
         self._ready()
 
@@ -380,7 +383,7 @@ def _build_headers(request: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
     request_id = request.spec.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
-    return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(request))
+    return about + b"".join(b"%s: %s\r\n" % header for header in build_optional_headers(request))
 
 
 def _do_nothing() -> None:

@@ -44,9 +44,9 @@ TOO_MANY_CONNECTIONS = Problem(
 
 def build_problem_response(problem: Problem) -> bytes:
     """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app."""
-    body = problem.body("")
+    body = problem.encode_body("")
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
-    head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
+    head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.build_headers())
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
 

@@ -23,8 +23,12 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 async def send_problem(send: Send, problem: Problem) -> None:
     """Send a problem as a complete response through the ASGI function `send`."""
-    body = problem.body("")
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
+    body = problem.encode_body("")
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *problem.build_headers(),
+    ]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

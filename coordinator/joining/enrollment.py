@@ -39,11 +39,19 @@ from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, extract_public_key
-from wire.bonjour_record import plain
+from wire.bonjour_record import sanitize_text
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode
 from wire.frames import ENROLLMENT, TAGS, Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
-from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, commitment, short_code, valid_id, valid_name
+from wire.identity import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    NodeId,
+    compute_commitment,
+    compute_short_code,
+    is_valid_id,
+    is_valid_name,
+)
 from wire.report import Hardware
 from wire.units import KIB
 
@@ -196,11 +204,11 @@ class EnrollmentConnection:
         return [EnrollAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
 
     def _handle_enroll(self, frame: Enroll, now: float) -> list[Frame]:
-        if not valid_name(frame.name):
+        if not is_valid_name(frame.name):
             return self._deny(
                 "bad_name", "a name must have 1 to 63 letters, digits, spaces, dots or dashes", final=True
             )
-        if not valid_id(frame.machine):
+        if not is_valid_id(frame.machine):
             return self._deny("bad_machine", "a machine id must have 1 to 64 letters, digits or dashes", final=True)
         return self._enrol_with_token(frame) if frame.token else self._enqueue_approval(frame, now)
 
@@ -258,14 +266,14 @@ class EnrollmentConnection:
     def _enqueue_approval(self, frame: Enroll, now: float) -> list[Frame]:
         if not self._commitment:
             return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
-        opened = commitment(frame.opening, frame.csr)
+        opened = compute_commitment(frame.opening, frame.csr)
         if len(frame.opening) < NONCE_BYTES or not hmac.compare_digest(opened, self._commitment):
             return self._deny("commitment_broken", "nonce and request do not match the commitment", final=True)
         try:
             extract_public_key(frame.csr)
         except CertificateRequestError as error:
             return self._deny("bad_request", str(error), final=True)
-        code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
+        code = compute_short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
         hardware = sanitize_hardware(frame.hardware)
         before = self._find_unproven_member(frame)
         if before is not None and self._is_linked(before):
@@ -342,7 +350,7 @@ def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | No
 def sanitize_hardware(hardware: Hardware) -> Hardware:
     """Return a machine's hardware description with safe texts and without negative numbers, which become 0.
 
-    Texts are as from `wire.bonjour_record.plain`: at most 64 ASCII characters, any other character as `?`.
+    Texts are as from `wire.bonjour_record.sanitize_text`: at most 64 ASCII characters, any other character as `?`.
     """
-    chip, system, python = plain(hardware.chip), plain(hardware.system), plain(hardware.python)
+    chip, system, python = sanitize_text(hardware.chip), sanitize_text(hardware.system), sanitize_text(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

@@ -14,7 +14,7 @@ import structlog
 
 from coordinator.state.database import Database
 from coordinator.state.rows import TokenRow
-from wire.identity import JoinToken, new_token, request_mac, token_key
+from wire.identity import JoinToken, compute_request_mac, derive_token_key, new_token
 
 log = structlog.get_logger()
 
@@ -86,7 +86,7 @@ class JoinTokens:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
         self._delete_expired()
         token, now = new_token(self._ca), self._clock()
-        self._store.tokens.put(TokenRow(token.id, token_key(token.secret), now, now + ttl, uses, name))
+        self._store.tokens.put(TokenRow(token.id, derive_token_key(token.secret), now, now + ttl, uses, name))
         if replaces:
             self._replacing.add(token.id)
         log.info("token created", token=token.id, name=name, uses=uses, ttl=ttl)
@@ -108,7 +108,7 @@ class JoinTokens:
     def check(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
         """Return the result that `redeem` would have with these arguments, without using the token."""
         row = self._store.tokens.get(token_id)
-        proven = hmac.compare_digest(request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
+        proven = hmac.compare_digest(compute_request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
             return self._log_refusal(token_id, Redemption.UNKNOWN, "unknown")
         if not proven:

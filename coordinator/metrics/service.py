@@ -145,7 +145,7 @@ class MetricsService:
         view, now, links, server = dispatcher.view, dispatcher.get_time(), nodes.links.table, nodes.server
         members = [node.id for node in view.nodes]
         self._labels.retain_members(members)
-        keys = self._ring.names()
+        keys = self._ring.get_names()
         dispatcher.counters.retain_keys(keys)
         return PoolSnapshot(
             version=self._version,
@@ -163,8 +163,8 @@ class MetricsService:
             barred=frozenset(dispatcher.breakers.list_barred_nodes(now)),
             opened_breakers=dispatcher.breakers.opened,
             waiting=dispatcher.count_queued(),
-            queue_limit=dispatcher.queue.limit(len(members)),
-            oldest_wait_seconds=dispatcher.queue.oldest(now),
+            queue_limit=dispatcher.queue.compute_limit(len(members)),
+            oldest_wait_seconds=dispatcher.queue.get_longest_wait(now),
             keys_refused=self._ring.refused,
             certificates=self._get_validities(now),
             node_certificates=links.get_certificate_validity(),

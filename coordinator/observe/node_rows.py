@@ -9,7 +9,7 @@ from coordinator.cluster.member_state import Member
 from coordinator.state.rows import MemberRow
 from coordinator.video.rows import build_video_row
 from router.placement.cluster_view import NodeView
-from wire.capacity.arithmetic import most_bytes
+from wire.capacity.arithmetic import compute_most_bytes
 from wire.node_state import NodeState
 from wire.report import Enforcement, EngineState, Memory, MemoryLevel, Model, Sharing
 from wire.units import show_size
@@ -188,7 +188,7 @@ def list_warnings(view: NodeView) -> list[str]:
     memory, engine, found = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
         found.append(f"its gate is not armed: it refuses every request ({engine.state})")
-    if memory.guard and memory.cap and most_bytes(memory) <= 0:
+    if memory.guard and memory.cap and compute_most_bytes(memory) <= 0:
         found.append(
             f"its cap of {show_size(memory.cap)} leaves no memory after the engine itself and the margin of "
             f"{show_size(memory.margin)}: raise memory.cap or lower memory.margin"

@@ -26,7 +26,7 @@ from host.bonjour_announce import Announcement
 from host.heap import trim
 from router.dispatch.dispatcher import Dispatcher
 from router.worker_thread import run_in_worker
-from wire.bonjour_record import BonjourRecord, cluster_hint
+from wire.bonjour_record import BonjourRecord, shorten_cluster_id
 
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
@@ -79,7 +79,7 @@ def announce_coordinator(
     """Announce the cluster port by Bonjour until `stack` ends."""
     authority = state.authority
     pin = hashlib.sha256(authority.ca).hexdigest()[:16]
-    advert = BonjourRecord("coord", cluster_hint(authority.cluster), state.version, pin)
+    advert = BonjourRecord("coord", shorten_cluster_id(authority.cluster), state.version, pin)
     announcement = Announcement(advert, options.settings.cluster.name, authority.cluster, cluster_port)
     announcement.start()
     stack.push_async_callback(announcement.close)

@@ -84,7 +84,7 @@ def _create_dispatcher(options: RunOptions, epoch: int, links: LinkTable, ring: 
         options.settings.router,
         clock=time.monotonic,
         numbers=next_numbers,
-        quotas=RateLimits(ring.limits, options.settings.router),
+        quotas=RateLimits(ring.get_limits, options.settings.router),
         scopes=open_scopes(options.settings.cache),
         on_failure=_log_failure,
     )

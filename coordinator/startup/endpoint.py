@@ -35,7 +35,7 @@ from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
 from host.private_files import write_private
 from router.admission.api_keys import new_key
-from router.http.app import RouterApp, openapi_paths
+from router.http.app import RouterApp, build_openapi_paths
 
 MAX_OPEN_FILES = 8192
 """Limit of open files, which include connections, that this process sets for itself."""
@@ -90,7 +90,7 @@ async def serve_http(
         ModelOperations(dispatcher, time.monotonic),
         cluster.video_controller,
         _build_server_info(options, state, endpoint),
-        openapi_paths(),
+        build_openapi_paths(),
         BrowserSessions(ring, access.pepper, time.time),
         _start_observability(options, state, access, cluster, endpoint, stack),
     )

@@ -18,7 +18,7 @@ from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_config import check_http_settings
 from host.log_setup import open_journal
 from host.private_files import create_private_folder
-from router.admission.api_keys import KeyRing, anonymous_key
+from router.admission.api_keys import KeyRing, create_anonymous_key
 
 DAY_SECONDS = 86400.0
 
@@ -94,7 +94,7 @@ def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -
         ApprovalQueue(),
         load_pepper(state.state),
     )
-    ring = KeyRing(pepper, anonymous=anonymous_key(time.time()) if http.anonymous else None)
+    ring = KeyRing(pepper, anonymous=create_anonymous_key(time.time()) if http.anonymous else None)
     admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)
     admin.load_keys()
     return Credentials(tokens, approvals, pepper, ring, admin)

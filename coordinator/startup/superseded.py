@@ -7,7 +7,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.backup import generation_fence
-from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
+from coordinator.backup.generation_fence import SupersededError, SupersededMark, build_moved_message
 
 log = structlog.get_logger("coordinator.run")
 
@@ -33,4 +33,4 @@ class SupersededHandler:
     def check(self) -> None:
         """Raise `SupersededError` if a node has proved that another coordinator is newer."""
         if self.mark is not None:
-            raise SupersededError(moved_message(self.mark, self._state))
+            raise SupersededError(build_moved_message(self.mark, self._state))

@@ -168,7 +168,7 @@ class AccessAdmin:
         for row in self.store.usage.list_rows():
             if row.day >= since and key in (None, row.key):
                 sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
-        names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
+        names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
         rows = [
             {
                 "key": key_id,

@@ -34,7 +34,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import create_private_folder, write_private
 from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
-from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
+from wire.identity import (
+    NodeId,
+    PeerIdentity,
+    build_coordinator_uri,
+    build_node_uri,
+    build_rejoin_text,
+    is_valid_id,
+    parse_uri,
+)
 
 log = structlog.get_logger()
 
@@ -86,7 +94,7 @@ class ClusterCa:
         certificate = self._issue_leaf(
             extract_public_key(csr),
             name or node,
-            node_uri(self.cluster, node),
+            build_node_uri(self.cluster, node),
             ExtendedKeyUsageOID.CLIENT_AUTH,
             self._node_life,
         )
@@ -105,7 +113,7 @@ class ClusterCa:
             key, peer = loaded.public_key(), parse_uri(read_certificate(certificate).uri)
             if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
                 return None
-            key.verify(proof, rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+            key.verify(proof, build_rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
         except (InvalidSignature, ValueError, TypeError, UnsupportedAlgorithm):
             return None
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
@@ -179,7 +187,7 @@ class ClusterCa:
 
     def _issue_own_certificate(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
-        uri = coordinator_uri(self.cluster)
+        uri = build_coordinator_uri(self.cluster)
         write_key_pair(
             self._own, key, self._issue_leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH)
         )
@@ -318,6 +326,6 @@ def read_key_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certific
 def _get_cluster_id(certificate: x509.Certificate, path: Path) -> str:
     names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     match = _SUBJECT.fullmatch(str(names[0].value)) if names else None
-    if match is None or not valid_id(match[1]):
+    if match is None or not is_valid_id(match[1]):
         raise AuthorityError(f"{path} is not a macpool authority: restore it from a backup")
     return match[1]

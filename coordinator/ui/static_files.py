@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 from typing import Final
 
 from coordinator.http.origin_check import Asgi, Receive, Scope, Send, send_problem
-from router.errors import not_found, wrong_method
+from router.errors import build_not_found, build_wrong_method
 
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src blob:; "
@@ -63,9 +63,9 @@ class PageApp:
             return
         file = self._files.get(path)
         if file is None:
-            await send_problem(send, not_found(path))
+            await send_problem(send, build_not_found(path))
         elif scope["method"] not in ("GET", "HEAD"):
-            await send_problem(send, wrong_method(scope["method"], "GET, HEAD"))
+            await send_problem(send, build_wrong_method(scope["method"], "GET, HEAD"))
         else:
             await _send_file(scope, send, file)
 

@@ -26,8 +26,8 @@ from router.admission.rate_limits import RateLimits
 from router.dialects.openai import video_schema
 from router.dialects.openai.video_schema import VideoBody
 from router.dialects.shared.strict_json import read_object
-from router.errors import Header, Problem, from_refused, invalid, not_found
-from router.http.app import App, allowed
+from router.errors import Header, Problem, build_invalid, build_not_found, from_refused
+from router.http.app import App, authorize
 from router.http.exchange import Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
@@ -107,12 +107,12 @@ class VideoApp:
         elif below == "cancel":
             await self._answer_cancel(exchange, name)
         else:
-            await exchange.refuse(not_found(path))
+            await exchange.refuse(build_not_found(path))
 
     # -- the collection -------------------------------------------------------------------
 
     async def _answer_collection(self, exchange: Exchange, query: Mapping[str, str]) -> None:
-        key = allowed(self._keys, exchange, (*_READ, "POST"), "infer")
+        key = authorize(self._keys, exchange, (*_READ, "POST"), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
         elif exchange.method == "POST":
@@ -132,9 +132,9 @@ class VideoApp:
             await self._send_job(exchange, made)
 
     async def _create_job(self, exchange: Exchange, key: ApiKey, parsed: VideoBody) -> VideoJob | Problem:
-        idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
+        idempotency = (exchange.get_header(b"idempotency-key") or b"").decode("latin-1")
         if len(idempotency) > MAX_KEY_CHARS or not idempotency.isprintable():
-            return invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
+            return build_invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
         digest = hashlib.sha256(parsed.model_dump_json().encode()).hexdigest()
         controller, owner = self._controller, _get_owner(key)
         known = controller.find_idempotent_job(owner, idempotency, digest)
@@ -156,30 +156,32 @@ class VideoApp:
 
     async def _read_body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
         """Read a form or a JSON object; None if the client has disconnected."""
-        settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
+        settings, content_type = self._settings, exchange.get_header(b"content-type") or b"application/json"
         boundary = get_boundary(content_type)
         if boundary is not None:
             return await read_form(exchange, boundary, settings.max_body_bytes, settings.body_timeout_seconds)
         if content_type.partition(b";")[0].strip().lower() != b"application/json":
             kind = content_type[:60].decode("latin-1")
-            return invalid(f"the body must be application/json or multipart/form-data with a boundary, not {kind!r}")
+            return build_invalid(
+                f"the body must be application/json or multipart/form-data with a boundary, not {kind!r}"
+            )
         short = msgspec.structs.replace(settings, max_body_bytes=min(settings.max_body_bytes, MAX_JSON_BYTES))
-        body = await exchange.body(short)
+        body = await exchange.receive_body(short)
         return read_object(body) if isinstance(body, bytes) else body
 
     def _render_list(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
         limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
         if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-            return invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
+            return build_invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
         if order not in ("asc", "desc"):
-            return invalid("order must be asc or desc", "order")
+            return build_invalid("order must be asc or desc", "order")
         jobs = [job for job in self._controller.list_jobs() if _can_see(key, job)]
         if order == "asc":
             jobs.reverse()
         if after is not None:
             place = next((number for number, job in enumerate(jobs) if job.id == after), None)
             if place is None:
-                return invalid("after: there is no such video", "after")
+                return build_invalid("after: there is no such video", "after")
             jobs = jobs[place + 1 :]
         page = jobs[: int(limit)]
         return msgspec.json.encode(
@@ -231,12 +233,14 @@ class VideoApp:
         return found or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
 
     async def _answer_not_offered(self, exchange: Exchange, what: str) -> None:
-        key = allowed(self._keys, exchange, ("GET", "POST"), "infer")
+        key = authorize(self._keys, exchange, ("GET", "POST"), "infer")
         text = f"{what} is not offered: {NOT_OFFERED[what]}"
-        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=RefusalCode.UNSUPPORTED.value))
+        await exchange.refuse(
+            key if isinstance(key, Problem) else build_invalid(text, code=RefusalCode.UNSUPPORTED.value)
+        )
 
     def _find_job(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> VideoJob | Problem:
-        key = allowed(self._keys, exchange, methods, "infer")
+        key = authorize(self._keys, exchange, methods, "infer")
         if isinstance(key, Problem):
             return key
         job = self._controller.find_job(name) if _ID.fullmatch(name) else None
@@ -268,7 +272,7 @@ def _find_requested_kind(job: VideoJob, query: Mapping[str, str]) -> str | Probl
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)
-        return invalid(
+        return build_invalid(
             f"variant {variant[:40]!r} is not offered, only {known}", "variant", RefusalCode.UNSUPPORTED.value
         )
     if job.state == JobState.FAILED:

@@ -68,8 +68,8 @@ async def send_file(exchange: Exchange, path: Path, kept: StoredFile) -> None:
 async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
     tag = f'"{kept.sha256[:32]}"'
     headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
-    span = parse_range((exchange.header(b"range") or b"").decode("latin-1"), kept.size)
-    condition = exchange.header(b"if-range")
+    span = parse_range((exchange.get_header(b"range") or b"").decode("latin-1"), kept.size)
+    condition = exchange.get_header(b"if-range")
     if condition is not None and condition.decode("latin-1").strip() != tag:
         span = None
     if isinstance(span, Problem):
@@ -84,7 +84,9 @@ async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile)
         (b"content-length", b"%d" % (piece.last - piece.first + 1)),
     ]
     exchange.begin(status)
-    await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
+    await exchange.send(
+        {"type": "http.response.start", "status": status, "headers": headers + exchange.build_id_headers()}
+    )
     await _send_chunks(exchange, descriptor, ByteRange(0, -1) if exchange.method == "HEAD" else piece)
 
 

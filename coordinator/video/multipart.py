@@ -12,8 +12,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from router.dialects.openai.video_schema import INSTEAD
-from router.dialects.shared.validation import unsupported
-from router.errors import Problem, invalid, too_long
+from router.dialects.shared.validation import build_unsupported
+from router.errors import Problem, build_body_too_long, build_invalid
 from router.http.exchange import Exchange
 
 MAX_PARTS = 32
@@ -63,7 +63,7 @@ class _Form:
         self.text.clear()
         self.disposition = b""
         if self.parts > MAX_PARTS:
-            raise _StopParsing(invalid(f"a form here may have {MAX_PARTS} fields"))
+            raise _StopParsing(build_invalid(f"a form here may have {MAX_PARTS} fields"))
 
     def _begin_header(self) -> None:
         self.header.clear()
@@ -83,18 +83,20 @@ class _Form:
         kind, options = parse_options_header(self.disposition)
         name = options.get(b"name", b"")
         if kind != b"form-data" or not name:
-            raise _StopParsing(invalid("a part of the form has no name"))
+            raise _StopParsing(build_invalid("a part of the form has no name"))
         try:
             self.name = name.decode()
         except UnicodeDecodeError:
-            raise _StopParsing(invalid("the name of a field is not UTF-8")) from None
+            raise _StopParsing(build_invalid("the name of a field is not UTF-8")) from None
         if b"filename" in options:
             known = self.name in INSTEAD
             raise _StopParsing(
-                unsupported(self.name, INSTEAD) if known else invalid("files are not read here", self.name[:64])
+                build_unsupported(self.name, INSTEAD)
+                if known
+                else build_invalid("files are not read here", self.name[:64])
             )
         if self.name in self.fields:
-            raise _StopParsing(invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
+            raise _StopParsing(build_invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
         self._count_bytes(len(name))
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
@@ -105,7 +107,7 @@ class _Form:
         try:
             self.fields[self.name] = bytes(self.text).decode()
         except UnicodeDecodeError:
-            raise _StopParsing(invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
+            raise _StopParsing(build_invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
 
     def _end_form(self) -> None:
         self.ended = True
@@ -113,7 +115,7 @@ class _Form:
     def _count_bytes(self, size: int) -> None:
         self.size += size
         if self.size > MAX_TEXT_BYTES:
-            raise _StopParsing(too_long(MAX_TEXT_BYTES))
+            raise _StopParsing(build_body_too_long(MAX_TEXT_BYTES))
 
 
 async def read_form(
@@ -123,9 +125,9 @@ async def read_form(
 
     Return a problem if the form is invalid, too large or late. Return None if the client has disconnected.
     """
-    declared = exchange.header(b"content-length") or b"0"
+    declared = exchange.get_header(b"content-length") or b"0"
     if not declared.isdigit() or len(declared) > 18 or int(declared) > max_bytes:
-        return too_long(max_bytes)
+        return build_body_too_long(max_bytes)
     form = _Form()
     try:
         parser = MultipartParser(
@@ -138,7 +140,7 @@ async def read_form(
     except _StopParsing as enough:
         return enough.problem
     except FormParserError as error:
-        return invalid(f"the form cannot be read: {str(error)[:200]}")
+        return build_invalid(f"the form cannot be read: {str(error)[:200]}")
 
 
 async def _feed_parser(
@@ -152,11 +154,11 @@ async def _feed_parser(
         piece: bytes = part.get("body", b"")
         read += len(piece)
         if read > limit:
-            return too_long(limit)
+            return build_body_too_long(limit)
         parser.write(piece)
         if not part.get("more_body", False):
             parser.finalize()
-            return form.fields if form.ended else invalid("the form has no end: its last boundary is missing")
+            return form.fields if form.ended else build_invalid("the form has no end: its last boundary is missing")
 
 
 def get_boundary(content_type: bytes) -> bytes | None:

@@ -26,7 +26,7 @@ from node.memory.poll import MemoryPoll
 from node.sharing.controller import SharingController
 from node.video.lease_manager import LeaseManager
 from node.video.ray.local_ray import LocalRay
-from wire.codec import decode, encode, head_of
+from wire.codec import decode, decode_request_number, encode
 from wire.frames import (
     TAGS,
     AllowVideo,
@@ -144,7 +144,7 @@ class Agent:
             self._act(link, decode(tag, body))
 
     def _forward_to_engine(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
-        request, kind = head_of(body), TAGS[tag]
+        request, kind = decode_request_number(body), TAGS[tag]
         if not self._parts.sharing.sharing_state.shared and kind is not UnloadModel:
             link.send(Refusal(request, self._build_paused_refusal()))
             return

@@ -44,7 +44,7 @@ class CoordinatorLink(LinkEndpoint):
         self.requests: set[int] = set()
         """Open requests that came over this link. They are cancelled when the link ends."""
 
-    def received(self, tag: int, body: bytes) -> None:
+    def on_frame(self, tag: int, body: bytes) -> None:
         """Pass a frame to `take`."""
         self._take(self, tag, body)
 
@@ -54,7 +54,7 @@ class CoordinatorLink(LinkEndpoint):
         if self.verified:
             super().data_received(data)
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Pass the end of the connection to `gone`."""
         self._gone(self, reason)
 

@@ -19,9 +19,9 @@ from host.bonjour_announce import list_addresses
 from node.agent.enrollment import proves_itself
 from node.agent.identity import NodeIdentity
 from wire.bonjour_record import (
-    cluster_hint,
     from_txt,
-    shown_name,
+    get_shown_name,
+    shorten_cluster_id,
 )
 from wire.identity import SERVICE_TYPE
 
@@ -83,7 +83,7 @@ async def find_services(
     except (OSError, Error) as error:
         log.warning("bonjour unavailable", error=str(error) or type(error).__name__)
         return []
-    search = _Search(zeroconf.zeroconf, role, cluster_hint(cluster))
+    search = _Search(zeroconf.zeroconf, role, shorten_cluster_id(cluster))
     try:
         browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[search.on_service_event])
         await search.wait(seconds)
@@ -145,7 +145,7 @@ class _Search:
         if not ips or not record.port or len(self.found) >= MAX_RECORDS:
             return
         self.found[name] = DiscoveredService(
-            shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
+            get_shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
         )
         self._first.set()
 

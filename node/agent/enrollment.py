@@ -40,7 +40,15 @@ from node.agent.identity import (
 from node.agent.machine_id import compute_machine_id
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
-from wire.identity import PROTOCOL, JoinToken, commitment, request_mac, short_code, token_key, valid_id
+from wire.identity import (
+    PROTOCOL,
+    JoinToken,
+    compute_commitment,
+    compute_request_mac,
+    compute_short_code,
+    derive_token_key,
+    is_valid_id,
+)
 from wire.report import Hardware
 from wire.units import KIB
 
@@ -142,7 +150,7 @@ async def enroll(
     async with _connect(host, port, _create_trusting_context(authority)) as line:
         if not proves_coordinator(line.tls, authority.cluster):
             raise CoordinatorUnreachable(f"{host}:{port} has a certificate that is not a coordinator's")
-        await line.send(EnrollStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
+        await line.send(EnrollStart(PROTOCOL, b"" if token else compute_commitment(nonce, request.csr)))
         again = await line.receive(EnrollAuthority)
         if again.ca != authority.ca:
             raise PinMismatch("the coordinator changed its CA between two connections")
@@ -166,7 +174,7 @@ async def proves_itself(identity: NodeIdentity, address: str) -> bool:
 
 
 async def _with_token(line: "_EnrollConnection", request: Enroll, token: JoinToken) -> Enrolled:
-    mac = request_mac(token_key(token.secret), request.csr)
+    mac = compute_request_mac(derive_token_key(token.secret), request.csr)
     await line.send(replace(request, token=token.id, mac=mac))
     return await line.receive(Enrolled)
 
@@ -180,7 +188,7 @@ async def _with_code(
 ) -> Enrolled:
     await line.send(replace(request, opening=nonce))
     pending = await line.receive(EnrollPending)
-    on_code(short_code(authority.ca, request.csr, nonce, authority.nonce), pending.seconds)
+    on_code(compute_short_code(authority.ca, request.csr, nonce, authority.nonce), pending.seconds)
     return await line.receive(Enrolled, pending.seconds + ANSWER_TIMEOUT_SECONDS)
 
 
@@ -193,7 +201,7 @@ async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
     async with _connect(host, port, context) as line:
         await line.send(EnrollStart(PROTOCOL))
         authority = await line.receive(EnrollAuthority)
-    if not valid_id(authority.cluster):
+    if not is_valid_id(authority.cluster):
         raise CoordinatorUnreachable("the coordinator sent no valid cluster id")
     return authority
 

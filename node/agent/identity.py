@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from host.private_files import create_private_folder, write_private
 from wire.certificate import read_certificate
-from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
+from wire.identity import NodeId, build_coordinator_uri, build_node_uri, build_rejoin_text, parse_uri
 
 MAX_ADDRESSES = 16
 """Maximum number of coordinator addresses that are stored."""
@@ -107,7 +107,7 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
         return b"", b""
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         return b"", b""
-    return certificate, key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+    return certificate, key.sign(build_rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
 
 
 def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
@@ -133,7 +133,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
             f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
             "Join again with a new token: `cluster join URL --token-file FILE`"
         )
-    if uri != node_uri(kept.cluster, NodeId(kept.node)):
+    if uri != build_node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
     return NodeIdentity(
         kept.cluster,
@@ -235,7 +235,7 @@ def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bo
     TLS must have verified the certificate.
     """
     der = shown.getpeercert(binary_form=True)
-    return bool(der) and read_certificate(der).uri == coordinator_uri(cluster)
+    return bool(der) and read_certificate(der).uri == build_coordinator_uri(cluster)
 
 
 def needs_renewal(identity: NodeIdentity, now: float) -> bool:
@@ -290,7 +290,7 @@ def _write_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) -
         raise IdentityError(
             f"the certificate is not from this cluster's CA: {str(error) or type(error).__name__}"
         ) from None
-    if not ours or uri != node_uri(identity.cluster, identity.node):
+    if not ours or uri != build_node_uri(identity.cluster, identity.node):
         raise IdentityError("the certificate is not for this node and its key")
     write_private(identity.folder / "node.pem", key + parsed.public_bytes(Encoding.PEM))
 

@@ -108,14 +108,14 @@ class CoordinatorLinks:
                 if kind is Admitted:
                     link.send_with_next(encoded)
                     continue
-                link.forward(encoded)
+                link.send_encoded(encoded)
                 if kind in (Finished, Refusal, Failed):
                     self._end(link, request)
 
     def _forward_step(self, encoded: bytes) -> None:
         users = [link for link in self._links if link.requests]
         if len(users) == 1:
-            users[0].forward(encoded)
+            users[0].send_encoded(encoded)
             return
         step = decode(encoded[4], encoded[5:])
         assert isinstance(step, Deltas)  # noqa: S101  the tag was read by the caller

@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests import preflight
 from node.engine.requests.prepared import PreparedRequest
-from wire.capacity.arithmetic import request_transient
-from wire.capacity.batches import row_bytes
+from wire.capacity.arithmetic import estimate_request_transient
+from wire.capacity.batches import compute_row_bytes
 from wire.frames import Generate
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
@@ -54,12 +54,14 @@ def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, mo
     """Return the costs of a request of the size `shape`. `ledger` has the commitments of its model, `model` is the
     model's report."""
     rows = ledger.compute_cost(shape.length, shape.choices)
-    return AdmissionCost(rows, rows + request_transient(model, shape.prompt, shape.answer_tokens, shape.choices))
+    return AdmissionCost(
+        rows, rows + estimate_request_transient(model, shape.prompt, shape.answer_tokens, shape.choices)
+    )
 
 
 def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescriptor) -> int:
     """Return the bytes of the rows of a request that waits for its model."""
-    return row_bytes(descriptor.kv, shape.length) * shape.choices
+    return compute_row_bytes(descriptor.kv, shape.length) * shape.choices
 
 
 def refuse_other_model(request: Generate, descriptor: ModelDescriptor | None) -> Refused | None:

@@ -37,8 +37,8 @@ from node.engine.requests.waiting_requests import WaitingRequests
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.scheduler import Scheduler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import excess, level, shed
-from wire.capacity.batches import waste_bytes
+from wire.capacity.arithmetic import build_shed_refusal, compute_excess, compute_level
+from wire.capacity.batches import compute_waste_bytes
 from wire.frames import (
     Cancel,
     CountTokens,
@@ -293,10 +293,10 @@ class TextEngine:
         if limits.cap != cap:
             limit_buffers(limits.cap)
             for loaded_model in parts.models.loaded.values():
-                loaded_model.ledger.set_waste(waste_bytes(limits.cap))
+                loaded_model.ledger.set_waste(compute_waste_bytes(limits.cap))
 
     def _is_memory_ok(self) -> bool:
-        return level(self.parts.memory.read_now()) <= MemoryLevel.OK
+        return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK
 
     def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
@@ -306,18 +306,18 @@ class TextEngine:
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
             # The recent peak is no reason to free memory, because it has passed.
-            parts.unloader.reclaim_memory(lambda: level(replace(read(), recent=0)) <= MemoryLevel.OK)
+            parts.unloader.reclaim_memory(lambda: compute_level(replace(read(), recent=0)) <= MemoryLevel.OK)
             return []
-        before = excess(read())
+        before = compute_excess(read())
 
         def has_freed_enough() -> bool:
-            return before - excess(read()) >= order.excess
+            return before - compute_excess(read()) >= order.excess
 
         parts.unloader.reclaim_memory(has_freed_enough)
         if not has_freed_enough():
-            parts.model_manager.abort_load(shed(read(), order.excess))
+            parts.model_manager.abort_load(build_shed_refusal(read(), order.excess))
         if not has_freed_enough():
-            parts.scheduler.end_newest(shed(read(), order.excess), now)
+            parts.scheduler.end_newest(build_shed_refusal(read(), order.excess), now)
             parts.footprint.reset_peak()
         return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output()]
 

@@ -18,7 +18,7 @@ from node.engine.request_admission import RequestAdmission
 from node.engine.requests.waiting_requests import WaitingRequests
 from node.engine.scheduling.scheduler import Scheduler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.batches import waste_bytes
+from wire.capacity.batches import compute_waste_bytes
 from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, RestoreModels, UnloadModel
 from wire.refusals import RefusalCode, Refused
 
@@ -150,7 +150,7 @@ class ModelCommands:
         if not isinstance(outcome, LoadSucceeded):
             return self._end_failed_load(outcome)
         loaded_model = outcome.loaded_model
-        loaded_model.ledger.set_waste(waste_bytes(self._forwards.gate.cap))
+        loaded_model.ledger.set_waste(compute_waste_bytes(self._forwards.gate.cap))
         frames: list[Frame] = [Finished(number, (), 0, 0) for number in self._take_orders(loaded_model.name)]
         while (waiting := self._waiting.take_next(loaded_model.name)) is not None:
             frames += self._admission.admit(loaded_model, waiting.prepared, waiting.arrived, time.monotonic())

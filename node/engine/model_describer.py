@@ -12,7 +12,7 @@ from node.engine.models.model_manager import ModelManager
 from node.engine.models.model_table import ModelTable
 from node.engine.models.profiler import Profiler
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.batches import waste_bytes
+from wire.capacity.batches import compute_waste_bytes
 from wire.report import Memory, Model
 
 
@@ -76,7 +76,7 @@ class ModelDescriber:
             expected_seconds=self._times.estimate_seconds(
                 descriptor.fingerprint, weights, self._profiler.estimate_seconds(descriptor.fingerprint)
             ),
-            waste=waste_bytes(self._gate.cap),
+            waste=compute_waste_bytes(self._gate.cap),
             loading=manager.is_loading(descriptor.name),
             progress=manager.get_progress(descriptor.name),
             cause=self._rules.cause(descriptor, now),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypedDict
 from msgspec.structs import replace
 
 from node.engine.models.model_descriptor import ModelDescriptor
-from wire.capacity.arithmetic import max_batch, max_context, prefill_transient
+from wire.capacity.arithmetic import compute_max_batch, compute_max_context, estimate_prefill_transient
 from wire.report import Memory, Model, TransientModel
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LoadFacts(NamedTuple):
 
 def compute_transients(transient: TransientModel, floor: int) -> ReportedTransients:
     """Return the transients of a model's forwards, with the smallest chunk of this engine (`floor` tokens)."""
-    return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
+    return {"forward": replace(transient, floor=floor), "transient": estimate_prefill_transient(transient, floor, 0)}
 
 
 def describe_unloaded(descriptor: ModelDescriptor, facts: ModelFacts, load: LoadFacts) -> Model:
@@ -126,8 +126,8 @@ def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, 
         model,
         profiled=profile is not None,
         observed=estimator.highest,
-        max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
-        max_batch=max_batch(memory, model, batch),
+        max_context=int(compute_max_context(memory, model) * (1.0 if profile is None else profile.share)),
+        max_batch=compute_max_batch(memory, model, batch),
         residual=0 if profile is None else max(profile.residual, estimator.residual),
         covered=0 if profile is None else profile.chunk,
     )
@@ -137,4 +137,4 @@ def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memor
     """Return the longest row that the measured costs of a model allow, in tokens. `model` is its report; it may not be
     loaded yet. `floor` is the smallest chunk of the engine, in tokens."""
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
-    return max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))
+    return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

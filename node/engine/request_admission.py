@@ -233,7 +233,7 @@ def _create_sequence(
     )
     for choice in range(shape.choices):
         row = Row(sequence, choice, Commitment(0), prepared.create_pipeline(choice))
-        row.replay(request.known(choice))
+        row.replay(request.get_known_ids(choice))
         sequence.rows.append(row)
     return sequence
 

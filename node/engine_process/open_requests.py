@@ -9,7 +9,7 @@ import structlog
 
 from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import NativeCallKind
-from wire.codec import encode, head_of
+from wire.codec import decode_request_number, encode
 from wire.frames import Admitted, Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, Refused
 
@@ -68,7 +68,7 @@ class OpenRequests:
 
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
         """Forward a frame of the engine about one request. A frame that ends the request removes it."""
-        request = head_of(body)
+        request = decode_request_number(body)
         if kind is not Admitted:
             self._open.discard(request)
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, request)

@@ -20,7 +20,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from host.settings_loader import SettingsError
-from wire.capacity.arithmetic import UNREADABLE, default_margin
+from wire.capacity.arithmetic import UNREADABLE, compute_default_margin
 from wire.frames import MemoryLimits
 from wire.units import GIB, MIB, parse_size, show_size
 
@@ -266,7 +266,7 @@ def _build_sysctl_command(wanted: int, total: int) -> str:
 def resolve_margin(setting: str | int, cap: int) -> Margin:
     """Return the margin for a value of `memory.margin` and a cap in bytes. Raise SettingsError for an invalid size."""
     if setting == "auto":
-        return Margin(default_margin(cap), automatic=True)
+        return Margin(compute_default_margin(cap), automatic=True)
     try:
         size = parse_size(setting)
     except ValueError as error:

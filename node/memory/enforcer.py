@@ -11,9 +11,9 @@ the agent's own reading of the process, and can end the process.
                cap − leases         after each answer, the next request, while the engine stays over
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
-Levels are `wire.capacity.arithmetic.level`; there are no other thresholds. An unreadable footprint neither counts nor
-resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with nothing left
-to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
+Levels are `wire.capacity.arithmetic.compute_level`; there are no other thresholds. An unreadable footprint neither
+counts nor resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with
+nothing left to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
 
 Orders are executed between native calls. A running native call may last 5 times as long as expected before the process
 is ended, because a forward can last longer than a period. A poll that comes late ends no engine, because
@@ -95,7 +95,7 @@ Action = SendOrder | EndEngine
 
 def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
     """Return the state after one poll, and the actions to run. `now` is in monotonic seconds."""
-    level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
+    level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.compute_level(seen.memory)
     if seen.engine != state.engine:
         state = replace(state, engine=seen.engine, over=0, order_number=0, ended=None)
     late = now - state.looked_at > LATE_POLL_SECONDS
@@ -122,11 +122,11 @@ def _reduce_hard(
     if state.engine == state.ended:
         return state, ()
     if state.order_number <= seen.enforced:
-        order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.excess(seen.memory))
+        order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.compute_excess(seen.memory))
         return replace(state, order_number=state.polls, ordered_at=now), (SendOrder(order),)
     if late or now - state.ordered_at < POLL_PERIOD_SECONDS or now < seen.call_until:
         return state, ()
-    over, line = arithmetic.excess(seen.memory), arithmetic.hard_line(seen.memory)
+    over, line = arithmetic.compute_excess(seen.memory), arithmetic.compute_hard_limit(seen.memory)
     cause = (
         f"over its cap: {show_size(line + over)} of {show_size(line)} in two readings, without an answer of the engine"
     )

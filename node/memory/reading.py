@@ -58,7 +58,7 @@ class HighWaterMarks:
     """High-water marks of a process's footprint in bytes, measured by the kernel; None if unknown.
 
     They include the transients of forwards. They calibrate margin and estimates, and are not a part of the memory in
-    use (`wire.capacity.arithmetic.current`).
+    use (`wire.capacity.arithmetic.compute_current`).
     """
 
     lifetime: int | None = None

@@ -34,7 +34,7 @@ from node.models.memory_prediction import (
 )
 from node.models.weight_files import Config, parse_json_object, read_weight_headers
 from node.settings import ModelSettings
-from wire.identity import valid_model
+from wire.identity import is_valid_model
 
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
@@ -145,7 +145,7 @@ class ModelCatalogue:
         """
         found: dict[str, ModelDescriptor] = {}
         for name, folder in self._find_folders():
-            if name not in found and valid_model(name):
+            if name not in found and is_valid_model(name):
                 described = self._describe_cached(name, folder)
                 if described is not None:
                     found[name] = described

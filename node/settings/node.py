@@ -17,7 +17,7 @@ from node.memory.cap import CUSTOM, TIERS
 from node.settings.agent import AgentSettings, SharingSettings, WorkerSettings
 from node.settings.engine import AUTO, EngineSettings, MemorySettings, ModelSettings
 from node.sharing.policy import ShareWhen, parse_hours
-from wire.identity import valid_id, valid_model, valid_name
+from wire.identity import is_valid_id, is_valid_model, is_valid_name
 from wire.units import parse_size
 
 MAX_BYTES: Final = 2**60
@@ -65,8 +65,8 @@ _AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.reserve", "engine
 _SWITCHED = frozenset({"memory.reserve", "engine.mlx.prefix_cache_size"})
 _RELATIVE = frozenset({"memory.cap"})
 _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
-    "node.name": (valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
-    "node.machine": (valid_id, "1 to 64 letters, digits or dashes"),
+    "node.name": (is_valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
+    "node.machine": (is_valid_id, "1 to 64 letters, digits or dashes"),
 }
 
 
@@ -120,7 +120,7 @@ def check_settings(settings: NodeSettings) -> None:
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
     _check_hours(settings.sharing)
     _check_battery(settings.sharing)
-    if not valid_model(settings.engine.scripted.model):
+    if not is_valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
 
 
@@ -170,4 +170,4 @@ def choose_node_name(settings: NodeSettings, host: str) -> str:
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")
-    return plain if valid_name(plain) else "node"
+    return plain if is_valid_name(plain) else "node"

@@ -24,7 +24,7 @@ from enum import StrEnum
 from msgspec import Struct
 from msgspec.structs import replace
 
-from wire.capacity.arithmetic import judge, most_bytes
+from wire.capacity.arithmetic import compute_most_bytes, judge
 from wire.frames import LeaseEnded, LeaseRefused, LeaseRequest
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
@@ -176,10 +176,10 @@ def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRef
         return refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, unready, READY_RETRY_SECONDS)
     if request.size <= 0:
         return refuse(request, RefusalCode.INVALID, f"a lease of {request.size} bytes")
-    if memory.cap and request.size > most_bytes(memory):
+    if memory.cap and request.size > compute_most_bytes(memory):
         message = (
             f"{show_size(request.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
-            f"{show_size(max(0, most_bytes(memory)))} after margin and engine"
+            f"{show_size(max(0, compute_most_bytes(memory)))} after margin and engine"
         )
         return refuse(request, LeaseRefusalCode.LEASE_TOO_LARGE, message)
     return None

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from node.models.folders import PACKAGE, find_model_folders, find_snapshots
 from node.models.weight_files import Digest, read_header
-from wire.identity import valid_model
+from wire.identity import is_valid_model
 from wire.video import VideoPackage
 
 PIPELINES = frozenset({"WanPipeline"})
@@ -53,7 +53,7 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
     """
     found: dict[str, Package] = {}
     for name, folder in _find_folders(folders, hub):
-        if name not in found and valid_model(name):
+        if name not in found and is_valid_model(name):
             described = _describe_safely(name, folder)
             if described is not None:
                 found[name] = Package(folder, described)

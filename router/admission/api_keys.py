@@ -44,12 +44,12 @@ class ApiKey:
         return scope in self.scopes or "admin" in self.scopes
 
 
-def anonymous_key(now: float) -> ApiKey:
+def create_anonymous_key(now: float) -> ApiKey:
     """Return the identity of clients without a key. Its only scope is `infer`. `now` is in Unix seconds."""
     return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 
 
-def digest_of(pepper: bytes, key: bytes) -> bytes:
+def compute_digest(pepper: bytes, key: bytes) -> bytes:
     """Return the digest that is stored for a key: HMAC-SHA256 of the key's text under `pepper`."""
     return hmac.digest(pepper, key, "sha256")
 
@@ -58,7 +58,7 @@ def new_secret(pepper: bytes, key_id: str) -> tuple[bytes, str]:
     """Create a secret for a key. Return its digest to store, and the key's text `mp_<id>_<43 characters>`."""
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
     text = f"mp_{key_id}_{secret}"
-    return digest_of(pepper, text.encode()), text
+    return compute_digest(pepper, text.encode()), text
 
 
 def new_key(
@@ -116,17 +116,17 @@ class KeyRing:
         """Return all keys, oldest first."""
         return sorted(self._keys.values(), key=lambda key: key.created)
 
-    def names(self) -> dict[str, str]:
+    def get_names(self) -> dict[str, str]:
         """Return the names of all keys by id, including the key of clients without a key."""
         names = {key.id: key.name for key in self._keys.values()}
         return names if self.anonymous is None else {**names, self.anonymous.id: self.anonymous.name}
 
-    def of(self, key_id: str) -> ApiKey | None:
+    def find_key(self, key_id: str) -> ApiKey | None:
         """Return a key by its id, including the key of clients without a key; None for an unknown id."""
         key = self._keys.get(key_id.encode())
         return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
 
-    def limits(self, key_id: str) -> KeyLimits | None:
+    def get_limits(self, key_id: str) -> KeyLimits | None:
         """Return the limits of a key by its id. Return None for an unknown id, or for a key without limits."""
         key = self._keys.get(key_id.encode())
         return None if key is None else key.limits
@@ -142,7 +142,7 @@ class KeyRing:
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
         known = self._find(text) if len(text) <= _MAX_KEY_BYTES else None
-        if known is None or self._expired(known):
+        if known is None or self._is_expired(known):
             self.refused += 1
             return None
         return known
@@ -159,22 +159,22 @@ class KeyRing:
     def is_valid(self, presented: bytes) -> bool:
         """Return whether a key is known and not expired. Unlike `check`, do not count a wrong key."""
         known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
-        return known is not None and not self._expired(known)
+        return known is not None and not self._is_expired(known)
 
     def _prove(self, text: bytes) -> ApiKey | None:
         key_id, _, _ = text.removeprefix(_PREFIX).partition(b"_")
         key = self._keys.get(key_id)
-        right = hmac.compare_digest(digest_of(self._pepper, text), _NO_DIGEST if key is None else key.digest)
+        right = hmac.compare_digest(compute_digest(self._pepper, text), _NO_DIGEST if key is None else key.digest)
         return key if right else None
 
-    def _expired(self, key: ApiKey) -> bool:
+    def _is_expired(self, key: ApiKey) -> bool:
         return key.expires is not None and key.expires <= self._clock()
 
 
-def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """Extract the key from raw headers with lower-case names: `Authorization: Bearer KEY`, else `x-api-key: KEY`.
 
-    Return None without both.
+    Return None if neither is present.
     """
     other: bytes | None = None
     for name, value in headers:
@@ -187,7 +187,7 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     return other
 
 
-def session_of(value: bytes | None) -> str:
+def parse_session(value: bytes | None) -> str:
     """Return the name of a conversation from the value of its header.
 
     Return an empty text if the header is absent or longer than `MAX_SESSION_BYTES`.

@@ -57,11 +57,11 @@ class CacheScopes:
         """Scope in the frame of a request (`Generate.cache_scope`); empty for the scope of the request's own key."""
         return SHARED_SCOPE if self._pool else ""
 
-    def of(self, key: str) -> str:
+    def get_scope(self, key: str) -> str:
         """Return the scope of the prefixes of a key (by its id): `SHARED_SCOPE` if all keys share them, else the id."""
         return SHARED_SCOPE if self._pool else key
 
-    def shares(self, messages: Sequence[Message]) -> bool:
+    def has_shared_prompt(self, messages: Sequence[Message]) -> bool:
         """Return whether a conversation begins with a shared system prompt."""
         return bool(self._prompts and messages) and (
             messages[0].role in SYSTEM_ROLES and messages[0].content in self._prompts
@@ -75,12 +75,12 @@ def open_scopes(settings: CacheSettings) -> CacheScopes:
     """
     prompts: set[str] = set()
     for name in settings.shared_prompts:
-        text = _text(Path(name).expanduser())
+        text = _read_prompt(Path(name).expanduser())
         prompts |= {text, text.removesuffix("\n")}  # editors end a file with a newline
     return CacheScopes(settings.share, prompts)
 
 
-def _text(path: Path) -> str:
+def _read_prompt(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_PROMPT_BYTES:

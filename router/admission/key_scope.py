@@ -8,15 +8,15 @@ from router.admission.rate_limits import KeyLimits
 from router.placement.cluster_view import ClusterView, NodeView
 
 
-def visible(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
+def filter_view(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
     """Return the part of the cluster that a key with these limits may use; the whole cluster without limits."""
     if limits is None or not (limits.models or limits.labels):
         return view
     labels = frozenset(limits.labels)
-    return ClusterView(tuple(_seen(node, limits) for node in view.nodes if labels <= node.labels))
+    return ClusterView(tuple(_filter_node(node, limits) for node in view.nodes if labels <= node.labels))
 
 
-def _seen(node: NodeView, limits: KeyLimits) -> NodeView:
+def _filter_node(node: NodeView, limits: KeyLimits) -> NodeView:
     models = {name: model for name, model in node.models.items() if limits.allows(name)}
     packages = tuple(package for package in node.video.packages if limits.allows(package.name))
     return replace(node, models=models, video=msgspec.structs.replace(node.video, packages=packages))

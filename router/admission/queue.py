@@ -59,11 +59,11 @@ class QueuedRequest(Generic[T]):
     """Number of later requests that were placed before this one."""
 
     def extend(self, deadline: float) -> float:
-        """Move the deadline to `deadline`, unless it is later already, and return it."""
+        """Set the deadline to `deadline` if that is later. Return the deadline."""
         self.deadline = max(self.deadline, deadline)
         return self.deadline
 
-    def overtake(self) -> None:
+    def count_overtake(self) -> None:
         """Count a later request that was placed before this one."""
         self.overtaken += 1
 
@@ -79,7 +79,7 @@ class _KeyQueue(Generic[T]):
         self.entries.append(entry)
         self.quantum = QUANTUM_TOKENS * weight
 
-    def credit(self, rounds: int) -> None:
+    def add_credit(self, rounds: int) -> None:
         """Credit the tokens of `rounds` rounds."""
         self.deficit += rounds * self.quantum
 
@@ -106,24 +106,24 @@ class AdmissionQueue(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def oldest(self, now: float) -> float:
+    def get_longest_wait(self, now: float) -> float:
         """Return the seconds for which the oldest queued request has waited at `now` (monotonic seconds).
 
         Return 0 for an empty queue.
         """
         return max((now - lane.entries[0].arrived for lane in self._lanes.values()), default=0.0)
 
-    def depth(self, key: str) -> int:
+    def count_queued(self, key: str) -> int:
         """Return the number of queued requests of one key."""
         return len(self._lanes[key].entries) if key in self._lanes else 0
 
-    def limit(self, nodes: int) -> int:
-        """Return the maximum length of the queue in a cluster of this many nodes, or the configured length."""
+    def compute_limit(self, nodes: int) -> int:
+        """Return the maximum length of the queue for this number of nodes; the configured length if there is one."""
         return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
-    def share(self, nodes: int) -> int:
+    def compute_share(self, nodes: int) -> int:
         """Return the maximum number of queued requests of one key in a cluster of this many nodes."""
-        return max(MIN_KEY_SHARE, self.limit(nodes) // KEY_SHARE_DIVISOR)
+        return max(MIN_KEY_SHARE, self.compute_limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
         self,
@@ -145,45 +145,48 @@ class AdmissionQueue(Generic[T]):
         the key's maximum number of queued requests. A `begun` request was admitted before and is never refused.
         """
         if begun:
-            return self._enter(item, key, cost, now, deadline, weight)
-        most = self.share(nodes) if share is None else share
-        if self.depth(key) >= most and (share is not None or not self._lends(key, nodes, now, deadline)):
-            text = f"{self.depth(key)} requests of this API key are queued, which is its share: wait for their answers"
-            return Refused(RefusalCode.OVER_SHARE, text, None, self._retry_after(self.depth(key), now))
-        if self._count >= self.limit(nodes):
+            return self._enqueue(item, key, cost, now, deadline, weight)
+        most = self.compute_share(nodes) if share is None else share
+        if self.count_queued(key) >= most and (
+            share is not None or not self._may_exceed_share(key, nodes, now, deadline)
+        ):
+            queued = self.count_queued(key)
+            text = f"{queued} requests of this API key are queued, which is its share: wait for their answers"
+            return Refused(RefusalCode.OVER_SHARE, text, None, self._compute_retry_after(queued, now))
+        if self._count >= self.compute_limit(nodes):
             text = f"the queue is full with {self._count} requests: retry later, or add a machine (`cluster join`)"
-            return Refused(RefusalCode.QUEUE_FULL, text, None, self._retry_after(self._count, now))
-        return self._enter(item, key, cost, now, deadline, weight)
+            return Refused(RefusalCode.QUEUE_FULL, text, None, self._compute_retry_after(self._count, now))
+        return self._enqueue(item, key, cost, now, deadline, weight)
 
-    def _lends(self, key: str, nodes: int, now: float, deadline: float) -> bool:
+    def _may_exceed_share(self, key: str, nodes: int, now: float, deadline: float) -> bool:
         """Return whether a key may have queued requests beyond its share.
 
         No other key may be waiting, and a share's worth of places must stay free. At the recent pace all requests
         before the new one must leave by its deadline.
         """
-        alone = self.depth(key) == self._count < self.limit(nodes) - self.share(nodes)
-        return alone and self._wait(self._count + 1, now) <= deadline - now
+        alone = self.count_queued(key) == self._count < self.compute_limit(nodes) - self.compute_share(nodes)
+        return alone and self._estimate_wait(self._count + 1, now) <= deadline - now
 
-    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> QueuedRequest[T]:
+    def _enqueue(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> QueuedRequest[T]:
         self._number += 1
         entry = QueuedRequest(item, key, max(1, cost), now, deadline, self._number)
         self._lanes.setdefault(key, _KeyQueue()).append(entry, weight)
         self._count += 1
         return entry
 
-    def _retry_after(self, before: int, now: float) -> float:
+    def _compute_retry_after(self, before: int, now: float) -> float:
         """Return the seconds until `before` requests have left at the recent pace, at least 1 and at most 60.
 
         Without a known pace it is half the time until the earliest deadline.
         """
         oldest = min((lane.entries[0].deadline for lane in self._lanes.values()), default=now)
-        return min(60.0, max(1.0, (oldest - now) / 2 if self._pace is None else self._wait(before, now)))
+        return min(60.0, max(1.0, (oldest - now) / 2 if self._pace is None else self._estimate_wait(before, now)))
 
-    def _wait(self, places: int, now: float) -> float:
+    def _estimate_wait(self, places: int, now: float) -> float:
         """Return the seconds until `places` requests have left at the recent pace, infinite without a known pace."""
         return math.inf if self._pace is None else places * max(self._pace, now - self._left_at)
 
-    def _note_leaving(self, left: int, now: float) -> None:
+    def _update_pace(self, left: int, now: float) -> None:
         """Update the average pace, in seconds per placed request."""
         if left and self._left_at:
             pace = (now - self._left_at) / left
@@ -202,14 +205,14 @@ class AdmissionQueue(Generic[T]):
             del self._lanes[entry.key]
         return True
 
-    def entries(self) -> list[QueuedRequest[T]]:
+    def list_entries(self) -> list[QueuedRequest[T]]:
         """Return all queued requests, grouped by API key; those of a key oldest first."""
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
         """Remove all requests whose deadline has passed at `now` (monotonic seconds). Return their items, oldest
         first."""
-        late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
+        late = sorted((entry for entry in self.list_entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)
         return [entry.item for entry in late]
@@ -224,22 +227,22 @@ class AdmissionQueue(Generic[T]):
         passed: list[QueuedRequest[T]] = []
         tried: set[str] = set()
         left = 0
-        while (turn := self._turn(untried)) is not None:
+        while (turn := self._choose_next(untried)) is not None:
             entry, rounds = turn
-            keep = entry.key not in tried and self.overdue(entry, now)
+            keep = entry.key not in tried and self.needs_room(entry, now)
             placed = attempt(entry.item, keep)
             tried.add(entry.key)
             if placed:
                 left += 1
-                self._pay(entry, rounds, untried)
-                self._leave(entry, passed)
+                self._charge_placed(entry, rounds, untried)
+                self._remove_placed(entry, passed)
             else:
                 passed.append(entry)
             untried[entry.key].popleft()
-        self._note_leaving(left, now)
+        self._update_pace(left, now)
         return left
 
-    def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
+    def needs_room(self, entry: QueuedRequest[T], now: float) -> bool:
         """Return whether room must be kept for a request, because it was overtaken too often or has waited too long.
 
         `now` is in monotonic seconds.
@@ -248,10 +251,10 @@ class AdmissionQueue(Generic[T]):
 
     def count_overtake(self) -> None:
         """Count an overtake for every queued request, because another request was placed without queueing."""
-        for entry in self.entries():
-            entry.overtake()
+        for entry in self.list_entries():
+            entry.count_overtake()
 
-    def _turn(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
+    def _choose_next(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
         """Return the next request, and the number of rounds that every key must earn first.
 
         Nothing changes: a turn without a placement costs no key anything.
@@ -259,13 +262,13 @@ class AdmissionQueue(Generic[T]):
         heads = [untried[key][0] for key in self._lanes if untried.get(key)]
         if not heads:
             return None
-        rounds = min(self._rounds(head) for head in heads)
-        return next(head for head in heads if self._rounds(head) == rounds), rounds
+        rounds = min(self._count_rounds(head) for head in heads)
+        return next(head for head in heads if self._count_rounds(head) == rounds), rounds
 
-    def _rounds(self, head: QueuedRequest[T]) -> int:
+    def _count_rounds(self, head: QueuedRequest[T]) -> int:
         return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
-    def _pay(self, entry: QueuedRequest[T], rounds: int, untried: dict[str, deque[QueuedRequest[T]]]) -> None:
+    def _charge_placed(self, entry: QueuedRequest[T], rounds: int, untried: dict[str, deque[QueuedRequest[T]]]) -> None:
         """Credit `rounds` to every competing key and charge the request's key; that key stays at the front until its
         credit is spent."""
         if entry.key not in self._lanes:
@@ -276,11 +279,11 @@ class AdmissionQueue(Generic[T]):
             self._lanes[key] = self._lanes.pop(key)
         for key, lane in self._lanes.items():
             if untried.get(key):
-                lane.credit(rounds)
+                lane.add_credit(rounds)
         self._lanes[entry.key].charge(entry.cost)
 
-    def _leave(self, entry: QueuedRequest[T], passed: list[QueuedRequest[T]]) -> None:
+    def _remove_placed(self, entry: QueuedRequest[T], passed: list[QueuedRequest[T]]) -> None:
         for other in passed:
             if other.number < entry.number:
-                other.overtake()
+                other.count_overtake()
         self.remove(entry)

@@ -90,7 +90,7 @@ class _Bucket:
         self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE_SECONDS)
         self.at = now
 
-    def wait_for(self, wanted: float) -> float:
+    def compute_wait(self, wanted: float) -> float:
         """Return the seconds until `wanted` is available; more than a minute's worth needs a full bucket."""
         missing = min(wanted, float(self.rate)) - self.level
         return max(0.0, missing) * MINUTE_SECONDS / self.rate
@@ -110,13 +110,13 @@ class _KeyMeter:
 
     def fill(self, limits: KeyLimits, now: float) -> None:
         """Fill both buckets for the time since their last use. A changed rate begins with a full bucket."""
-        self.requests = _kept(self.requests, limits.requests_per_minute, now)
-        self.tokens = _kept(self.tokens, limits.tokens_per_minute, now)
+        self.requests = _fill_bucket(self.requests, limits.requests_per_minute, now)
+        self.tokens = _fill_bucket(self.tokens, limits.tokens_per_minute, now)
 
     def add(self, demand: ResourceDemand, charge: int) -> None:
         """Count a request as open, and charge `charge` tokens."""
         self.running += 1
-        self.prompt_tokens += _prompt(demand)
+        self.prompt_tokens += _estimate_prompt_tokens(demand)
         self.prompt_bytes += demand.prompt_bytes
         if self.requests is not None:
             self.requests.take(1)
@@ -126,7 +126,7 @@ class _KeyMeter:
     def remove(self, demand: ResourceDemand) -> None:
         """Count an open request as ended."""
         self.running -= 1
-        self.prompt_tokens -= _prompt(demand)
+        self.prompt_tokens -= _estimate_prompt_tokens(demand)
         self.prompt_bytes -= demand.prompt_bytes
 
 
@@ -146,7 +146,7 @@ class RateLimits:
         self._settings = settings or RouterSettings()
         self._meters: dict[str, _KeyMeter] = {}
 
-    def limits(self, key: str) -> KeyLimits:
+    def get_limits(self, key: str) -> KeyLimits:
         """Return the limits of a key; `NO_LIMITS` if it has none."""
         return self._limits_of(key) or NO_LIMITS
 
@@ -155,16 +155,16 @@ class RateLimits:
 
         The charge is 0 for a key without a limit of tokens. After an admission `record_end` must follow.
         """
-        limits = self.limits(key)
+        limits = self.get_limits(key)
         if not limits.allows(demand.model):
-            return not_allowed(demand.model, limits)
-        meter = self._filled(key, limits, now)
-        crowded = self._crowded(meter, limits, demand)
+            return refuse_model(demand.model, limits)
+        meter = self._fill_meter(key, limits, now)
+        crowded = self._describe_exceeded_bound(meter, limits, demand)
         if crowded:
             return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
-        charge = 0 if meter.tokens is None else estimate(demand)
+        charge = 0 if meter.tokens is None else estimate_charge(demand)
         for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
-            if bucket is not None and (wait := bucket.wait_for(cost)):
+            if bucket is not None and (wait := bucket.compute_wait(cost)):
                 text = f"the limit of this API key is {bucket.rate} {what} per minute, and this request costs {cost}"
                 return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.add(demand, charge)
@@ -176,9 +176,9 @@ class RateLimits:
         Return the refusal for the exceeded limit; None within all limits. Videos use no tokens and end hours later.
         They are therefore counted apart from requests for text.
         """
-        limits = self.limits(key)
+        limits = self.get_limits(key)
         if not limits.allows(model):
-            return not_allowed(model, limits)
+            return refuse_model(model, limits)
         bounds = (limits.concurrency, open_videos, "open"), (limits.waiting, queued, "queued")
         for most, has, where in bounds:
             if most is not None and has >= max(1, most):
@@ -186,21 +186,21 @@ class RateLimits:
                     f"the limit of this API key is {max(1, most)} {where} videos, and it has {has}: wait for one to end"
                 )
                 return Refused(RefusalCode.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
-        requests = self._filled(key, limits, now).requests
+        requests = self._fill_meter(key, limits, now).requests
         if requests is None:
             return None
-        if wait := requests.wait_for(1):
+        if wait := requests.compute_wait(1):
             text = f"the limit of this API key is {requests.rate} requests per minute: retry in {math.ceil(wait)} s"
             return Refused(RefusalCode.RATE_LIMITED, text, None, wait)
         requests.take(1)
         return None
 
-    def _crowded(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
-        """Return the bound that a request would exceed together with its key's open requests; empty where it fits."""
+    def _describe_exceeded_bound(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
+        """Describe the bound that a request would exceed with its key's open requests; empty if it fits."""
         most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
         if meter.running >= most:
             return f"the limit of this API key is {most} open requests, and all are in use"
-        tokens, size = meter.prompt_tokens + _prompt(demand), meter.prompt_bytes + demand.prompt_bytes
+        tokens, size = meter.prompt_tokens + _estimate_prompt_tokens(demand), meter.prompt_bytes + demand.prompt_bytes
         if meter.running and tokens > settings.max_prompt_tokens_per_key:
             return (
                 f"the limit of this API key is {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
@@ -212,11 +212,11 @@ class RateLimits:
             return f"the limit of this API key is {most_size} of open prompts; with this one it would have {has}"
         return ""
 
-    def rates(self, key: str, now: float) -> tuple[RateState, ...]:
+    def list_rates(self, key: str, now: float) -> tuple[RateState, ...]:
         """Return the state of a key's rates per minute; empty for a key without any."""
-        meter = self._filled(key, self.limits(key), now)
+        meter = self._fill_meter(key, self.get_limits(key), now)
         return tuple(
-            RateState(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
+            RateState(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.compute_wait(bucket.rate))
             for what, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
             if bucket is not None
         )
@@ -230,51 +230,53 @@ class RateLimits:
             meter.tokens.fill(now)
             meter.tokens.take(used - charged)
 
-    def _meter(self, key: str) -> _KeyMeter:
+    def _get_meter(self, key: str) -> _KeyMeter:
         meter = self._meters.get(key)
         if meter is None:
             meter = self._meters[key] = _KeyMeter()
         return meter
 
-    def _filled(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
-        meter = self._meter(key)
+    def _fill_meter(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
+        meter = self._get_meter(key)
         meter.fill(limits, now)
         return meter
 
-    def running(self, key: str) -> int:
+    def count_open(self, key: str) -> int:
         """Return the number of open requests of a key."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
 
 
-def not_allowed(model: str, limits: KeyLimits) -> Refused:
+def refuse_model(model: str, limits: KeyLimits) -> Refused:
     """Return the refusal of a model that a key with these limits may not use."""
     text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
     return Refused(RefusalCode.NOT_ALLOWED, text)
 
 
-def estimate(demand: ResourceDemand) -> int:
+def estimate_charge(demand: ResourceDemand) -> int:
     """Return the tokens that a request is charged on arrival: its prompt, and for each choice its limit of answer
     tokens.
 
     Without a limit a choice counts `DEFAULT_ANSWER_TOKENS`.
     """
-    return _prompt(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
+    return _estimate_prompt_tokens(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
 
 
-def probable_tokens(demand: ResourceDemand) -> int:
+def estimate_probable_tokens(demand: ResourceDemand) -> int:
     """Return the probable tokens of a request, to compare requests: few answers use their whole limit.
 
     Each choice therefore counts at most `DEFAULT_ANSWER_TOKENS`.
     """
-    return _prompt(demand) + demand.choices * min(demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS)
+    return _estimate_prompt_tokens(demand) + demand.choices * min(
+        demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS
+    )
 
 
-def _prompt(demand: ResourceDemand) -> int:
+def _estimate_prompt_tokens(demand: ResourceDemand) -> int:
     return demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
 
 
-def _kept(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
+def _fill_bucket(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
     """Return the bucket filled up to now if its rate is unchanged, a full one for a new rate, None without a rate."""
     if rate is None:
         return None

@@ -39,7 +39,7 @@ class UsageCounter:
     def __init__(self) -> None:
         self._used: dict[tuple[str, str], UsageTotals] = {}
 
-    def of(self, key: str, model: str) -> UsageTotals:
+    def get_totals(self, key: str, model: str) -> UsageTotals:
         """Return the totals of a key and model, to which the caller adds; zeros for a new pair."""
         found = self._used.get((key, model))
         if found is None:

@@ -142,31 +142,35 @@ def describe_error(path: str, status: int) -> dict[str, Any]:
     return {"description": REASONS[status], "content": {"application/json": {"schema": schema}}}
 
 
-def openapi_paths() -> dict[str, Any]:
-    """Return the OpenAPI path items. They refer to the schemas of `openapi_schemas`."""
+def build_openapi_paths() -> dict[str, Any]:
+    """Return the OpenAPI path items. They refer to the schemas of `build_openapi_schemas`."""
     return {
-        **{path: {"post": _posted(path, *about)} for path, about in _BODIES.items()},
+        **{path: {"post": _build_post_operation(path, *about)} for path, about in _BODIES.items()},
         "/v1/models": {
-            "get": _operation("/v1/models", "list_models", "List the models that the cluster serves", "the models")
+            "get": _build_operation(
+                "/v1/models", "list_models", "List the models that the cluster serves", "the models"
+            )
         },
         "/v1/models/{model}": {
-            "get": _operation("/v1/models", "get_model", "Return one model", "the model", _NAMED)
-            | {"parameters": [_named("model")]},
+            "get": _build_operation("/v1/models", "get_model", "Return one model", "the model", _NAMED)
+            | {"parameters": [_build_path_parameter("model")]},
         },
         "/v1/responses/{response}": {
-            "get": _operation(_KEPT, "get_response", "Return a stored response of this key", "the answer", _NAMED)
-            | {"parameters": [_named("response")]},
-            "delete": _operation(_KEPT, "delete_response", "Delete a stored response of this key", "deleted", _NAMED)
-            | {"parameters": [_named("response")]},
+            "get": _build_operation(_KEPT, "get_response", "Return a stored response of this key", "the answer", _NAMED)
+            | {"parameters": [_build_path_parameter("response")]},
+            "delete": _build_operation(
+                _KEPT, "delete_response", "Delete a stored response of this key", "deleted", _NAMED
+            )
+            | {"parameters": [_build_path_parameter("response")]},
         },
         "/api/tags": {
-            "get": _operation("/api/tags", "ollama_tags", "List the models, in Ollama's format", "the models")
+            "get": _build_operation("/api/tags", "ollama_tags", "List the models, in Ollama's format", "the models")
         },
         "/api/ps": {
-            "get": _operation("/api/ps", "ollama_ps", "List the loaded models, in Ollama's format", "the models")
+            "get": _build_operation("/api/ps", "ollama_ps", "List the loaded models, in Ollama's format", "the models")
         },
         "/api/version": {
-            "get": _operation(
+            "get": _build_operation(
                 "/api/version",
                 "ollama_version",
                 "Return the version of Ollama that this API is compatible with",
@@ -174,26 +178,33 @@ def openapi_paths() -> dict[str, Any]:
             )
         },
         **{
-            path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(UNSUPPORTED_ROUTES)
+            path: {"delete" if path == "/api/delete" else "post": _build_unsupported(path)}
+            for path in sorted(UNSUPPORTED_ROUTES)
         },
-        "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
-        **_video_paths(),
+        "/api/blobs/{digest}": {
+            "post": _build_unsupported("/api/blobs") | {"parameters": [_build_path_parameter("digest")]}
+        },
+        **_build_video_paths(),
         "/health": {
-            "get": _open("health", "Return 200 if a request could be served now, else 503 with the reason", (503,))
+            "get": _build_health_operation(
+                "health", "Return 200 if a request could be served now, else 503 with the reason", (503,)
+            )
         },
-        "/livez": {"get": _open("livez", "Return 200 while the coordinator runs", ())},
+        "/livez": {"get": _build_health_operation("livez", "Return 200 while the coordinator runs", ())},
     }
 
 
-def _video_paths() -> dict[str, Any]:
-    video, one = "/v1/videos", {"parameters": [_named("video")]}
+def _build_video_paths() -> dict[str, Any]:
+    video, one = "/v1/videos", {"parameters": [_build_path_parameter("video")]}
     schema = {"schema": {"$ref": _REF.format(model=VideoBody.__name__)}}
     files = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _FILES}
 
-    def operation(name: str, summary: str, good: str, bad: tuple[int, ...] = _NAMED, **more: Any) -> dict[str, Any]:
-        return _operation(video, name, summary, good, bad, more.get("content"))
+    def build_operation(
+        name: str, summary: str, good: str, bad: tuple[int, ...] = _NAMED, **more: Any
+    ) -> dict[str, Any]:
+        return _build_operation(video, name, summary, good, bad, more.get("content"))
 
-    content = operation(
+    content = build_operation(
         "get_video_content",
         "Download a video, or its thumbnail with `variant=thumbnail`; supports Range",
         "the file",
@@ -201,7 +212,7 @@ def _video_paths() -> dict[str, Any]:
         content=files,
     )
     content["responses"]["206"] = {"description": "the requested range", "content": files}
-    created = operation(
+    created = build_operation(
         "create_video",
         "Create a video job; it runs when a node grants a memory lease",
         "the job",
@@ -211,57 +222,70 @@ def _video_paths() -> dict[str, Any]:
     return {
         video: {
             "post": created,
-            "get": operation("list_videos", "List the video jobs of this key, newest first, in pages", "a page", ALWAYS)
-            | {"parameters": [_query_parameter("after"), _query_parameter("limit"), _query_parameter("order")]},
+            "get": build_operation(
+                "list_videos", "List the video jobs of this key, newest first, in pages", "a page", ALWAYS
+            )
+            | {
+                "parameters": [
+                    _build_query_parameter("after"),
+                    _build_query_parameter("limit"),
+                    _build_query_parameter("order"),
+                ]
+            },
         },
         video + "/{video}": {
-            "get": operation("get_video", "Return a video job: state, progress, phase, error", "the job") | one,
-            "delete": operation("delete_video", "Delete a video; a running job is cancelled", "deleted", (*_NAMED, 503))
+            "get": build_operation("get_video", "Return a video job: state, progress, phase, error", "the job") | one,
+            "delete": build_operation(
+                "delete_video", "Delete a video; a running job is cancelled", "deleted", (*_NAMED, 503)
+            )
             | one,
         },
         video + "/{video}/cancel": {
-            "post": operation("cancel_video", "Cancel a queued or running video job", "the job", (*_NAMED, 503)) | one
+            "post": build_operation("cancel_video", "Cancel a queued or running video job", "the job", (*_NAMED, 503))
+            | one
         },
-        video + "/{video}/content": {"get": content | {"parameters": [_named("video"), _query_parameter("variant")]}},
-        **{path: {"post": _no_video(path)} for path in _NO_VIDEOS},
-        "/v1/videos/{video}/remix": {"post": _no_video("/remix") | one},
+        video + "/{video}/content": {
+            "get": content | {"parameters": [_build_path_parameter("video"), _build_query_parameter("variant")]}
+        },
+        **{path: {"post": _build_unsupported_video(path)} for path in _NO_VIDEOS},
+        "/v1/videos/{video}/remix": {"post": _build_unsupported_video("/remix") | one},
         "/v1/videos/characters/{character}": {
-            "get": _no_video("/get_character") | {"parameters": [_named("character")]}
+            "get": _build_unsupported_video("/get_character") | {"parameters": [_build_path_parameter("character")]}
         },
     }
 
 
-def _no_video(path: str) -> dict[str, Any]:
+def _build_unsupported_video(path: str) -> dict[str, Any]:
     name = "videos_" + path.rpartition("/")[2]
-    operation = _operation("/v1/videos", name, "Not supported: videos cannot be changed", "never", ALWAYS)
+    operation = _build_operation("/v1/videos", name, "Not supported: videos cannot be changed", "never", ALWAYS)
     del operation["responses"]["200"]
     return operation
 
 
-def _query_parameter(name: str) -> dict[str, Any]:
+def _build_query_parameter(name: str) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
 
 
-def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
+def _build_post_operation(path: str, body: type[BaseModel], name: str, summary: str, stream: str) -> dict[str, Any]:
     schema = {"application/json": {"schema": {"$ref": _REF.format(model=body.__name__)}}}
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
         answer[stream] = {"schema": {"type": "string"}}
-    operation = _operation(path, name, summary, "the answer", _POSTED, answer)
+    operation = _build_operation(path, name, summary, "the answer", _POSTED, answer)
     return operation | {"requestBody": {"required": True, "content": schema}}
 
 
-def openapi_schemas() -> dict[str, Any]:
+def build_openapi_schemas() -> dict[str, Any]:
     """Return the OpenAPI component schemas, by name, to which the path items refer."""
-    _, found = models_json_schema([(body, "validation") for body in _bodies()], ref_template=_REF)
+    _, found = models_json_schema([(body, "validation") for body in _list_bodies()], ref_template=_REF)
     return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
 
 
-def _bodies() -> list[type[BaseModel]]:
+def _list_bodies() -> list[type[BaseModel]]:
     return [*(about[0] for about in _BODIES.values()), VideoBody]
 
 
-def _operation(
+def _build_operation(
     path: str,
     name: str,
     summary: str,
@@ -283,19 +307,19 @@ def _operation(
     }
 
 
-def _refused(path: str) -> dict[str, Any]:
+def _build_unsupported(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
     why = "Not supported: use `cluster model` to manage models; there are no embeddings"
-    operation = _operation(path, name, why, "never", (*ALWAYS, 501))
+    operation = _build_operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
     return operation
 
 
-def _named(what: str) -> dict[str, Any]:
+def _build_path_parameter(what: str) -> dict[str, Any]:
     return {"name": what, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
-def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
+def _build_health_operation(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": ["status"]}}}
     answers = {"200": {"description": "yes", "content": state}}
     answers |= {str(status): {"description": "no, with the reason", "content": state} for status in bad}

@@ -53,7 +53,7 @@ class Accounting:
     def _record_usage(self, request: ActiveRequest, outcome: Outcome, model: str) -> int:
         """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
         prompt, cached, generated = _get_token_counts(request, outcome)
-        usage = self._usage.of(request.spec.key, model)
+        usage = self._usage.get_totals(request.spec.key, model)
         usage.count(prompt, cached, generated, failed=not isinstance(outcome, Finished))
         self._counters.get_model(model).add_tokens(prompt, cached, generated)
         self._counters.add_key_tokens(request.spec.key, model, prompt + generated)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from router.admission.queue import QueuedRequest
-from router.admission.rate_limits import RateState, probable_tokens
+from router.admission.rate_limits import RateState, estimate_probable_tokens
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.generated_tokens import GeneratedTokens
 from router.dispatch.request import SWAP, Outcome, RequestSpec
@@ -119,7 +119,7 @@ class ActiveRequest:
         self.rates = rates
         self.chain = chain
         self.cached_shares = cached_shares
-        self.estimated_tokens = probable_tokens(spec.demand)
+        self.estimated_tokens = estimate_probable_tokens(spec.demand)
         """Expected tokens of the request, for the share of its key."""
         self.answer: StreamedAnswer | CollectedAnswer = (
             StreamedAnswer() if spec.stream else CollectedAnswer(spec.params.n, spec.params.logprobs)

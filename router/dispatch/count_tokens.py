@@ -8,12 +8,12 @@ import asyncio
 
 from msgspec.structs import replace
 
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_commands import CommandResult
 from router.dispatch.resource_demand import compute_demand
-from router.errors import Problem, failed, from_refused
+from router.errors import Problem, from_failure, from_refused
 from router.placement.cluster_view import NodeView
 from wire.capacity.fairness import WeightedKey
 from wire.frames import CountTokens, Finished, GenerationParams
@@ -27,7 +27,7 @@ _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
-    limits = quotas.limits(key)
+    limits = quotas.get_limits(key)
     request = replace(request, model=dispatcher.intake.resolve_model_name(request.model, limits))
     demand = replace(compute_demand(request.model, request.messages, GenerationParams(), request.tools), choices=0)
     charged = quotas.admit(key, demand, dispatcher.get_time())
@@ -51,7 +51,7 @@ async def _ask_nodes(dispatcher: Dispatcher, request: CountTokens, limits: KeyLi
         if isinstance(ended, Finished):
             return ended.prompt_tokens
         if not isinstance(ended, Refused):
-            return failed(ended.code, ended.message)
+            return from_failure(ended.code, ended.message)
         if ended.code in FINAL - _ELSEWHERE or ended.code is RefusalCode.OVER_SHARE:
             return from_refused(ended)
         why = ended
@@ -73,7 +73,7 @@ async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens
 
 
 def _list_counting_nodes(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
-    nodes = visible(dispatcher.view, limits).nodes
+    nodes = filter_view(dispatcher.view, limits).nodes
     able = [node for node in nodes if model in node.models and not node.models[model].cause]
     return sorted(able, key=lambda node: (not node.models[model].loaded, dispatcher.count_in_flight(node.id)))
 

@@ -284,7 +284,7 @@ class Dispatcher:
         """Return why no request could be served now; empty if one could."""
         if self._closing:
             return STOPPING
-        if len(self.queue) >= self.queue.limit(len(self.view.nodes)):
+        if len(self.queue) >= self.queue.compute_limit(len(self.view.nodes)):
             return f"the queue is full with {len(self.queue)} requests"
         return self.placer.find_outage_reason()
 

@@ -15,24 +15,24 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, credential, session_of
+from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, extract_key, parse_session
 from router.admission.body_intake import BodyIntake
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.dialects.anthropic import api
 from router.dialects.anthropic.api import ANTHROPIC, MessagesRoute
 from router.dialects.ollama import models as ollama_models
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import OLLAMA
-from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES, unsupported_route
+from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES, build_unsupported_route
 from router.dialects.openai import models
 from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
-from router.dialects.openapi import openapi_paths, openapi_schemas
+from router.dialects.openapi import build_openapi_paths, build_openapi_schemas
 from router.dialects.shared.interface import Dialect
 from router.dispatch import count_tokens
 from router.dispatch.dispatcher import Dispatcher
-from router.errors import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
+from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_not_found, build_wrong_method
 from router.http import respond
 from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
 from router.http.sse import Send
@@ -55,7 +55,7 @@ _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
 OLLAMA_PATHS = UNSUPPORTED_ROUTES | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
-__all__ = ["App", "RouterApp", "openapi_paths", "openapi_schemas"]
+__all__ = ["App", "RouterApp", "build_openapi_paths", "build_openapi_schemas"]
 
 
 class RouterApp:
@@ -102,39 +102,39 @@ class RouterApp:
         dialect = self.dialects.get(path)
         if dialect is not None:
             exchange = Exchange(scope, receive, send, dialect.style)
-            await self._counted(exchange, self._generate(exchange, dialect))
+            await self._count_answer(exchange, self._generate(exchange, dialect))
         elif path == MODELS or path.startswith(MODELS + "/"):
             exchange = Exchange(scope, receive, send)
-            await self._counted(exchange, self._models(exchange))
+            await self._count_answer(exchange, self._serve_models(exchange))
         elif path.startswith(RESPONSES + "/"):
             exchange = Exchange(scope, receive, send)
-            await self._counted(exchange, self._kept(exchange))
+            await self._count_answer(exchange, self._serve_stored_response(exchange))
         elif path == COUNT:
             exchange = Exchange(scope, receive, send, ANTHROPIC)
-            await self._counted(exchange, self._count(exchange))
+            await self._count_answer(exchange, self._count_tokens(exchange))
         elif path in OLLAMA_PATHS or path.startswith("/api/blobs/"):
             exchange = Exchange(scope, receive, send, OLLAMA)
-            await self._counted(exchange, self._ollama(exchange))
+            await self._count_answer(exchange, self._serve_ollama(exchange))
         elif path == "/health":
-            await self._health(Exchange(scope, receive, send))
+            await self._serve_health(Exchange(scope, receive, send))
         elif path == "/livez":
-            await self._livez(Exchange(scope, receive, send))
+            await self._serve_livez(Exchange(scope, receive, send))
         else:
             await self._control(scope, receive, send)
 
-    async def _counted(self, exchange: Exchange, answered: Awaitable[None]) -> None:
+    async def _count_answer(self, exchange: Exchange, answered: Awaitable[None]) -> None:
         try:
             await answered
         finally:
             self._counters.count_answer(exchange.status)
 
-    def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-        return allowed(self._keys, exchange, methods, scope)
+    def _authorize(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
+        return authorize(self._keys, exchange, methods, scope)
 
     # generation
 
     async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
-        key = self._allowed(exchange, ("POST",), "infer")
+        key = self._authorize(exchange, ("POST",), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
@@ -144,11 +144,11 @@ class RouterApp:
         if isinstance(parsed, Problem):
             await self._refuse(exchange, key, parsed)
             return
-        jobs = parsed.to_specs(key.id, exchange.request_id, int(self._clock()))
-        session = session_of(exchange.header(SESSION_HEADER))
+        specs = parsed.to_specs(key.id, exchange.request_id, int(self._clock()))
+        session = parse_session(exchange.get_header(SESSION_HEADER))
         if session:
-            jobs = tuple(replace(job, session=session) for job in jobs)
-        await respond.generate(exchange, self._dispatcher, parsed, jobs)
+            specs = tuple(replace(job, session=session) for job in specs)
+        await respond.generate(exchange, self._dispatcher, parsed, specs)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
         """Refuse an invalid request and record it for `cluster explain`."""
@@ -167,12 +167,12 @@ class RouterApp:
                 async with asyncio.timeout(self._settings.body_timeout_seconds):
                     await self._intake.take(key.id, size)
             except TimeoutError:
-                return self._too_many_bytes(size)
+                return self._build_too_many_bytes(size)
             taken = size
             return None
 
         try:
-            body = await exchange.body(self._settings, reserve)
+            body = await exchange.receive_body(self._settings, reserve)
             if not isinstance(body, bytes):
                 return body
             return parse(body) if len(body) <= MAX_INLINE_BYTES else await run_in_worker(partial(parse, body))
@@ -180,7 +180,7 @@ class RouterApp:
             if taken:
                 self._intake.release(key.id, taken)
 
-    def _too_many_bytes(self, size: int) -> Problem:
+    def _build_too_many_bytes(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
         text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
         return Problem(
@@ -189,13 +189,13 @@ class RouterApp:
 
     # other routes
 
-    async def _count(self, exchange: Exchange) -> None:
-        key = self._allowed(exchange, ("POST",), "infer")
+    async def _count_tokens(self, exchange: Exchange) -> None:
+        key = self._authorize(exchange, ("POST",), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
         parsed = await self._read_parsed(
-            exchange, key, partial(api.count, created=int(self._clock()), strict=self._strict)
+            exchange, key, partial(api.parse_count, created=int(self._clock()), strict=self._strict)
         )
         if parsed is None:
             return
@@ -206,84 +206,84 @@ class RouterApp:
         if isinstance(tokens, Problem):
             await self._refuse(exchange, key, tokens)
             return
-        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.named(parsed.ignored))
+        await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.build_ignored_header(parsed.ignored))
 
-    async def _kept(self, exchange: Exchange) -> None:
-        key = self._allowed(exchange, (*_READ, "DELETE"), "infer")
+    async def _serve_stored_response(self, exchange: Exchange) -> None:
+        key = self._authorize(exchange, (*_READ, "DELETE"), "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
         act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
         await exchange.respond(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
 
-    async def _models(self, exchange: Exchange) -> None:
-        if exchange.header(b"anthropic-version") is not None:
+    async def _serve_models(self, exchange: Exchange) -> None:
+        if exchange.get_header(b"anthropic-version") is not None:
             exchange.use_style(ANTHROPIC)
-        key = self._allowed(exchange, _READ, "infer")
+        key = self._authorize(exchange, _READ, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
-        view = visible(self._dispatcher.view, key.limits)
-        one, listing = models.one, models.listing
+        view = filter_view(self._dispatcher.view, key.limits)
+        one, listing = models.get_model, models.list_models
         if exchange.style is ANTHROPIC:
-            one, listing = models.anthropic_one, models.anthropic_listing
+            one, listing = models.get_anthropic_model, models.list_anthropic_models
         await exchange.respond(one(view, name, self._started) if name else listing(view, self._started))
 
-    async def _ollama(self, exchange: Exchange) -> None:
+    async def _serve_ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
         post = path == "/api/show"
         known = path in OLLAMA_PATHS - UNSUPPORTED_ROUTES
-        key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
+        key = self._authorize(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
         elif not known:
-            await exchange.refuse(unsupported_route(path))
+            await exchange.refuse(build_unsupported_route(path))
         elif path == "/api/tags":
-            await exchange.respond(ollama_models.tags(visible(view, key.limits), self._started))
+            await exchange.respond(ollama_models.list_models(filter_view(view, key.limits), self._started))
         elif path == "/api/ps":
-            await exchange.respond(ollama_models.running(visible(view, key.limits)))
+            await exchange.respond(ollama_models.list_loaded_models(filter_view(view, key.limits)))
         elif path == "/api/version":
-            await exchange.respond(ollama_models.version())
+            await exchange.respond(ollama_models.encode_version())
         else:
-            body = await exchange.body(replace(self._settings, max_body_bytes=self._short))
+            body = await exchange.receive_body(replace(self._settings, max_body_bytes=self._short))
             if body is not None:
-                seen = visible(view, key.limits)
+                seen = filter_view(view, key.limits)
                 await exchange.respond(
-                    body if isinstance(body, Problem) else ollama_models.show(seen, body, self._started)
+                    body if isinstance(body, Problem) else ollama_models.show_model(seen, body, self._started)
                 )
 
-    async def _health(self, exchange: Exchange) -> None:
+    async def _serve_health(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:
-            await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
+            await exchange.refuse(build_wrong_method(exchange.method, ", ".join(_READ)))
             return
         why = self._dispatcher.find_outage_reason()
         state: dict[str, object] = {"status": "unavailable" if why else "ok"}
-        presented = credential(exchange.headers)
+        presented = extract_key(exchange.headers)
         if presented is not None and self._keys.is_valid(presented):
             ready = sum(node.state == NodeState.READY for node in self._dispatcher.view.nodes)
             state |= {"reason": why, "nodes_ready": ready, "waiting": len(self._dispatcher.queue)}
         await exchange.answer(json.dumps(state).encode(), 503 if why else 200)
 
-    async def _livez(self, exchange: Exchange) -> None:
+    async def _serve_livez(self, exchange: Exchange) -> None:
         if exchange.method not in _READ:
-            await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
+            await exchange.refuse(build_wrong_method(exchange.method, ", ".join(_READ)))
             return
         await exchange.answer(b'{"status":"ok"}')
 
 
-def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
+def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
     """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403."""
     if exchange.method not in methods:
-        return wrong_method(exchange.method, ", ".join(methods))
-    presented = credential(exchange.headers)
+        return build_wrong_method(exchange.method, ", ".join(methods))
+    presented = extract_key(exchange.headers)
     key = keys.anonymous if presented is None else keys.check(presented)
     if key is None:
         return NO_KEY if presented is None else WRONG_KEY
-    return key if key.allows(scope) else missing_scope(scope)
+    return key if key.allows(scope) else build_missing_scope(scope)
 
 
-async def not_found_app(scope: Scope, receive: Receive, send: Send) -> None:
+async def serve_not_found(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer every path with 404, and complete the lifespan without work. A router without a control app uses this
     app."""
     if scope["type"] == "lifespan":
@@ -294,4 +294,4 @@ async def not_found_app(scope: Scope, receive: Receive, send: Send) -> None:
                 if event["type"] == "lifespan.shutdown":
                     return
     exchange = Exchange(scope, receive, send)
-    await exchange.refuse(not_found(exchange.path))
+    await exchange.refuse(build_not_found(exchange.path))

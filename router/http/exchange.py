@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
 from router.dialects.shared.interface import OPENAI, DialectStyle
-from router.errors import Header, Problem, too_long
+from router.errors import Header, Problem, build_body_too_long
 from router.http.coroutine_driver import CoroutineDriver, Step
 from router.http.sse import Message, Send
 from router.settings import RouterSettings
-from wire.identity import valid_request_id
+from wire.identity import is_valid_request_id
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,18 +41,18 @@ class Exchange:
         self.receive = receive
         self.send = send
         self.style = style
-        self.request_id = _request_id(self.headers)
+        self.request_id = _get_request_id(self.headers)
         self.status = CLIENT_CLOSED
 
     def use_style(self, style: DialectStyle) -> None:
         """Set the dialect of errors, where a header selects it."""
         self.style = style
 
-    def header(self, name: bytes) -> bytes | None:
+    def get_header(self, name: bytes) -> bytes | None:
         """Return the value of a request header by its lower-case name; None if the header is absent."""
         return next((value for known, value in self.headers if known == name), None)
 
-    def named(self) -> list[Header]:
+    def build_id_headers(self) -> list[Header]:
         """Return the headers that carry the id of the request, in the names of the dialect."""
         return [(name, self.request_id.encode()) for name in self.style.names]
 
@@ -63,20 +63,22 @@ class Exchange:
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
         """Send a whole JSON answer; a HEAD request gets only its headers."""
         self.status = status
-        head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.named()]
+        head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.build_id_headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
         """Send a problem as the answer, with `headers` in addition to its own."""
         body = self.style.error(problem, self.request_id)
-        await self.answer(body, problem.status, problem.headers() + (headers or []))
+        await self.answer(body, problem.status, problem.build_headers() + (headers or []))
 
     async def respond(self, found: bytes | Problem) -> None:
         """Send `found`: a JSON body with status 200, or a problem with its status."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
-    async def body(self, settings: RouterSettings, reserve: ReserveBody | None = None) -> bytes | Problem | None:
+    async def receive_body(
+        self, settings: RouterSettings, reserve: ReserveBody | None = None
+    ) -> bytes | Problem | None:
         """Receive the body, within the limits of size and time in `settings`.
 
         Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
@@ -84,14 +86,14 @@ class Exchange:
         problem that `reserve` returns ends the reception and is returned.
         """
         limit = settings.max_body_bytes
-        length = self.header(b"content-length")
+        length = self.get_header(b"content-length")
         if length is not None and not (length.isdigit() and len(length) <= 18 and int(length) <= limit):
-            return too_long(limit)
+            return build_body_too_long(limit)
         size = limit if length is None else int(length)
         body = bytearray()
         try:
             async with asyncio.timeout(settings.body_timeout_seconds) as clock:
-                ended = await _received(self.receive, body, limit, MAX_INLINE_BYTES)
+                ended = await _receive_until(self.receive, body, limit, MAX_INLINE_BYTES)
                 if ended is False:
                     if reserve is not None:
                         clock.reschedule(None)  # the time for a body to arrive does not count its wait for room
@@ -99,31 +101,31 @@ class Exchange:
                         if refused is not None:
                             return refused
                         clock.reschedule(asyncio.get_running_loop().time() + settings.body_timeout_seconds)
-                    ended = await _received(self.receive, body, limit, limit)
+                    ended = await _receive_until(self.receive, body, limit, limit)
                 return bytes(body) if ended is True else ended or None
         except TimeoutError:
             seconds = settings.body_timeout_seconds
             return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
 
 
-def _request_id(headers: list[Header]) -> str:
+def _get_request_id(headers: list[Header]) -> str:
     for name, value in headers:
         if name == b"x-request-id":
             text = value.decode("latin-1")
-            if valid_request_id(text):
+            if is_valid_request_id(text):
                 return text
     return f"{_PROCESS}{next(_numbers):012x}"
 
 
-async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
-    """Read into `body` until its end (True) or beyond `pause` bytes (False); return None when the client left."""
+async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
+    """Receive into `body`. Return True at its end, False beyond `pause` bytes, and None if the client left."""
     while True:
         part = await receive()
         if part["type"] != "http.request":
             return None
         body += part.get("body", b"")
         if len(body) > limit:
-            return too_long(limit)
+            return build_body_too_long(limit)
         if not part.get("more_body", False):
             return True
         if len(body) > pause:
@@ -138,20 +140,20 @@ class DisconnectWatch:
     def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
         self._receive = cast("Callable[[], Step]", receive)
         self._gone = gone
-        self._stepper = CoroutineDriver(self._received)
+        self._stepper = CoroutineDriver(self._handle_message)
         self._stepper.run(self._receive())
 
     def close(self) -> None:
         """Stop watching; `gone` is not called any more."""
-        self._gone = _nothing
+        self._gone = _do_nothing
         self._stepper.close()
 
-    def _received(self, message: Message | None) -> None:
+    def _handle_message(self, message: Message | None) -> None:
         if message is None or message["type"] == "http.disconnect":
             self._gone()
         else:
             self._stepper.run(self._receive())
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return

@@ -15,7 +15,7 @@ from router.dispatch.multi_prompt import MergedRequest, MergedResponse, MergedSt
 from router.dispatch.request import Outcome, RequestSpec
 from router.errors import Header
 from router.http.exchange import DisconnectWatch, Exchange
-from router.http.sse import EventStream, StreamPump, problem_of
+from router.http.sse import EventStream, StreamPump, build_problem
 from router.worker_thread import run_in_worker
 from wire.frames import Finished
 
@@ -26,22 +26,22 @@ Answered = ActiveRequest | MergedRequest
 
 
 async def generate(
-    exchange: Exchange, dispatcher: Dispatcher, parsed: ParsedRequest, jobs: Sequence[RequestSpec]
+    exchange: Exchange, dispatcher: Dispatcher, parsed: ParsedRequest, specs: Sequence[RequestSpec]
 ) -> None:
     """Answer a request with a valid body: submit one request per prompt, and send the combined answer.
 
-    `jobs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
+    `specs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
     request is refused or fails, the answer is the problem.
     """
     requests: list[ActiveRequest] = []
 
-    def let_go() -> None:
+    def close_requests() -> None:
         for request in requests:
             dispatcher.close(request)
 
-    watch = DisconnectWatch(exchange.receive, let_go)
+    watch = DisconnectWatch(exchange.receive, close_requests)
     try:
-        requests += (dispatcher.submit(job) for job in jobs)
+        requests += (dispatcher.submit(job) for job in specs)
         request = requests[0] if len(requests) == 1 else MergedRequest(requests)
         if isinstance(request.answer, StreamedAnswer | MergedStream):
             await _send_stream(exchange, parsed, request, request.answer)
@@ -49,7 +49,7 @@ async def generate(
             await _send_complete(exchange, parsed, request, request.answer)
     finally:
         watch.close()
-        let_go()
+        close_requests()
 
 
 async def _send_complete(
@@ -59,7 +59,7 @@ async def _send_complete(
     if isinstance(outcome, Finished):
         write = partial(parsed.render_complete, request.spec, answer.build_answer(request.fingerprint), outcome)
         body = await run_in_worker(write) if request.spec.params.logprobs else write()
-        await exchange.answer(body, 200, _about(request))
+        await exchange.answer(body, 200, _build_request_headers(request))
     else:
         await _decline(exchange, request, outcome)
 
@@ -77,30 +77,30 @@ async def _send_stream(
     stream = EventStream(exchange.send)
     exchange.begin()
     answer.mark_opened()
-    await stream.open([*exchange.named(), *_about(request)], exchange.style.stream)
-    StreamPump(answer, parsed.chunks(request), stream)
+    await stream.open([*exchange.build_id_headers(), *_build_request_headers(request)], exchange.style.stream)
+    StreamPump(answer, parsed.create_chunk_encoder(request), stream)
     await stream.done
 
 
 async def _decline(exchange: Exchange, request: Answered, outcome: Outcome) -> None:
-    problem = problem_of(outcome)
+    problem = build_problem(outcome)
     if problem is not None:
-        await exchange.refuse(problem, _about(request))
+        await exchange.refuse(problem, _build_request_headers(request))
 
 
-def _about(request: Answered) -> list[Header]:
-    about = [(b"x-macpool-attempts", str(request.attempts).encode()), *optional_headers(request)]
+def _build_request_headers(request: Answered) -> list[Header]:
+    about = [(b"x-macpool-attempts", str(request.attempts).encode()), *build_optional_headers(request)]
     if request.node_name:
         about.insert(0, (b"x-macpool-node", request.node_name.encode("ascii", "replace")))
     return about
 
 
-def optional_headers(request: Answered) -> list[Header]:
+def build_optional_headers(request: Answered) -> list[Header]:
     """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
     rates."""
     if not request.rates:
-        return named(request.spec.ignored)
-    return named(request.spec.ignored) + [
+        return build_ignored_header(request.spec.ignored)
+    return build_ignored_header(request.spec.ignored) + [
         (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
         for rate in request.rates
         for name, value in (
@@ -111,6 +111,6 @@ def optional_headers(request: Answered) -> list[Header]:
     ]
 
 
-def named(ignored: Sequence[str]) -> list[Header]:
+def build_ignored_header(ignored: Sequence[str]) -> list[Header]:
     """Return the header that names the ignored fields and tools of a request; empty if there are none."""
     return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 from router.dialects.shared.interface import EVENTS, Chunks
 from router.dispatch.request import CANCELLED, SLOW, Outcome
-from router.errors import Header, Problem, failed, from_refused
+from router.errors import Header, Problem, from_failure, from_refused
 from router.http.coroutine_driver import CoroutineDriver, Step
 from wire.frames import Delta, Finished
 from wire.refusals import Refused
@@ -29,7 +29,7 @@ class EventSink(Protocol):
 
     busy: bool
 
-    def when_ready(self, then: Callable[[], None]) -> None:
+    def call_when_ready(self, then: Callable[[], None]) -> None:
         """Register `then`, which is called after each delayed push that is not the last."""
         ...
 
@@ -96,10 +96,10 @@ class EventStream:
 
     def __init__(self, send: Send) -> None:
         self._send = cast("Callable[[Message], Step]", send)
-        self._stepper = CoroutineDriver(self._left)
+        self._stepper = CoroutineDriver(self._finish_push)
         self._last = False
         self.busy = False
-        self._ready: Callable[[], None] = _nothing
+        self._ready: Callable[[], None] = _do_nothing
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, headers: list[Header], kind: bytes = EVENTS) -> None:
@@ -127,7 +127,7 @@ class EventStream:
         self._stepper.wait_for(step, future)
         return False
 
-    def when_ready(self, then: Callable[[], None]) -> None:
+    def call_when_ready(self, then: Callable[[], None]) -> None:
         """Register `then`, which is called after each delayed push that is not the last."""
         self._ready = then
 
@@ -135,7 +135,7 @@ class EventStream:
         """End the stream, and abort a delayed push."""
         self._finish()
 
-    def _left(self, _value: object) -> None:
+    def _finish_push(self, _value: object) -> None:
         self.busy = False
         if self._last:
             self._finish()
@@ -147,7 +147,7 @@ class EventStream:
             self.done.set_exception(error)
 
     def _finish(self) -> None:
-        self._ready = _nothing
+        self._ready = _do_nothing
         self._stepper.close()
         if not self.done.done():
             self.done.set_result(None)
@@ -165,7 +165,7 @@ class StreamPump:
         self._stream = stream
         self._opening_sent = False
         self._opening = b""
-        stream.when_ready(self.pump)
+        stream.call_when_ready(self.pump)
         source.attach(self.pump)
         source.set_blocked(False)
         self.pump()
@@ -185,33 +185,33 @@ class StreamPump:
         taken = source.take_deltas()
         if not self._opening_sent and (taken or source.outcome is not None):
             self._opening_sent = True
-            self._opening = self._chunks.opening()
-        events = self._chunks.deltas(taken)
+            self._opening = self._chunks.encode_opening()
+        events = self._chunks.encode_deltas(taken)
         if source.outcome is not None and not source.pending:
-            stream.push(self._opening + events + self._ending(source.outcome), last=True)
+            stream.push(self._opening + events + self._encode_end(source.outcome), last=True)
             source.detach()
             return
         if events and self._opening:
             events = self._opening + events
             self._opening = b""
         if not events and keepalive_due:
-            events = self._chunks.keepalive(source.waits_for)
+            events = self._chunks.encode_keepalive(source.waits_for)
         if events:
             source.set_blocked(not stream.push(events))
 
-    def _ending(self, outcome: Outcome) -> bytes:
+    def _encode_end(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):
-            return self._chunks.closing(outcome)
-        problem = problem_of(outcome)
-        return b"" if problem is None else self._chunks.failing(problem)
+            return self._chunks.encode_end(outcome)
+        problem = build_problem(outcome)
+        return b"" if problem is None else self._chunks.encode_failure(problem)
 
 
-def problem_of(outcome: Outcome) -> Problem | None:
+def build_problem(outcome: Outcome) -> Problem | None:
     """Return the problem to send for an outcome. Return None for a success, or if the client left or does not read."""
     if outcome is CANCELLED or outcome is SLOW or isinstance(outcome, Finished):
         return None
-    return from_refused(outcome) if isinstance(outcome, Refused) else failed(outcome.code, outcome.message)
+    return from_refused(outcome) if isinstance(outcome, Refused) else from_failure(outcome.code, outcome.message)
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS, most_bytes, occupied
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, compute_most_bytes, compute_occupied
 from wire.identity import NodeId
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory, Model
@@ -104,12 +104,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     @property
     def most_bytes(self) -> int:
         """Bytes that the node could give a request that runs alone on it."""
-        return most_bytes(self.memory)
+        return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:
         """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer."""
         memory = self.memory
-        now = occupied(memory)
+        now = compute_occupied(memory)
         reserved = memory.reserved + self.withheld
         predicted = None if now is None else now + reserved + self.need + memory.margin
         return MemoryNumbers(

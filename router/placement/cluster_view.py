@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from wire.capacity.arithmetic import headroom, occupied
+from wire.capacity.arithmetic import compute_headroom, compute_occupied
 from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.report import (
@@ -62,7 +62,7 @@ class NodeView:
     def headroom(self) -> int | None:
         """Headroom of the node in bytes according to its report; None if its memory cannot be read."""
         memory = self.memory
-        return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
+        return compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved)
 
     @property
     def engine_instance(self) -> int:

@@ -25,7 +25,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import place
 from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
-from wire.capacity.arithmetic import most_weights
+from wire.capacity.arithmetic import compute_most_weights
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
@@ -100,7 +100,7 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
         return (0,)
     if code in (None, RefusalCode.NO_ROOM, RefusalCode.UNREADABLE) and (model.loaded or model.loading):
         return (4 if model.loaded else 3, candidate.headroom or 0)
-    if code in _MEMORY and candidate.weights and candidate.weights <= most_weights(candidate.memory):
+    if code in _MEMORY and candidate.weights and candidate.weights <= compute_most_weights(candidate.memory):
         return (2, (candidate.headroom or 0) - candidate.need)
     return (1, candidate.headroom or 0) if code is RefusalCode.LOAD_FAILED else (0,)
 
@@ -111,10 +111,11 @@ def _rewrite_refusal(result: NoPlacement, model: str) -> Refused:
     offers = [candidate for candidate in result.candidates if candidate.model is not None]
     if refused.code not in _MEMORY or not offers:
         return refused
-    best = max(offers, key=lambda candidate: most_weights(candidate.memory))
+    best = max(offers, key=lambda candidate: compute_most_weights(candidate.memory))
+    most = show_size(max(0, compute_most_weights(best.memory)))
     text = (
         f"{model} needs {show_size(best.weights or best.need)} in memory, {best.name} can give "
-        f"{show_size(max(0, most_weights(best.memory)))} at most and has {show_size(best.headroom)} now: use a smaller "
+        f"{most} at most and has {show_size(best.headroom)} now: use a smaller "
         "variant, or raise memory.cap"
     )
     return Refused(refused.code, text, best.build_memory_numbers(), refused.retry_after, best.name)

@@ -1,9 +1,10 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). It
-contains the KV of the prompt and of the expected output for every choice. It also contains the transient of a chunk,
-and the weights of a model that is not loaded. A node is feasible only if all of this holds.
+Theory. `need` is the memory that the request adds on a node. It is a sum
+(`wire.capacity.arithmetic.estimate_request_need`). It contains the KV of the prompt and of the expected output for
+every choice. It also contains the transient of a chunk, and the weights of a model that is not loaded. A node is
+feasible only if all of this holds.
 
 The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
 with a context that is long enough. The node has not refused this request since its last report (`feasibility`).
@@ -52,7 +53,14 @@ from router.placement.policies import POLICIES, Policy
 from router.placement.prefix_affinity import NOWHERE
 from router.placement.refusals import build_refusal
 from router.placement.reservations import ReservationLedger
-from wire.capacity.arithmetic import Fits, headroom, judge, occupied, reading_bytes, request_need
+from wire.capacity.arithmetic import (
+    Fits,
+    compute_headroom,
+    compute_occupied,
+    estimate_request_need,
+    estimate_tokenize_bytes,
+    judge,
+)
 from wire.identity import NodeId
 from wire.refusals import RefusalCode
 
@@ -108,8 +116,8 @@ def evaluate_node(
         return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
     tokens = request.estimate_prompt_tokens(model)
     output = request.estimate_output_tokens(model, tokens)
-    tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
-    need = max(request_need(model, tokens, output, request.choices), tokenizing)
+    tokenizing = estimate_tokenize_bytes(request.prompt_bytes, context=model.context)
+    need = max(estimate_request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
     if weights and node.is_loading(model):
         need, weights = need - weights, 0
@@ -171,8 +179,8 @@ def _compute_overstated_bytes(node: NodeView, ledger: ReservationLedger, correct
     if correction.reported_at != node.reported_at:
         return 0
     memory = node.memory
-    now = occupied(memory)
-    free_bytes = headroom(
+    now = compute_occupied(memory)
+    free_bytes = compute_headroom(
         memory.ceiling, memory.margin, now, memory.reserved + ledger.get_unacknowledged_bytes(node.id)
     )
     return 0 if free_bytes is None else max(0, free_bytes - correction.headroom)

@@ -19,7 +19,7 @@ from router.placement.candidate import (
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.feasibility import exceeds_context
 from router.placement.weights import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS
-from wire.capacity.arithmetic import alone_bytes, can_ever_fit
+from wire.capacity.arithmetic import can_ever_fit, estimate_alone_bytes
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
@@ -144,7 +144,7 @@ def _can_ever_hold(node: NodeView, request: ResourceDemand, trials: AttemptHisto
 def _compute_idle_need(candidate: Candidate, request: ResourceDemand) -> int:
     model = candidate.model
     assert model is not None  # noqa: S101  offers are candidates that serve the model
-    return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
+    return estimate_alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
 
 
 def _choose_counting_node(

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from router.placement.cluster_view import NodeView
 from wire.frames import Report
-from wire.identity import NodeId, valid_model, valid_name
+from wire.identity import NodeId, is_valid_model, is_valid_name
 from wire.report import (
     BatchGroup,
     CacheState,
@@ -81,7 +81,7 @@ def build_node_view(
     """
     return NodeView(
         id=node,
-        name=name if valid_name(name) else str(node),
+        name=name if is_valid_name(name) else str(node),
         state=state,
         cordoned=cordoned,
         reported_at=reported_at,
@@ -121,7 +121,7 @@ def sanitize_video(video: VideoState) -> VideoState:
 
 def _is_possible_package(package: VideoPackage) -> bool:
     return (
-        valid_model(package.name)
+        is_valid_model(package.name)
         and 8 <= package.token_side <= MAX_SIDE
         and 1 <= package.token_frames <= MAX_FRAMES
         and 1 <= package.fps <= MAX_FPS
@@ -271,7 +271,7 @@ def _is_possible_model(model: Model) -> bool:
         *msgspec.structs.astuple(model.forward),
     )
     possible = all(0 <= size <= MAX_BYTES for size in sizes)
-    return valid_model(model.name) and possible and 1 <= model.kv_step <= MAX_KV_STEP
+    return is_valid_model(model.name) and possible and 1 <= model.kv_step <= MAX_KV_STEP
 
 
 def _sanitize_model(model: Model) -> Model:

@@ -12,7 +12,7 @@ from simulation.mac.hardware import ChipCosts
 from simulation.mac.node_memory import NodeMemory
 from simulation.mac.node_models import NodeModels, sum_weights
 from simulation.workload import ConversationTurn
-from wire.capacity.arithmetic import Fits, can_ever_fit, judge, request_need
+from wire.capacity.arithmetic import Fits, can_ever_fit, estimate_request_need, judge
 
 
 class NodeForecast:
@@ -40,7 +40,7 @@ class NodeForecast:
         model = self._models.get(turn.model)
         if model is None:
             return False
-        need = request_need(model.to_report(now), turn.prompt, turn.output)
+        need = estimate_request_need(model.to_report(now), turn.prompt, turn.output)
         need -= model.model.weights if model.loading else 0
         reusable = self._chats.nbytes + sum_weights(self._models.list_idle(model))
         return isinstance(judge(replace(self._memory.read(now), reusable=reusable), need), Fits)

@@ -4,8 +4,8 @@ from node.engine.memory.gate import GateSite
 from simulation.mac.ended_chats import CACHE_SHARE, EndedChat, EndedChats
 from simulation.mac.hardware import BASE, compute_default_cap
 from simulation.mac.node_models import NodeModels, SimulatedModel, sum_weights
-from wire.capacity.arithmetic import Fits, current, default_margin, headroom, judge
-from wire.capacity.batches import row_bytes
+from wire.capacity.arithmetic import Fits, compute_current, compute_default_margin, compute_headroom, judge
+from wire.capacity.batches import compute_row_bytes
 from wire.refusals import Refused
 from wire.report import Memory
 
@@ -19,7 +19,7 @@ class NodeMemory:
         self._models = models
         self._chats = chats
         self._cap = compute_default_cap(total)
-        self._margin = default_margin(self._cap)
+        self._margin = compute_default_margin(self._cap)
         self._leases = 0
         self.highest = 0
         """Highest footprint of all reports."""
@@ -53,9 +53,9 @@ class NodeMemory:
             phys=phys,
             active=active,
             recent=0,
-            current=current(active, phys, 0),
+            current=compute_current(active, phys, 0),
             reserved=reserved,
-            headroom=headroom(ceiling, self._margin, phys, reserved),
+            headroom=compute_headroom(ceiling, self._margin, phys, reserved),
             leases=self._leases,
             bound_by="metal",
             armed=True,
@@ -115,7 +115,7 @@ class NodeMemory:
             return
         self._chats.discard(session)
         size, limit = (
-            row_bytes(model.model.kv, tokens),
+            compute_row_bytes(model.model.kv, tokens),
             int((self._cap - self._models.sum_loaded_bytes()) * CACHE_SHARE),
         )
         if size > limit:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from node.engine.kv.commitments import CommitmentLedger
 from simulation.mac.hardware import Chip, compute_prefill_speed, estimate_step_seconds
 from simulation.scenario import ModelSpec
-from wire.capacity.batches import waste_bytes
+from wire.capacity.batches import compute_waste_bytes
 from wire.report import Model
 from wire.units import parse_size
 
@@ -122,7 +122,7 @@ class NodeModels:
             context=spec.context,
             load_seconds=weights / self._disk,
             expected_output=spec.usual,
-            kv_waste=waste_bytes(self._cap),
+            kv_waste=compute_waste_bytes(self._cap),
         )
         ledger = CommitmentLedger(model.kv)
         self._models[spec.name] = SimulatedModel(spec=spec, model=model, ledger=ledger, chip=self._chip, loaded=loaded)

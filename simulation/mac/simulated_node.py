@@ -21,8 +21,8 @@ from simulation.mac.node_memory import NodeMemory
 from simulation.mac.node_models import NodeModels, SimulatedModel
 from simulation.scenario import ModelSpec, NodeSpec
 from simulation.workload import ConversationTurn
-from wire.capacity.arithmetic import can_ever_fit, judge, request_need
-from wire.frames import Admitted, Cancel, Failed, Finished, Frame, Generate, Refusal, Report, delta_frames
+from wire.capacity.arithmetic import can_ever_fit, estimate_request_need, judge
+from wire.frames import Admitted, Cancel, Failed, Finished, Frame, Generate, Refusal, Report, split_deltas
 from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters, EngineState, Memory
 from wire.units import parse_size
@@ -147,7 +147,9 @@ class SimulatedNode:
         """Check for room after evicting chats and unloading idle models. Return None if there is room, else the
         refusal. Preempted requests come first."""
         model = simulated.to_report(now)
-        need = request_need(model, shape.prompt, shape.answer_tokens) - (model.weights if simulated.loading else 0)
+        need = estimate_request_need(model, shape.prompt, shape.answer_tokens) - (
+            model.weights if simulated.loading else 0
+        )
         if not can_ever_fit(self._memory.read(now), model, shape.prompt, shape.answer_tokens):
             answer = judge(self._memory.read(now), need)
             numbers = answer.numbers if isinstance(answer, Refused) else None
@@ -163,7 +165,7 @@ class SimulatedNode:
         self._chats.use(turn.session)
         (commitment,) = model.ledger.commit(shape.length, 1)
         row = ScriptedRow(choice=0, commitment=commitment)
-        row.end_replay(len(frame.known(0)))
+        row.end_replay(len(frame.get_known_ids(0)))
         sequence = ScriptedSequence(
             request=frame,
             shape=shape,
@@ -213,7 +215,7 @@ class SimulatedNode:
         sequence, turn = request.sequence, request.turn
         unsent = [row.gather(sequence.number) for row in sequence.list_active_rows() if row.produced > row.sent]
         if isinstance(frame, Failed):
-            for deltas in delta_frames(unsent):
+            for deltas in split_deltas(unsent):
                 self._send(deltas)
         self._remove(request, now)
         if isinstance(frame, Finished):

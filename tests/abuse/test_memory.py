@@ -25,7 +25,7 @@ from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.loopback_cluster import a_model
 from tests.support.loop_watch import max_held_seconds, watch_server
 from tests.support.processes import Pool, pool, until
-from wire.codec import encode, fragments
+from wire.codec import encode, split_into_fragments
 from wire.frames import Delta, Deltas, EnrollStart, Finished, Frame, RenewCertificate, Welcome
 from wire.identity import PROTOCOL, parse_token
 from wire.report import BatchGroup
@@ -171,12 +171,12 @@ async def flood(target: Target, frame: Frame | bytes, count: int) -> None:
 
 async def flood_of_reports(target: Target) -> None:
     packed = a_report(models=tuple(a_model(f"m{number}", groups=(BatchGroup(1, 1, 1),) * 80) for number in range(512)))
-    await flood(target, b"".join(fragments(encode(packed), 1)), 200)
+    await flood(target, b"".join(split_into_fragments(encode(packed), 1)), 200)
     await flood(target, encode(a_report(1)), 2_000)
 
 
 async def large_frames(target: Target) -> None:
-    many = b"".join(fragments(encode(a_report(models=tuple(a_model(f"m{n}") for n in range(60_000)))), 1))
+    many = b"".join(split_into_fragments(encode(a_report(models=tuple(a_model(f"m{n}") for n in range(60_000)))), 1))
     await flood(target, many, 3)
     await flood(target, encode(Deltas((Delta(1, 0, (), ((0, ""),) * 64),) * 64)), 2_000)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from router.dispatch.decision_log import MAX_INVALID_KEPT, DecisionLog
-from router.errors import invalid
+from router.errors import build_invalid
 from tests.support.cluster.loopback_cluster import LoopbackNode
 from tests.support.cluster.whole_pool import Served, served, status
 from wire.refusals import RefusalCode, Refused
@@ -98,5 +98,5 @@ def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
         rows = json.loads(ask(pool, "GET", "/api/v1/requests", "metrics")[1])["requests"]
         assert [row["outcome"] for row in rows] == ["ok", *["invalid_request"] * 3]
     for number in range(MAX_INVALID_KEPT + 1):
-        history.record_invalid(float(number), f"r{number}", "k", invalid("no", "x"))
+        history.record_invalid(float(number), f"r{number}", "k", build_invalid("no", "x"))
     assert (len(history.refusals), len(history.records)) == (MAX_INVALID_KEPT, 0)

@@ -28,7 +28,7 @@ from tests.support.cluster.application import Application, application
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.loopback_cluster import a_model
-from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
+from wire.codec import Splitter, WireError, decode, decode_request_number, encode, split_into_fragments
 from wire.frames import (
     TAGS,
     Admitted,
@@ -136,7 +136,7 @@ def _mutated(draw: random.Random, frame: bytes) -> bytes:
                 body += body[at : at + 40]
     length = len(body) if draw.random() < 0.95 else draw.choice((0, 1, len(body) + 3, 2**20, 2**32 - 1))
     whole = length.to_bytes(4, "big") + bytes(body)
-    return b"".join(fragments(whole, draw.randrange(5))) if draw.random() < 0.1 else whole
+    return b"".join(split_into_fragments(whole, draw.randrange(5))) if draw.random() < 0.1 else whole
 
 
 @dataclass
@@ -195,7 +195,7 @@ def _decoded(data: bytes, _: Application) -> None:
         for tag, body in Splitter().feed(data):
             frame = decode(tag, body)
             encode(frame)
-            head_of(body)
+            decode_request_number(body)
     except WireError:
         return
 

@@ -63,7 +63,7 @@ def test_no_guard_makes_a_change_that_an_operator_makes_in_a_listed_function():
 def test_a_guard_is_right_only_when_its_tests_fail_because_of_the_change():
     shared: dict[str, Any] = {
         "property": "",
-        "at": "wire.capacity.arithmetic.current",
+        "at": "wire.capacity.arithmetic.compute_current",
         "tests": ["tests/unit/wire/capacity/test_arithmetic.py"],
     }
     elsewhere: dict[str, Any] = shared | {"tests": ["tests/none.py"]}

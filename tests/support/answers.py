@@ -59,11 +59,11 @@ def streamed(
     """Return the complete text of a stream: its opening, one delta for each piece, and its end."""
     request, job = asked(dialect, stream=True, **body)
     demand = msgspec.structs.replace(job.demand, prompt_tokens=finished.prompt_tokens)
-    chunks = request.chunks(Reading(job, demand))
-    raw = chunks.opening()
+    chunks = request.create_chunk_encoder(Reading(job, demand))
+    raw = chunks.encode_opening()
     for channel, text in said:
-        raw += chunks.deltas([Delta(7, 0, (1,), ((int(channel), text),))])
-    return (raw + (chunks.closing(finished) if broken is None else chunks.failing(broken))).decode()
+        raw += chunks.encode_deltas([Delta(7, 0, (1,), ((int(channel), text),))])
+    return (raw + (chunks.encode_end(finished) if broken is None else chunks.encode_failure(broken))).decode()
 
 
 def events(raw: str) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Memory arithmetic of the project: decide whether an allocation fits on a node.
 
-It defines `current`, `headroom`, `predicted`, the default margin and the memory level. It computes the bytes of decode
+It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of decode
 batches, transients, tokenization, requests and model loads.
 
 The engine's gate, preflight, joins, model loads, video leases and the router's placement all use these functions on the
@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from wire.capacity.batches import choose_batch, row_bytes
+from wire.capacity.batches import choose_batch, compute_row_bytes
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import (
     BatchGroup,
@@ -47,7 +47,7 @@ MIN_PROFILED_MARGIN_SHARE = 0.02
 KV_GROWTH_TOKENS = 64
 """Tokens by which the memory of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048
-"""Tokens of a row in `max_batch`."""
+"""Tokens of a row in `compute_max_batch`."""
 MAX_LOGITS_BYTES = 16 * MIB
 """Maximum bytes of logits in the last forward of a prompt; beyond it, the last token has its own forward."""
 
@@ -68,12 +68,12 @@ UNCHECKED_TOKENIZE_BYTES = MIB
 """Bytes below which tokenization needs no check of the gate; less than every margin."""
 
 
-def default_margin(cap: int) -> int:
+def compute_default_margin(cap: int) -> int:
     """Return the margin in bytes for models without a measured profile: 11.2 % of the cap, 512 MiB to 12 GiB."""
     return max(MIN_MARGIN_BYTES, min(MAX_MARGIN_BYTES, int(cap * MARGIN_SHARE)))
 
 
-def profiled_margin(cap: int, residual: int) -> int:
+def compute_profiled_margin(cap: int, residual: int) -> int:
     """Return the margin in bytes if every loaded model has a profile: 1.13 × `residual`, at least 2 % of the cap.
 
     `residual` is the maximum number of bytes by which a measured forward exceeded its estimate and the KV it wrote.
@@ -81,7 +81,7 @@ def profiled_margin(cap: int, residual: int) -> int:
     return max(int(residual * RESIDUAL_FACTOR), int(cap * MIN_PROFILED_MARGIN_SHARE))
 
 
-def current(active: int, phys: int | None, recent: int) -> int | None:
+def compute_current(active: int, phys: int | None, recent: int) -> int | None:
     """Return the memory in use in bytes: the maximum of MLX's memory, footprint and recent peak.
 
     None if the footprint `phys` could not be read.
@@ -89,51 +89,51 @@ def current(active: int, phys: int | None, recent: int) -> int | None:
     return None if phys is None else max(active, phys, recent)
 
 
-def headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
+def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
     """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
 
-    `now` is the memory in use, as from `current`. None if `now` is None.
+    `now` is the memory in use, as from `compute_current`. None if `now` is None.
     """
     return None if now is None else ceiling - margin - now - reserved
 
 
-def occupied(memory: Memory) -> int | None:
+def compute_occupied(memory: Memory) -> int | None:
     """Return the memory in use in bytes without the reusable bytes of a report; None if the footprint is unknown.
 
     On the node itself `reusable` is 0: the gate may count on these bytes only after they were freed.
     """
-    now = current(memory.active, memory.phys, memory.recent)
+    now = compute_current(memory.active, memory.phys, memory.recent)
     return None if now is None else max(0, now - memory.reusable)
 
 
-def level(memory: Memory) -> MemoryLevel:
-    """Return the memory level: OK if the headroom is at least 0, else OVER_HARD if `excess` > 0, else OVER_SOFT.
+def compute_level(memory: Memory) -> MemoryLevel:
+    """Return the memory level: OK for a headroom of at least 0, OVER_HARD for a positive excess, else OVER_SOFT.
 
     The level is UNKNOWN if the footprint could not be read. It is UNKNOWN instead of OVER_SOFT if the ceiling could not
     be read, because no memory is freed for an unknown number.
     """
-    free_bytes = headroom(
-        memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved
+    free_bytes = compute_headroom(
+        memory.ceiling, memory.margin, compute_current(memory.active, memory.phys, memory.recent), memory.reserved
     )
     if free_bytes is None:
         return MemoryLevel.UNKNOWN
     if free_bytes >= 0:
         return MemoryLevel.OK
-    if excess(memory) > 0:
+    if compute_excess(memory) > 0:
         return MemoryLevel.OVER_HARD
     return MemoryLevel.UNKNOWN if memory.bound_by == UNREADABLE else MemoryLevel.OVER_SOFT
 
 
-def excess(memory: Memory) -> int:
+def compute_excess(memory: Memory) -> int:
     """Return the bytes by which the engine exceeds cap − leases now; negative below that limit.
 
     An unknown footprint counts as 0. The dynamic ceiling is not used because its jitter must not end requests. The
     recent peak is not used because a past peak needs no action.
     """
-    return max(memory.active, memory.phys or 0) - hard_line(memory)
+    return max(memory.active, memory.phys or 0) - compute_hard_limit(memory)
 
 
-def hard_line(memory: Memory) -> int:
+def compute_hard_limit(memory: Memory) -> int:
     """Return cap − leases in bytes, at least 1. An engine that stays above this limit has to end requests."""
     return max(1, memory.cap - memory.leases)
 
@@ -155,10 +155,10 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     is unknown.
     """
     reserved = memory.reserved + unacknowledged
-    now = occupied(memory)
+    now = compute_occupied(memory)
     if not memory.guard:
         return Fits((now or 0) + reserved + estimate, 0)
-    free_bytes = headroom(memory.ceiling, memory.margin, now, reserved)
+    free_bytes = compute_headroom(memory.ceiling, memory.margin, now, reserved)
     predicted = None if now is None else now + reserved + estimate + memory.margin
     if predicted is not None and free_bytes is not None and predicted <= memory.ceiling:
         return Fits(predicted, free_bytes - estimate)
@@ -193,13 +193,13 @@ def exceeds_headroom(memory: Memory, estimate: int) -> bool:
     return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
 
 
-def shed(memory: Memory, over: int) -> Refused:
+def build_shed_refusal(memory: Memory, over: int) -> Refused:
     """Return the refusal for a running request that is preempted or ended, because its node is over its cap − leases.
 
     `over` is the number of bytes above that limit.
     """
-    now = current(memory.active, memory.phys, memory.recent)
-    free_bytes = headroom(memory.ceiling, memory.margin, now, memory.reserved)
+    now = compute_current(memory.active, memory.phys, memory.recent)
+    free_bytes = compute_headroom(memory.ceiling, memory.margin, now, memory.reserved)
     numbers = MemoryNumbers(
         None if now is None else now + memory.reserved + memory.margin,
         memory.ceiling,
@@ -215,7 +215,7 @@ def shed(memory: Memory, over: int) -> Refused:
     return Refused(RefusalCode.NO_ROOM, message, numbers)
 
 
-def prefill_transient(
+def estimate_prefill_transient(
     transient: TransientModel, tokens: int, past: int, *, last: bool = False, grows: bool = True
 ) -> int:
     """Return the transient bytes of a prefill of `tokens` after `past` tokens, without the KV that it writes.
@@ -228,7 +228,7 @@ def prefill_transient(
     return math.ceil(max(layers, transient.fixed + transient.logits * tokens) if last else layers)
 
 
-def step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
+def estimate_step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
     """Return the transient bytes of a decode step of a padded batch, whose longest row has `longest` tokens.
 
     `grows`: the caches are full and are copied to grow, two layers at once (measured: up to 1.6). Most steps do not
@@ -241,7 +241,7 @@ def step_transient(transient: TransientModel, rows: int, longest: int, *, grows:
     return math.ceil(transient.step_fixed + rows * transient.step_row + seen * each)
 
 
-def tail(transient: TransientModel) -> int:
+def compute_last_chunk_tokens(transient: TransientModel) -> int:
     """Return the maximum tokens of the last forward of a prompt.
 
     That forward computes the logits of all its tokens, which may take `MAX_LOGITS_BYTES`.
@@ -249,7 +249,7 @@ def tail(transient: TransientModel) -> int:
     return max(1, int(MAX_LOGITS_BYTES / max(transient.logits, 1.0)))
 
 
-def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+def estimate_request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
     """Return the highest transient bytes of a forward of this model while the request runs, with `choices` answers.
 
     Counted are the smallest prefill chunk at the start and at the end of the prompt, and a decode step of each batch. A
@@ -257,10 +257,12 @@ def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choi
     requests therefore do not add up.
     """
     length = prompt_tokens + output_tokens
-    return _highest(model, prompt_tokens, length, choices, choose_batch(model.groups, length, model.kv)[0])
+    return _estimate_highest_transient(
+        model, prompt_tokens, length, choices, choose_batch(model.groups, length, model.kv)[0]
+    )
 
 
-def _highest(model: Model, prompt: int, length: int, choices: int, best: BatchGroup | None) -> int:
+def _estimate_highest_transient(model: Model, prompt: int, length: int, choices: int, best: BatchGroup | None) -> int:
     """Return the highest transient after the first row joined its `best` batch and the other rows formed a new batch.
 
     A batch wider than the measured ones is charged with `Model.uncovered`, by which the margin was narrowed.
@@ -268,25 +270,25 @@ def _highest(model: Model, prompt: int, length: int, choices: int, best: BatchGr
     transient, highest = model.forward, model.transient
     if transient.floor and prompt:
         chunk = min(prompt, transient.floor)
-        end = min(chunk, tail(transient))
+        end = min(chunk, compute_last_chunk_tokens(transient))
         highest = max(
             highest,
-            prefill_transient(transient, chunk, prompt - chunk),
-            prefill_transient(transient, end, prompt - end, last=True),
+            estimate_prefill_transient(transient, chunk, prompt - chunk),
+            estimate_prefill_transient(transient, end, prompt - end, last=True),
         )
     for group in model.groups:
         if group is best:
-            step = step_transient(transient, group.rows + 1, max(group.longest, length))
+            step = estimate_step_transient(transient, group.rows + 1, max(group.longest, length))
         else:
-            step = step_transient(transient, group.rows, group.longest)
+            step = estimate_step_transient(transient, group.rows, group.longest)
         highest = max(highest, step)
     own = choices if best is None else choices - 1
-    highest = max(highest, step_transient(transient, own, length))
+    highest = max(highest, estimate_step_transient(transient, own, length))
     width = max(own, 0 if best is None else best.rows + 1)
     return highest + model.uncovered if model.uncovered and width > model.covered_rows else highest
 
 
-def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+def estimate_request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
     """Return the bytes that a request needs: KV of all choices, transient, and the weights of a model not loaded.
 
     `output_tokens` are the expected tokens of an answer. Cached prompt tokens count in full because a hit in the prefix
@@ -295,12 +297,14 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
     kv, length = model.kv, prompt_tokens + output_tokens
     best, rows = choose_batch(model.groups, length, kv)
     if choices > 1:
-        rows += (choices - 1) * row_bytes(kv, length)
-    highest = _highest(model, prompt_tokens, length, choices, best)
+        rows += (choices - 1) * compute_row_bytes(kv, length)
+    highest = _estimate_highest_transient(model, prompt_tokens, length, choices, best)
     return rows + highest + (0 if model.loaded else model.weights)
 
 
-def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
+def estimate_tokenize_bytes(
+    text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0
+) -> int:
     """Return the transient bytes of tokenizing `text` bytes; 0 if they are at most UNCHECKED_TOKENIZE_BYTES.
 
     `files` is the size of the tokenizer's files in bytes. `loads`: the tokenizer is loaded first. `guides`: its tables
@@ -320,45 +324,49 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
     """Return whether a request would fit on the idle node, with no other model loaded; True without the guard.
 
-    Weights, KV and transient must be within `most_bytes`.
+    Weights, KV and transient must be within `compute_most_bytes`.
     """
     if not memory.guard:
         return True
-    return alone_bytes(model, prompt_tokens, output_tokens, choices) <= most_bytes(memory)
+    return estimate_alone_bytes(model, prompt_tokens, output_tokens, choices) <= compute_most_bytes(memory)
 
 
-def most_bytes(memory: Memory) -> int:
+def compute_most_bytes(memory: Memory) -> int:
     """Return the maximum bytes of weights, rows and transients on a node: cap − margin − base of the engine."""
     return memory.cap - memory.margin - memory.base
 
 
-def most_weights(memory: Memory) -> int:
+def compute_most_weights(memory: Memory) -> int:
     """Return the maximum bytes of a model load on a node: cap − base of the engine (see `judge_load`)."""
     return memory.cap - memory.base
 
 
-def alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
+def estimate_alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
     """Return the bytes of a request and its model on the idle node: weights, rows of all choices, transient."""
     alone = replace(model, groups=()) if model.groups else model
-    rows = row_bytes(model.kv, prompt_tokens + output_tokens) * choices
-    return rows + request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights
+    rows = compute_row_bytes(model.kv, prompt_tokens + output_tokens) * choices
+    return rows + estimate_request_transient(alone, prompt_tokens, output_tokens, choices) + model.weights
 
 
-def max_context(memory: Memory, model: Model) -> int:
+def compute_max_context(memory: Memory, model: Model) -> int:
     """Return the maximum tokens of prompt and answer together on the idle node, at most the model's context length.
 
     Return 0 if not even one token fits.
     """
-    return _most(model.context, lambda tokens: alone_bytes(model, tokens - 1, 1) <= most_bytes(memory))
+    return _find_largest(
+        model.context, lambda tokens: estimate_alone_bytes(model, tokens - 1, 1) <= compute_most_bytes(memory)
+    )
 
 
-def max_batch(memory: Memory, model: Model, most: int) -> int:
+def compute_max_batch(memory: Memory, model: Model, most: int) -> int:
     """Return how many rows of usual length (`DEFAULT_ROW_TOKENS`) fit on the idle node, at most `most`."""
     length = min(DEFAULT_ROW_TOKENS, model.context)
-    return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
+    return _find_largest(
+        most, lambda rows: estimate_alone_bytes(model, length - 1, 1, rows) <= compute_most_bytes(memory)
+    )
 
 
-def _most(most: int, fits: Callable[[int], bool]) -> int:
+def _find_largest(most: int, fits: Callable[[int], bool]) -> int:
     """Return the largest number up to `most` for which `fits` is true, by bisection; 0 if there is none."""
     low, high = 0, most
     while low < high:

@@ -10,7 +10,7 @@ WASTE_CAP_SHARE = 0.01
 """Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
 
 
-def row_bytes(kv: KvParameters, tokens: int) -> int:
+def compute_row_bytes(kv: KvParameters, tokens: int) -> int:
     """Return the maximum KV bytes of a row of `tokens` tokens.
 
     A cache grows `step` tokens at a time, and can have room for up to step − 1 unused tokens. A sliding-window cache
@@ -23,17 +23,17 @@ def row_bytes(kv: KvParameters, tokens: int) -> int:
     return row + kv.window_per_token * min(rows, kv.window) if kv.window_per_token else row
 
 
-def waste_bytes(cap: int) -> int:
+def compute_waste_bytes(cap: int) -> int:
     """Return the bytes of padding that a batch may always have, for a cap in bytes (`KvParameters.waste`)."""
     return min(MAX_WASTE_BYTES, int(cap * WASTE_CAP_SHARE))
 
 
-def padded(group: BatchGroup, kv: KvParameters) -> int:
+def compute_padded_bytes(group: BatchGroup, kv: KvParameters) -> int:
     """Return the KV bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
-    return group.rows * row_bytes(kv, group.longest)
+    return group.rows * compute_row_bytes(kv, group.longest)
 
 
-def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
+def can_join(group: BatchGroup, length: int, kv: KvParameters) -> bool:
     """Return whether a row of `length` tokens may join a batch.
 
     The padding must stay within 25 % of the batch, or within `kv.waste` bytes.
@@ -43,10 +43,10 @@ def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
     return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * total
 
 
-def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
+def compute_join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
     """Return the KV bytes that a row of `length` tokens adds, with padding, in the batch where they are fewest.
 
-    The row forms a new batch if it may join none of `groups` (`joinable`).
+    The row forms a new batch if it may join none of `groups` (`can_join`).
     """
     return choose_batch(tuple(groups), length, kv)[1]
 
@@ -54,11 +54,13 @@ def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> i
 def choose_batch(groups: Sequence[BatchGroup], length: int, kv: KvParameters) -> tuple[BatchGroup | None, int]:
     """Return the batch in which a new row adds least (None for a new batch), and the bytes that it adds."""
     if not groups:
-        return None, row_bytes(kv, length)
+        return None, compute_row_bytes(kv, length)
     best, least = None, 0
     for group in groups:
-        if joinable(group, length, kv):
-            grown = (group.rows + 1) * row_bytes(kv, max(group.longest, length)) - padded(group, kv)
+        if can_join(group, length, kv):
+            grown = (group.rows + 1) * compute_row_bytes(kv, max(group.longest, length)) - compute_padded_bytes(
+                group, kv
+            )
             if best is None or grown < least:
                 best, least = group, grown
-    return (None, row_bytes(kv, length)) if best is None else (best, least)
+    return (None, compute_row_bytes(kv, length)) if best is None else (best, least)

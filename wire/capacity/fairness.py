@@ -14,8 +14,9 @@ the lowest number of prefilled tokens divided by weight, counted while other key
 token of an agent during a batch: 324 s without, 87 s with this rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
-requests of the key that holds most for its weight (`preemption_order`). That key keeps at least as much as the waiting
-key then has, so that the shares become more equal and no exchange is reversed. The rule holds for rows and for bytes.
+requests of the key that holds most for its weight (`choose_preemptions`). That key keeps at least as much as the
+waiting key then has, so that the shares become more equal and no exchange is reversed. The rule holds for rows and for
+bytes.
 """
 
 from collections import Counter, deque
@@ -51,7 +52,7 @@ class WaitingRequest(NamedTuple):
     begun: bool = False
 
 
-def service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
+def compute_service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
     """Yield the indices of all waiting requests in the order in which they get rows.
 
     `waiting` is in order of arrival; `taken` are the rows that each key holds. Begun answers come first. Then the key
@@ -80,7 +81,7 @@ class RunningRequest(NamedTuple):
     size: int
 
 
-def preemption_order(key: WeightedKey, need: int, missing: int, holding: Sequence[RunningRequest]) -> list[int]:
+def choose_preemptions(key: WeightedKey, need: int, missing: int, holding: Sequence[RunningRequest]) -> list[int]:
     """Return the indices in `holding` of the requests to preempt for a waiting request of `key`.
 
     The waiting request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests
@@ -114,12 +115,12 @@ class PrefillFairness:
         """Prefilled tokens of each key divided by its weight. A key that returns starts at the current minimum, because
         idle time earns no credit."""
 
-    def has_read(self, owner: WeightedKey, tokens: float) -> None:
+    def count_prefilled(self, owner: WeightedKey, tokens: float) -> None:
         """Count prefilled tokens of a key. Tokens count only while the key has waiting prompts."""
         if owner.name in self._read:
             self._read[owner.name] += owner.load(tokens)
 
-    def next(self, waiting: Sequence[WeightedKey]) -> int:
+    def choose_next(self, waiting: Sequence[WeightedKey]) -> int:
         """Return the index of the prompt to prefill next. `waiting` has the key of each waiting prompt, oldest first.
 
         The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the oldest prompt of the key

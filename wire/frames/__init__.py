@@ -39,7 +39,7 @@ from wire.frames.requests import (
     Timings,
     ToolCall,
     UnloadModel,
-    delta_frames,
+    split_deltas,
 )
 from wire.frames.session import (
     CertificateRenewed,
@@ -122,5 +122,5 @@ __all__ = [
     "ToolCall",
     "UnloadModel",
     "Welcome",
-    "delta_frames",
+    "split_deltas",
 ]

@@ -174,7 +174,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     shared: bool = False
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
 
-    def known(self, choice: int) -> tuple[int, ...]:
+    def get_known_ids(self, choice: int) -> tuple[int, ...]:
         """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""
         return self.resume[choice] if choice < len(self.resume) else ()
 
@@ -267,7 +267,7 @@ class Deltas(Frame, frozen=True, array_like=True, gc=False):
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 
 
-def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
+def split_deltas(deltas: Sequence[Delta]) -> list[Frame]:
     """Return the frames with the deltas of an engine step.
 
     A frame has at most MAX_ROWS_IN_STEP deltas, or one if the texts have more than LONG_CHARACTERS characters in total.

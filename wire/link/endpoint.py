@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from wire.codec import MAX_JOINED_BYTES, MAX_OPEN_MESSAGES, MAX_PLAIN_BYTES, Splitter, WireError, encode, fragments
+from wire.codec import (
+    MAX_JOINED_BYTES,
+    MAX_OPEN_MESSAGES,
+    MAX_PLAIN_BYTES,
+    Splitter,
+    WireError,
+    encode,
+    split_into_fragments,
+)
 from wire.frames import Frame
 
 MAX_BUFFERED_BYTES = 64 * 1024
@@ -74,10 +82,10 @@ class Outbox:
         self._pumping = False
 
     def send(self, frame: Frame) -> None:
-        """Encode a frame and send it as `forward` does. Raise the exceptions of `encode`."""
-        self.forward(encode(frame))
+        """Encode a frame and send it as `send_encoded` does. Raise the exceptions of `encode`."""
+        self.send_encoded(encode(frame))
 
-    def forward(self, encoded: bytes) -> None:
+    def send_encoded(self, encoded: bytes) -> None:
         """Send an encoded frame. A short frame is written at the next `flush`, a long one is queued as pieces.
 
         A frame is long above MAX_PLAIN_BYTES.
@@ -104,11 +112,11 @@ class Outbox:
             self._message += 1
             self._open += 1
             self._open_bytes += size
-            self._queue(self._pieces(encoded, self._message))
+            self._queue(self._split_frame(encoded, self._message))
 
-    def _pieces(self, encoded: bytes, message: int) -> Iterator[bytes]:
+    def _split_frame(self, encoded: bytes, message: int) -> Iterator[bytes]:
         """Yield the pieces of a long frame; after the last one, start queued frames."""
-        yield from fragments(encoded, message)
+        yield from split_into_fragments(encoded, message)
         self._open -= 1
         self._open_bytes -= len(encoded)
         self._begin_waiting()
@@ -221,8 +229,8 @@ class LinkEndpoint:
     """One end of a link as an asyncio protocol.
 
     An endpoint splits received bytes into frames, sends frames through an `Outbox`, and closes the connection on a
-    violation of the protocol. Subclasses override `opened`, `received` and `lost`. `longest_joined` is the maximum of
-    received fragments in progress, in bytes.
+    violation of the protocol. Subclasses override `on_opened`, `on_frame` and `on_lost`. `longest_joined` is the
+    maximum of received fragments in progress, in bytes.
     """
 
     def __init__(self, loop: EventLoop, longest_joined: int = MAX_JOINED_BYTES) -> None:
@@ -236,7 +244,7 @@ class LinkEndpoint:
         self.transport: Transport | None = None
         self.outbox: Outbox | None = None
 
-    def _soon(self, then: Callable[[], None]) -> None:
+    def _call_soon(self, then: Callable[[], None]) -> None:
         """Call a function at the end of this turn; on a busy link at most once in COALESCE_SECONDS."""
         now = self._clock.time()
         self._due = max(self._due, now - IMMEDIATE_WRITES * COALESCE_SECONDS) + COALESCE_SECONDS
@@ -245,22 +253,22 @@ class LinkEndpoint:
         else:
             self._clock.call_at(self._due, then)
 
-    def _patiently(self, then: Callable[[], None]) -> None:
+    def _call_later(self, then: Callable[[], None]) -> None:
         self._clock.call_at(self._clock.time() + ACCOMPANY_SECONDS, then)
 
-    def opened(self) -> None:
+    def on_opened(self) -> None:
         """Handle an opened connection."""
 
-    def received(self, tag: int, body: bytes) -> None:
+    def on_frame(self, tag: int, body: bytes) -> None:
         """Handle a received frame. A WireError raised here closes the connection with its text as the reason."""
         raise NotImplementedError
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Handle the end of the connection; called once. `reason` is a text for the log."""
         raise NotImplementedError
 
     def connection_made(self, transport: Transport) -> None:
-        """Set socket options and small buffers for low latency, create the outbox, and call `opened`."""
+        """Set socket options and small buffers for low latency, create the outbox, and call `on_opened`."""
         self.transport = transport
         transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         connection = transport.get_extra_info("socket")
@@ -270,8 +278,8 @@ class LinkEndpoint:
             if sys.platform == "linux":
                 with suppress(OSError):
                     connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, MAX_RETRANSMIT_MS)
-        self.outbox = Outbox(self._write, self._soon, self._patiently)
-        self.opened()
+        self.outbox = Outbox(self._write, self._call_soon, self._call_later)
+        self.on_opened()
 
     def _write(self, data: bytes) -> None:
         """Write bytes; close the connection if more than MAX_UNSENT_BYTES wait for the peer."""
@@ -285,11 +293,11 @@ class LinkEndpoint:
         self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
-        """Pass each frame in the received bytes to `received`. Abort the connection after a violation of the
+        """Pass each frame in the received bytes to `on_frame`. Abort the connection after a violation of the
         protocol."""
         try:
             for tag, body in self._splitter.feed(data):
-                self.received(tag, body)
+                self.on_frame(tag, body)
         except WireError as error:
             self.abort(f"the peer sent a {error}")
 
@@ -297,11 +305,11 @@ class LinkEndpoint:
         """Close the transport, as asyncio does by default."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop queued frames and call `lost` with the reason."""
+        """Drop queued frames and call `on_lost` with the reason."""
         if self.outbox is not None:
             self.outbox.close()
         ended = "the peer closed the connection" if exc is None else str(exc) or type(exc).__name__
-        self.lost(self._reason or ended)
+        self.on_lost(self._reason or ended)
 
     def pause_writing(self) -> None:
         """Pause long frames, and count unsent bytes of short frames: above MAX_UNSENT_BYTES the connection is
@@ -328,10 +336,10 @@ class LinkEndpoint:
         self.outbox.send(frame)
         return True
 
-    def forward(self, encoded: bytes) -> None:
+    def send_encoded(self, encoded: bytes) -> None:
         """Send an encoded frame; discard it if the connection is not open."""
         if self.outbox is not None and self.open:
-            self.outbox.forward(encoded)
+            self.outbox.send_encoded(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
         """Send a short encoded frame together with the next frame; see `Outbox.send_with_next`."""
@@ -344,7 +352,7 @@ class LinkEndpoint:
             self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
-        """Close the connection after all short frames were sent; discard queued long frames. `lost` gets the reason."""
+        """Close the connection once all short frames are sent; discard queued long frames. `on_lost` gets `reason`."""
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()
@@ -352,7 +360,7 @@ class LinkEndpoint:
             self.transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close the connection immediately and discard unsent bytes. `lost` gets the reason."""
+        """Close the connection immediately and discard unsent bytes. `on_lost` gets the reason."""
         self._reason = reason
         if self.outbox is not None:
             self.outbox.close()

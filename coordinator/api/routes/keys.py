@@ -16,7 +16,7 @@ from coordinator.state.access_admin import LOCAL_KEY_NAME, AccessAdmin, NameTake
 from coordinator.ui.browser_sessions import PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
-from router.errors import NO_KEY, Problem, invalid
+from router.errors import NO_KEY, Problem, build_invalid
 
 MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
@@ -97,7 +97,9 @@ class KeyRoutes:
 
     def _check_key_name(self, name: str, except_key: str = "") -> None:
         if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
-            raise ProblemError(invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name"))
+            raise ProblemError(
+                build_invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name")
+            )
         try:
             self._admin.check_key_name(name, except_key)
         except NameTakenError as error:
@@ -134,7 +136,7 @@ class KeyRoutes:
 
     async def own_key(self) -> dict[str, Any]:
         """Return the calling key without its secret: name, scopes, expiry and limits."""
-        key = self._ring.of(KEY.get())
+        key = self._ring.find_key(KEY.get())
         if key is None:
             raise ProblemError(NO_KEY)
         return {
@@ -155,4 +157,4 @@ def _parse_limits(given: Mapping[str, Any]) -> KeyLimits:
     try:
         return msgspec.convert(given, KeyLimits)
     except msgspec.ValidationError as error:
-        raise ProblemError(invalid(f"limits: {error}", "limits")) from None
+        raise ProblemError(build_invalid(f"limits: {error}", "limits")) from None

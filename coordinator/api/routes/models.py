@@ -13,13 +13,13 @@ from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.request import RequestFailure
-from router.errors import Problem, failed, invalid
+from router.errors import Problem, build_invalid, from_failure
 from router.errors import from_refused as problem_of
 from router.placement.cluster_view import NodeView
-from wire.identity import valid_model
+from wire.identity import is_valid_model
 from wire.refusals import Refused
 
 _COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
@@ -57,7 +57,7 @@ class ModelRoutes:
         name.
         """
         found: dict[str, dict[str, Any]] = {}
-        view = visible(self._nodes.registry.build_view(), limits)
+        view = filter_view(self._nodes.registry.build_view(), limits)
         served = view.get_models()
         for node in view.nodes:
             for model in node.models.values():
@@ -80,7 +80,7 @@ class ModelRoutes:
 
     async def models(self) -> dict[str, Any]:
         """List the models that the key may use, and their state on each node; sizes in bytes."""
-        return {"schema": 1, "models": self.build_rows(self._ring.limits(KEY.get()))}
+        return {"schema": 1, "models": self.build_rows(self._ring.get_limits(KEY.get()))}
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
@@ -110,8 +110,8 @@ class ModelRoutes:
 
 
 def _check_model_name(body: ModelBody) -> str:
-    if not valid_model(body.model):
-        raise ProblemError(invalid("model: this cannot be the name of a model", "model"))
+    if not is_valid_model(body.model):
+        raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
     return body.model
 
 
@@ -125,4 +125,4 @@ def _build_command_answer(
 
 
 def _to_problem(answer: Refused | RequestFailure) -> Problem:
-    return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)
+    return problem_of(answer) if isinstance(answer, Refused) else from_failure(answer.code, answer.message)

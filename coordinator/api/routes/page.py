@@ -15,7 +15,7 @@ from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, PUBLIC_SCOPE,
 from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE_KEY_NAME, BrowserSessions
 from coordinator.ui.live_stream import LiveStream
-from router.admission.api_keys import KeyRing, credential
+from router.admission.api_keys import KeyRing, extract_key
 from router.errors import Problem
 
 
@@ -78,7 +78,7 @@ class PageRoutes:
         The stream sends at most twice per second, and ends when the key expires."""
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
-        presented = credential(request.scope["headers"]) or b""
+        presented = extract_key(request.scope["headers"]) or b""
 
         def is_authorized() -> bool:
             key = self._ring.check(presented)

@@ -73,7 +73,7 @@ class RequestRoutes:
         return {"schema": 1, "requests": self._build_rows(self._traffic.history.list_newest(last))}
 
     def _build_rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
-        names = self._ring.names()
+        names = self._ring.get_names()
         return [
             {**build_record_row(record, self._clock), "key_name": names.get(record.key, f"{record.key} (ended)")}
             for record in records

@@ -8,7 +8,7 @@ from coordinator.cluster.registry import Registry
 from coordinator.video.controller import VideoController
 from coordinator.video.rows import build_lease_row, build_package_rows, build_profile_rows
 from router.admission.api_keys import KeyRing
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.admission.rate_limits import NO_LIMITS
 
 
@@ -29,8 +29,8 @@ class VideoRoutes:
 
     async def video_models(self) -> dict[str, Any]:
         """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
-        controller, limits = self._controller, self._ring.limits(KEY.get()) or NO_LIMITS
-        models = build_package_rows(visible(self._registry.build_view(), limits), controller.profiles)
+        controller, limits = self._controller, self._ring.get_limits(KEY.get()) or NO_LIMITS
+        models = build_package_rows(filter_view(self._registry.build_view(), limits), controller.profiles)
         profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}
         return {
             "schema": 1,

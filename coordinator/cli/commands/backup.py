@@ -39,12 +39,12 @@ def backup(
     The coordinator may run meanwhile. FILE (mode 0600) is written completely or not at all, and replaces an older
     backup. A person who can read FILE controls the cluster: encrypt it, or protect it like a key.
     """
-    from coordinator.backup.backup import BackupError, back_up
+    from coordinator.backup.backup import BackupError, create_backup
 
     passphrase = _read_new_passphrase(passphrase_file) if encrypt or passphrase_file else None
     folder = state or get_default_state()
     try:
-        made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
+        made = create_backup(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
         raise CommandError(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
     summary = {

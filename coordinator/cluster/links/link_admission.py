@@ -12,7 +12,7 @@ from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.member_authentication import MemberAuthentication
 from coordinator.cluster.node_records import NodeRecords
 from coordinator.cluster.registry import Registry
-from wire.bonjour_record import plain
+from wire.bonjour_record import sanitize_text
 from wire.frames import Denied, Hello, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
@@ -79,7 +79,7 @@ class LinkAdmission:
             )
         wall = self._authentication.wall
         if self._fence.is_newer(hello.generation, hello.seal):
-            self._on_superseded(SupersededMark(hello.generation, hello.seal, plain(hello.name), wall()))
+            self._on_superseded(SupersededMark(hello.generation, hello.seal, sanitize_text(hello.name), wall()))
             return Denied(
                 "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
             )

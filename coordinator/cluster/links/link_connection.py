@@ -133,7 +133,7 @@ class Connection(LinkEndpoint):
         self._frames_paused = False
         self._turn_deadline = 0.0
 
-    def opened(self) -> None:
+    def on_opened(self) -> None:
         """Read the peer's identity from its certificate and start the deadline for Hello.
 
         Begin an enrolment if the peer has no certificate and the server admits the connection.
@@ -189,7 +189,7 @@ class Connection(LinkEndpoint):
         self._frames_paused = False
         try:
             for tag, body in self._frames:
-                self.received(tag, body)
+                self.on_frame(tag, body)
                 if time.perf_counter() > self._turn_deadline and not self._refused and self.open and not all_of_them:
                     self._pause_frames()
                     return
@@ -215,7 +215,7 @@ class Connection(LinkEndpoint):
             self._process_frames(all_of_them=True)
         super().connection_lost(exc)
 
-    def received(self, tag: int, body: bytes) -> None:
+    def on_frame(self, tag: int, body: bytes) -> None:
         """Process one frame: Hello or MemberQuery on a new connection, a frame of `FROM_NODES` on a link.
 
         Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Close a
@@ -306,7 +306,7 @@ class Connection(LinkEndpoint):
         if self._deadline is not None:
             self._deadline.cancel()
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Cancel the deadline and the enrolment, and report the end of the connection to the server with its reason."""
         if self._deadline is not None:
             self._deadline.cancel()

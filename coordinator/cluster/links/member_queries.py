@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from coordinator.cluster.member_authentication import MemberAuthentication
-from wire.bonjour_record import plain
+from wire.bonjour_record import sanitize_text
 from wire.frames import Denied, MemberQuery
 from wire.identity import PeerIdentity
 
@@ -35,5 +35,7 @@ class MemberQueries:
         get_content = self._contents.get(query.path)
         if get_content is None:
             paths = ", ".join(sorted(self._contents)) or "nothing yet"
-            return Denied("not_readable", f"a member may read {paths}, not {plain(query.path)[:80]}", final=True)
+            return Denied(
+                "not_readable", f"a member may read {paths}, not {sanitize_text(query.path)[:80]}", final=True
+            )
         return json.dumps(get_content()).encode()

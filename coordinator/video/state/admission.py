@@ -18,10 +18,10 @@ from coordinator.video.state.lease_placement import (
     list_video_models,
 )
 from coordinator.video.state.memory_model import Clip, ClipRefusal, ClipRequest, explain_too_large, plan_clip
-from router.admission.key_scope import visible
-from router.admission.rate_limits import NO_LIMITS, KeyLimits, not_allowed
+from router.admission.key_scope import filter_view
+from router.admission.rate_limits import NO_LIMITS, KeyLimits, refuse_model
 from router.dialects.openai.video_schema import VideoBody
-from router.errors import Problem, from_refused, invalid
+from router.errors import Problem, build_invalid, from_refused
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.node_state import NodeState
 from wire.refusals import MemoryNumbers, RefusalCode
@@ -43,15 +43,15 @@ def admit_clip(
     """Check a video request of an API key with these `limits`. Return the clip to generate, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
-    limits, view = limits or NO_LIMITS, visible(view, limits)
+    limits, view = limits or NO_LIMITS, filter_view(view, limits)
     if body.model is not None and not limits.allows(body.model):
-        return from_refused(not_allowed(body.model, limits))
+        return from_refused(refuse_model(body.model, limits))
     package = _find_package(body, view)
     if isinstance(package, Problem):
         return package
     clip = plan_clip(_to_clip_request(body), settings.limits, package, settings.default_steps)
     if isinstance(clip, ClipRefusal):
-        return invalid(clip.message, clip.param)
+        return build_invalid(clip.message, clip.param)
     return (
         _check_size(view, package, clip, profiles, settings)
         or _check_ready(view, package.name)
@@ -66,11 +66,11 @@ def _find_package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
         if len(known) == 1:
             return next(iter(known.values()))
         which = f"one of {', '.join(sorted(known)[:10])}" if known else "none is in the pool yet"
-        return invalid(f"model: name the model ({which})", "model")
+        return build_invalid(f"model: name the model ({which})", "model")
     if body.model in known:
         return known[body.model]
     if body.model in view.get_models():
-        return invalid(f"the model {body.model!r} makes no videos: ask it at /v1/chat/completions", "model")
+        return build_invalid(f"the model {body.model!r} makes no videos: ask it at /v1/chat/completions", "model")
     causes = [
         f"{node.name}: {package.cause}"
         for node in view.nodes

@@ -13,7 +13,7 @@ from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key, predict_profile
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
-from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
+from wire.capacity.arithmetic import Fits, compute_headroom, compute_most_bytes, compute_occupied, judge
 from wire.node_state import NodeState
 from wire.units import show_size
 from wire.video import VideoPackage
@@ -124,7 +124,7 @@ def rate_node(
 ) -> LeaseCandidate:
     """Rate a node for the lease of a job. `now` and `report_now` are as in `choose_node`."""
     memory, lease = node.memory, table.find_hold(node.id)
-    free_bytes = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
+    free_bytes = compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved) or 0
 
     def build_candidate(readiness: NodeReadiness, why: str) -> LeaseCandidate:
         return LeaseCandidate(node.id, node.name, readiness, f"{node.name}: {why}", free_bytes)
@@ -135,7 +135,9 @@ def rate_node(
             NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
     if not could_fit_unloaded(node, job.size):
-        return build_candidate(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+        return build_candidate(
+            NodeReadiness.NEVER, f"its cap leaves {show_size(compute_most_bytes(memory))} for everything"
+        )
     absent = _explain_absence(node, report_now)
     if absent:
         return build_candidate(NodeReadiness.ABSENT, absent)
@@ -151,7 +153,7 @@ def rate_node(
 
 def could_fit_unloaded(node: NodeView, size: int) -> bool:
     """Return whether a lease of `size` bytes fits on the node without other load. True for a node without a report."""
-    return not node.memory.cap or size <= most_bytes(node.memory)
+    return not node.memory.cap or size <= compute_most_bytes(node.memory)
 
 
 def explain_denial(node: NodeView) -> str:
@@ -195,11 +197,11 @@ def find_nearest_misfit(
         need = get_profile(package, profiles).compute_need(tokens)
         if need <= size and could_fit_unloaded(node, size):
             return None
-        short = max(need - size, size - most_bytes(node.memory))
+        short = max(need - size, size - compute_most_bytes(node.memory))
         why = (
             f"its engine {package.engine or 'unknown'} needs {show_size(need)}"
             if need > size
-            else f"its cap leaves {show_size(most_bytes(node.memory))} for everything"
+            else f"its cap leaves {show_size(compute_most_bytes(node.memory))} for everything"
         )
         reasons.append((short, package, f"{node.name}: {why}"))
     reasons.sort(key=lambda one: one[0])

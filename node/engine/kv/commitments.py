@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from wire.capacity.batches import join_bytes, joinable, padded, row_bytes
+from wire.capacity.batches import can_join, compute_join_bytes, compute_padded_bytes, compute_row_bytes
 from wire.report import BatchGroup, KvParameters
 
 
@@ -72,14 +72,14 @@ class _PaddedGroup:
         own = joined = longest = 0
         for row in self.rows:
             if not row.is_joined:
-                own += row_bytes(kv, row.stored_tokens) + kv.per_token * max(
+                own += compute_row_bytes(kv, row.stored_tokens) + kv.per_token * max(
                     0, row.capacity_tokens - row.stored_tokens - kv.step + 1
                 )
                 continue
             joined += 1
             if row.stored_tokens > longest:
                 longest = row.stored_tokens
-        return own + joined * row_bytes(kv, longest)
+        return own + joined * compute_row_bytes(kv, longest)
 
     def compute_committed_bytes(self, kv: KvParameters) -> int:
         """Return the committed bytes of all rows. Runs before every forward, hence a plain loop."""
@@ -87,7 +87,7 @@ class _PaddedGroup:
         for row in self.rows:
             if row.committed_tokens > longest:
                 longest = row.committed_tokens
-        return len(self.rows) * row_bytes(kv, longest)
+        return len(self.rows) * compute_row_bytes(kv, longest)
 
 
 def _build_group(lengths: list[int]) -> BatchGroup:
@@ -130,7 +130,7 @@ class CommitmentLedger:
 
     def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""
-        return join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
+        return compute_join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * compute_row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Create commitments of `length` tokens for `rows` equal rows, and return them.
@@ -155,7 +155,7 @@ class CommitmentLedger:
     def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
         """Return the bytes of a row's batch after a join of `rows` rows with the written tokens of this row."""
         joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
-        return padded(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
+        return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
     def count_joined_rows(self, row: Commitment) -> int:
         """Return the number of rows that already decode in this row's batch."""
@@ -166,7 +166,7 @@ class CommitmentLedger:
         batch = self._find_batch(row)
         group = batch.to_batch_group()
         longest = max(group.longest, row.committed_tokens + more)
-        return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
+        return compute_padded_bytes(BatchGroup(group.rows, longest), self.kv) - compute_padded_bytes(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
         """Commit `more` tokens for a row. The caller has checked the bytes of `compute_extension_bytes`."""
@@ -184,8 +184,10 @@ class CommitmentLedger:
             self._batches.remove(batch)
 
     def _find_best_batch(self, length: int) -> _PaddedGroup | None:
-        open_ = [batch for batch in self._batches if joinable(batch.to_batch_group(), length, self.kv)]
-        return min(open_, key=lambda batch: join_bytes((batch.to_batch_group(),), length, self.kv), default=None)
+        open_ = [batch for batch in self._batches if can_join(batch.to_batch_group(), length, self.kv)]
+        return min(
+            open_, key=lambda batch: compute_join_bytes((batch.to_batch_group(),), length, self.kv), default=None
+        )
 
     def _find_batch(self, row: Commitment) -> _PaddedGroup:
         return next(batch for batch in self._batches if row in batch.rows)

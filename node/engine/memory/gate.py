@@ -100,7 +100,7 @@ class MemoryGate:
         """
         limits = self._limits or MemoryLimits(0, 0, 0, "")
         phys = reading.phys if reading.is_live(now) else None
-        margin, current = self._compute_margin(limits), arithmetic.current(use.active, phys, use.recent)
+        margin, current = self._compute_margin(limits), arithmetic.compute_current(use.active, phys, use.recent)
         return Memory(
             cap=limits.cap,
             ceiling=limits.ceiling,
@@ -110,7 +110,7 @@ class MemoryGate:
             recent=use.recent,
             current=current,
             reserved=use.reserved,
-            headroom=arithmetic.headroom(limits.ceiling, margin, current, use.reserved),
+            headroom=arithmetic.compute_headroom(limits.ceiling, margin, current, use.reserved),
             leases=limits.leases,
             bound_by=limits.bound_by,
             guard=limits.guard,
@@ -125,7 +125,7 @@ class MemoryGate:
 
     def _compute_margin(self, limits: MemoryLimits) -> int:
         residual = self._residual() if limits.margin_auto else None
-        return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
+        return limits.margin if residual is None else arithmetic.compute_profiled_margin(limits.cap, residual)
 
     def compute_narrowed_bytes(self) -> int:
         """Return the bytes by which measured profiles make the margin smaller than the one from the agent; 0 if they do

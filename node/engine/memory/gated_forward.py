@@ -19,7 +19,7 @@ from node.engine.memory.footprint import MlxPeakTracker, clear_buffers
 from node.engine.memory.gate import GateSite
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.process.interface import CallRecording, Halted, NativeCall, NativeCallKind
-from wire.capacity.arithmetic import excess, shed
+from wire.capacity.arithmetic import build_shed_refusal, compute_excess
 from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters, Memory
 from wire.units import MIB, show_size
@@ -118,18 +118,18 @@ class GatedForwards:
         engine is still above. With the guard off, return None.
         """
         memory = self.read_memory(time.monotonic())
-        if not memory.guard or excess(memory) <= 0:
+        if not memory.guard or compute_excess(memory) <= 0:
             return None
         self.overs += 1
-        if self._give_up_load(shed(memory, excess(memory))):
+        if self._give_up_load(build_shed_refusal(memory, compute_excess(memory))):
             memory = self.read_memory(time.monotonic())
-            if excess(memory) <= 0:
+            if compute_excess(memory) <= 0:
                 return None
         if self._last_check is not None:
             site, estimate, before = self._last_check
             log.warning(
                 "forward above cap",
-                excess=show_size(excess(memory)),
+                excess=show_size(compute_excess(memory)),
                 asked=site.name.lower(),
                 estimate=show_size(estimate),
                 before=show_size(before.phys),
@@ -141,7 +141,7 @@ class GatedForwards:
                 headroom=show_size(before.headroom),
                 pool=show_size(memory.cache),
             )
-        return shed(memory, excess(memory))
+        return build_shed_refusal(memory, compute_excess(memory))
 
     def find_peak_expiry(self) -> float | None:
         """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""

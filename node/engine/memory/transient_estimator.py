@@ -27,7 +27,7 @@ from itertools import pairwise
 from msgspec.structs import replace
 
 from node.engine.memory.least_squares import FitPoint, fit_from_above
-from wire.capacity.arithmetic import prefill_transient, step_transient
+from wire.capacity.arithmetic import estimate_prefill_transient, estimate_step_transient
 from wire.report import TransientModel
 
 MAX_SAMPLES = 32
@@ -173,7 +173,7 @@ class TransientEstimator:
 
         `last`: the forward computes the logits of its tokens. `grows`: the caches have no room and are copied.
         """
-        return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
+        return estimate_prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
     def estimate_packed(self, rows: int, tokens: int) -> int:
         """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens, with the charge
@@ -195,7 +195,7 @@ class TransientEstimator:
     def estimate_step(self, rows: int, longest: int, *, grows: bool = True) -> int:
         """Return the estimated transient bytes of a decode step of `rows` rows padded to `longest` tokens. `grows`: the
         caches have no room and are copied."""
-        return step_transient(self.transient, rows, longest, grows=grows)
+        return estimate_step_transient(self.transient, rows, longest, grows=grows)
 
     def estimate_charged_step(self, rows: int, longest: int) -> int:
         """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs: its transient and the
@@ -270,7 +270,7 @@ class TransientEstimator:
         return self.estimate_prefill(shape[0], shape[1], grows=shape[2])
 
     def _estimate_step_shape(self, shape: Shape) -> int:
-        return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
+        return estimate_step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def set_coefficients(self, transient: TransientModel, highest: int) -> None:
         """Replace the coefficients by those of an earlier fit, until there are enough samples for another fit.
@@ -378,7 +378,7 @@ def _compute_spread(samples: Sequence[Sample], transient: TransientModel) -> flo
     """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
     it."""
     ratios = [
-        prefill_transient(transient, tokens, past, grows=grew) / taken
+        estimate_prefill_transient(transient, tokens, past, grows=grew) / taken
         for (tokens, past, grew), taken in samples
         if taken > 0
     ]

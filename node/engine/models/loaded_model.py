@@ -26,8 +26,8 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_stats import ModelStats, ModelUsage, create_warmed_stats
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import SamplingDefaults, choose_greedily, parse_defaults
-from wire.capacity.arithmetic import prefill_transient, tail
-from wire.capacity.batches import row_bytes
+from wire.capacity.arithmetic import compute_last_chunk_tokens, estimate_prefill_transient
+from wire.capacity.batches import compute_row_bytes
 from wire.report import KvParameters
 from wire.units import MIB
 
@@ -81,7 +81,7 @@ class LoadedModel:
     @property
     def tail(self) -> int:
         """Maximum tokens of a forward that computes logits."""
-        return tail(self.estimator.transient)
+        return compute_last_chunk_tokens(self.estimator.transient)
 
 
 def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
@@ -113,8 +113,8 @@ def load(
         left -= sum(array.nbytes for array in piece)
     yield LoadStep(
         0,
-        prefill_transient(descriptor.forward, WARMUP_TOKENS, 0, last=True)
-        + row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
+        estimate_prefill_transient(descriptor.forward, WARMUP_TOKENS, 0, last=True)
+        + compute_row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
     )
     on_weighed(weights)
     warmth = _warm_up(model)

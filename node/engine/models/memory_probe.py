@@ -17,7 +17,7 @@ from node.engine.models.profile import MemoryProfile, MemoryProfileKey
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import choose_greedily
 from node.memory.sensor import Sensor
-from wire.capacity.batches import row_bytes
+from wire.capacity.batches import compute_row_bytes
 
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
 """Tokens of the first forwards of a probe, each of a separate row."""
@@ -169,7 +169,7 @@ class MemoryProbe:
             if past + tokens > self.reach or not self._measure_chunk(cache, tokens, past):
                 return
             past += tokens
-            self.row_bytes = row_bytes(self.loaded_model.kv, past)
+            self.row_bytes = compute_row_bytes(self.loaded_model.kv, past)
             yield
 
     def _measure_chunk(self, cache: Layers, tokens: int, past: int) -> bool:
@@ -178,7 +178,7 @@ class MemoryProbe:
         expected = loaded_model.stats.pace.estimate_seconds(tokens, past)
         if time.monotonic() + expected > self._ends:
             return False
-        needed = row_bytes(loaded_model.kv, past + tokens) - row_bytes(loaded_model.kv, past)
+        needed = compute_row_bytes(loaded_model.kv, past + tokens) - compute_row_bytes(loaded_model.kv, past)
         if not self.check(needed + estimator.estimate_chunk(tokens, past)):
             return False
         before = measure_extent(cache)
@@ -213,7 +213,7 @@ class MemoryProbe:
             loaded_model.stats.pace.estimate_seconds(tokens, 0)
             + STEPS_PER_SIZE * loaded_model.stats.step_seconds * rows
         )
-        needed = (rows + 1) * row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
+        needed = (rows + 1) * compute_row_bytes(loaded_model.kv, tokens + STEPS_PER_SIZE + 1)
         most = max(
             estimator.estimate_chunk(tokens, 0, last=True), estimator.estimate_step(rows, tokens + STEPS_PER_SIZE)
         )

@@ -41,7 +41,7 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_table import ModelTable
 from node.engine.models.model_unloader import ModelUnloader, fits
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import excess, most_weights
+from wire.capacity.arithmetic import compute_excess, compute_most_weights
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 from wire.state_machine import IllegalEventError
@@ -263,7 +263,7 @@ class ModelManager:
         if after is not None and due.bytes_left:
             self._sizes[load.descriptor.fingerprint] = after.total
         memory = self._memory()
-        if memory.guard and (over := excess(memory)) > 0:
+        if memory.guard and (over := compute_excess(memory)) > 0:
             text = f"loading {load.name} put the engine {show_size(over)} over its cap"
             self.abort_load(Refused(RefusalCode.NO_ROOM, text))
 
@@ -356,13 +356,13 @@ def _refuse_unloadable(descriptor: ModelDescriptor, cause: str) -> Refused:
 def _refuse_too_large(descriptor: ModelDescriptor, need: int, memory: Memory, answer: Refused) -> Refused:
     """Return the refusal of a load that needs `need` bytes: the gate's answer, or that the model is too large for this
     node."""
-    if answer.code is not RefusalCode.NO_ROOM or need <= most_weights(memory):
+    if answer.code is not RefusalCode.NO_ROOM or need <= compute_most_weights(memory):
         return answer
     return Refused(
         RefusalCode.TOO_LARGE,
         (
             f"{descriptor.name} needs {show_size(need)} for its weights, this node can give "
-            f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
+            f"{show_size(max(0, compute_most_weights(memory)))}: use a smaller variant, or raise memory.cap"
         ),
         answer.numbers,
     )

@@ -17,7 +17,7 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_table import ModelTable
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import Fits, exceeds_headroom, hard_line, judge, judge_load
+from wire.capacity.arithmetic import Fits, compute_hard_limit, exceeds_headroom, judge, judge_load
 from wire.report import Memory
 from wire.units import show_size
 
@@ -195,4 +195,4 @@ def fits(memory: Memory, need: int) -> bool:
 def _lacks_only_margin(memory: Memory) -> bool:
     """Return whether only the margin is missing. All held memory then fits under cap − leases, and no other application
     lowers the ceiling below that."""
-    return memory.ceiling >= hard_line(memory) and isinstance(judge_load(memory, 0), Fits)
+    return memory.ceiling >= compute_hard_limit(memory) and isinstance(judge_load(memory, 0), Fits)

@@ -21,7 +21,7 @@ from node.engine.models.context_search import ContextSearchResult, describe_fail
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, build_key
-from wire.capacity.batches import row_bytes
+from wire.capacity.batches import compute_row_bytes
 from wire.report import Hardware
 from wire.units import show_size
 
@@ -173,7 +173,7 @@ class Profiler:
 
         def passes(tokens: int) -> bool:
             transient = loaded_model.estimator.estimate_chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
-            return check(row_bytes(loaded_model.kv, tokens) + transient) and probe.repeat_largest()
+            return check(compute_row_bytes(loaded_model.kv, tokens) + transient) and probe.repeat_largest()
 
         return (yield from search_context(tokens, passes, search=not self._context))
 

@@ -25,7 +25,7 @@ from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
 MAX_MODEL_BYTES = 200
-"""Maximum bytes of a model's name (`wire.identity.valid_model`)."""
+"""Maximum bytes of a model's name (`wire.identity.is_valid_model`)."""
 SLOT_BYTES = 256
 """Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4

@@ -82,8 +82,8 @@ def refuse_too_large(shape: RequestShape, memory: Memory, model: Model) -> Refus
     fit."""
     if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.answer_tokens, shape.choices):
         return None
-    needed = arithmetic.alone_bytes(model, shape.prompt, shape.answer_tokens, shape.choices)
-    holds = max(0, arithmetic.most_bytes(memory))
+    needed = arithmetic.estimate_alone_bytes(model, shape.prompt, shape.answer_tokens, shape.choices)
+    holds = max(0, arithmetic.compute_most_bytes(memory))
     numbers = MemoryNumbers(
         needed + memory.margin,
         memory.cap,

@@ -24,7 +24,7 @@ from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError, To
 from node.engine.text.tokenizer_loader import FILES, load
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import reading_bytes
+from wire.capacity.arithmetic import estimate_tokenize_bytes
 from wire.frames import CountTokens, Finished, Generate, GenerationParams, Refusal
 from wire.refusals import RefusalCode, Refused
 
@@ -87,7 +87,7 @@ class RequestPreparer:
             if self._trials is not None and tokenizer is None
             else 0
         )
-        return trial + reading_bytes(
+        return trial + estimate_tokenize_bytes(
             count_text_bytes(frame),
             files,
             loads=tokenizer is None,

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from node.engine.requests.prepared import PreparedRequest
-from wire.capacity.arithmetic import most_bytes
+from wire.capacity.arithmetic import compute_most_bytes
 from wire.frames import CountTokens, Finished, Generate, Refusal
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory
@@ -80,7 +80,7 @@ def refuse_too_long(frame: Generate | CountTokens, need: int, memory: Memory) ->
 
     `need` is the transient bytes of its tokenization.
     """
-    holds = max(0, most_bytes(memory))
+    holds = max(0, compute_most_bytes(memory))
     if not memory.guard or need <= holds:
         return None
     numbers = MemoryNumbers(

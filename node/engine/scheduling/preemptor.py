@@ -24,7 +24,7 @@ from node.engine.scheduling.rules.preemption import (
     should_preempt,
 )
 from node.engine.scheduling.rules.row_state import RowEvent
-from wire.capacity.batches import row_bytes
+from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.refusals import FailureCode, RefusalCode, Refused
 
@@ -153,7 +153,7 @@ class Preemptor:
 
     def _compute_committed_bytes(self, sequence: Sequence) -> int:
         kv = self._recovery.get_model(sequence).kv
-        return sum(row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
+        return sum(compute_row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
 
     def _preempt_chosen(self, sequence: Sequence, *, keep: bool) -> None:
         """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.

@@ -91,7 +91,7 @@ class PrefillQueue:
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
         """Count prefilled tokens for the fairness between keys."""
-        self._fairness.has_read(prefill.owner, max(0, tokens))
+        self._fairness.count_prefilled(prefill.owner, max(0, tokens))
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
         """Return the tokens of the next chunk, sized by time. The last chunk returns logits: it has at most `tail`

@@ -47,7 +47,7 @@ from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
 from wire.capacity.arithmetic import Fits, exceeds_headroom, judge
-from wire.capacity.batches import row_bytes
+from wire.capacity.batches import compute_row_bytes
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, Memory
 from wire.units import parse_size
@@ -302,7 +302,7 @@ class PrefixCacheManager:
         key, scope = pack(ids), sequence.cache_scope
         if len(ids) < MIN_PREFIX_TOKENS or self._store.covers(loaded_model.name, key, cut=cut, scope=scope):
             return
-        if self._make_room(row_bytes(loaded_model.kv, len(ids))):
+        if self._make_room(compute_row_bytes(loaded_model.kv, len(ids))):
             if cut:
                 self._store.remove_redundant(self._store.find_redundant(loaded_model.name, key, scope))
             self._store_entry(loaded_model, key, batch.extract(row), sequence.prompt_hash, scope)

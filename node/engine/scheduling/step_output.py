@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from node.engine.requests.sequence import Sequence
-from wire.frames import Delta, Finished, Frame, Timings, delta_frames
+from wire.frames import Delta, Finished, Frame, Timings, split_deltas
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class StepOutput:
 
     def drain(self) -> list[Frame]:
         """Return the frames in the order in which they must be sent, and forget them."""
-        frames = [*delta_frames(self.deltas), *self.ends]
+        frames = [*split_deltas(self.deltas), *self.ends]
         self.deltas, self.ends = [], []
         return frames
 

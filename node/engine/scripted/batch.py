@@ -15,7 +15,7 @@ from node.engine.scripted.preemption import BatchMemory, ScriptedPreemptor
 from node.engine.scripted.prefills import PrefillChunk, ScriptedPrefills
 from node.engine.scripted.sequence import ScriptedRow, ScriptedSequence
 from node.engine.scripted.table import ScriptedTable
-from wire.frames import Delta, Frame, delta_frames
+from wire.frames import Delta, Frame, split_deltas
 from wire.refusals import RefusalCode, Refused
 
 
@@ -80,7 +80,7 @@ class ScriptedBatch:
             self._prefills.count_prefilled(one, tokens)
             if not one.left:
                 self._join(one, deltas, ends, now, silent=chunk.packed or self._silent_joins)
-        return [*delta_frames(deltas), *ends, *self._preemptor.drain_ends()]
+        return [*split_deltas(deltas), *ends, *self._preemptor.drain_ends()]
 
     def _join(
         self, sequence: ScriptedSequence, deltas: list[Delta], ends: list[Frame], now: float, *, silent: bool
@@ -137,7 +137,7 @@ class ScriptedBatch:
             if sequence.crashes:
                 self._crash(sequence.number)
             self._decode_sequence(sequence, steps, deltas, ends, now)
-        return [*delta_frames(deltas), *ends]
+        return [*split_deltas(deltas), *ends]
 
     def _decode_sequence(
         self, sequence: ScriptedSequence, steps: int, deltas: list[Delta], ends: list[Frame], now: float
@@ -162,4 +162,4 @@ class ScriptedBatch:
             for row in one.list_active_rows()
             if row.produced > row.sent
         ]
-        return delta_frames(unsent)
+        return split_deltas(unsent)

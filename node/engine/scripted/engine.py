@@ -32,7 +32,7 @@ from node.engine.scripted.costs import EngineCosts, FixedCosts
 from node.engine.scripted.memory import ScriptedMemory
 from node.engine.scripted.requests import ScriptedRequests
 from node.settings import NodeSettings, ScriptedSettings
-from wire.capacity.arithmetic import shed
+from wire.capacity.arithmetic import build_shed_refusal
 from wire.frames import (
     Admitted,
     Cancel,
@@ -239,7 +239,7 @@ class ScriptedEngine:
         newest = self._batch.find_newest()
         if order.level < MemoryLevel.OVER_HARD or newest is None:
             return []
-        refused, delivered = shed(self._memory.read(now), order.excess), newest.delivered
+        refused, delivered = build_shed_refusal(self._memory.read(now), order.excess), newest.delivered
         self._preemptor.drop(newest, now)
         self._memory.restart_peak(now)
         self._sheds += 1

@@ -180,7 +180,7 @@ class ScriptedPrefills:
 
     def count_prefilled(self, sequence: ScriptedSequence, tokens: int) -> None:
         """Count prefilled tokens for the fairness between keys."""
-        self._fairness.has_read(sequence.owner, tokens)
+        self._fairness.count_prefilled(sequence.owner, tokens)
 
 
 def _is_packable(sequence: ScriptedSequence) -> bool:

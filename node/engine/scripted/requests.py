@@ -51,7 +51,7 @@ class ScriptedRequests:
                 stops=StopStrings(request.params.stop),
                 token_source=self._create_token_source(pieces, choice),
             )
-            row.replay(sequence.number, request.known(choice), now, ends=ends, limit=shape.limit)
+            row.replay(sequence.number, request.get_known_ids(choice), now, ends=ends, limit=shape.limit)
             if row.reason:
                 self._ledger.release(row.commitment)
             sequence.rows.append(row)

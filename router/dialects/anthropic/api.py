@@ -3,21 +3,21 @@ frame."""
 
 from typing import NamedTuple
 
-from router.dialects.anthropic.messages import messages_of
-from router.dialects.anthropic.response import MessageChunks, error_of, message
+from router.dialects.anthropic.messages import convert_messages
+from router.dialects.anthropic.response import MessageChunks, encode_error, encode_message
 from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
 from router.dialects.shared.conversation import ConversationRequest
-from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import schema_grammar, with_calls
+from router.dialects.shared.field_table import sanitize_names
+from router.dialects.shared.formats import add_call_constraints, convert_schema
 from router.dialects.shared.interface import AnswerReader, DialectStyle
-from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, collect_tools, function
+from router.dialects.shared.template import encode_variables
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, build_function, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Message
 
-ANTHROPIC = DialectStyle(error_of, names=(b"request-id", b"x-request-id"))
+ANTHROPIC = DialectStyle(encode_error, names=(b"request-id", b"x-request-id"))
 
 
 class MessagesRequest(ConversationRequest, frozen=True, gc=False):
@@ -27,9 +27,9 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return message(spec, answer, finished, self.thoughts)
+        return encode_message(spec, answer, finished, self.thoughts)
 
-    def chunks(self, reader: AnswerReader) -> MessageChunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> MessageChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return MessageChunks(reader.spec, reader.demand.prompt_tokens or 0, self.thoughts)
 
@@ -45,7 +45,7 @@ class MessagesRoute:
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = MESSAGES.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
+        return found if isinstance(found, Problem) else _build_request(found.body, found.ignored, strict=self._strict)
 
 
 class CountRequest(NamedTuple):
@@ -55,7 +55,7 @@ class CountRequest(NamedTuple):
     ignored: tuple[str, ...]
 
 
-def count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
+def parse_count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
     """Parse the body of `/v1/messages/count_tokens`. Return the request, or a 400 problem.
 
     `created` is in Unix seconds. With `strict`, unknown fields are refused.
@@ -63,20 +63,20 @@ def count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | 
     found = COUNT.read(body, strict=strict)
     if isinstance(found, Problem):
         return found
-    parts = _parts(found.body, strict=strict)
+    parts = _convert_prompt(found.body, strict=strict)
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
     request = CountTokens(0, found.body.model, messages, created, tools.text, template)
-    return CountRequest(request, nameable([*found.ignored, *tools.left_out]))
+    return CountRequest(request, sanitize_names([*found.ignored, *tools.left_out]))
 
 
-def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
-    parts = _parts(body, strict=strict)
+def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
+    parts = _convert_prompt(body, strict=strict)
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    grammar = _grammar(body, tools)
+    grammar = _build_grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar
     params = GenerationParams(
@@ -98,69 +98,71 @@ def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> M
         tools.text,
         template,
         body.session,
-        nameable([*ignored, *tools.left_out]),
+        sanitize_names([*ignored, *tools.left_out]),
         thoughts,
     )
 
 
-def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], ToolSet, str] | Problem:
+def _convert_prompt(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], ToolSet, str] | Problem:
     """Return the parts of the prompt: messages, tools, and the template's variables."""
-    messages = messages_of(body.system, body.messages)
+    messages = convert_messages(body.system, body.messages)
     if isinstance(messages, Problem):
         return messages
-    tools = _tools(body, strict=strict)
+    tools = _collect_tools(body, strict=strict)
     if isinstance(tools, Problem):
         return tools
     effort = body.output_config.effort if body.output_config is not None else None
-    template = variables(
+    template = encode_variables(
         None,
         reasoning_effort=effort,
-        enable_thinking=_thinks(body.thinking),
-        continue_final_message=True if _prefilled(messages) else None,
+        enable_thinking=_get_thinking_switch(body.thinking),
+        continue_final_message=True if _is_prefilled(messages) else None,
     )
     return template if isinstance(template, Problem) else (tuple(messages), tools, template)
 
 
-def _prefilled(messages: list[Message]) -> bool:
+def _is_prefilled(messages: list[Message]) -> bool:
     """Return whether the client has begun the answer: the model then continues it."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
-def _thinks(thinking: ThinkingOptions | None) -> bool | None:
+def _get_thinking_switch(thinking: ThinkingOptions | None) -> bool | None:
     if thinking is None or thinking.type in ("adaptive", "between_tools"):
         return None
     return thinking.type == "enabled"
 
 
-def _grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
+def _build_grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     format_ = body.output_config.format if body.output_config is not None else None
-    form = None if format_ is None else schema_grammar(format_.schema_, "output_config.format.schema")
+    form = None if format_ is None else convert_schema(format_.schema_, "output_config.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
     if choice is not None and (choice.type == "tool") != bool(choice.name):
-        return invalid(
+        return build_invalid(
             "tool_choice.name is required with the type tool, and not allowed with other types", "tool_choice.name"
         )
     word = _WORDS.get("auto" if choice is None else choice.type, "auto")
     named = (choice.name or "") if choice is not None else ""
-    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+    return add_call_constraints(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
 _WORDS = {"any": "required", "tool": "required", "none": "none"}
 
 
-def _tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
+def _collect_tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
     choice = body.tool_choice
     if choice is not None and not body.tools and choice.type != "none":
-        return invalid("tool_choice needs tools: add tools, or leave tool_choice out", "tool_choice")
+        return build_invalid("tool_choice needs tools: add tools, or leave tool_choice out", "tool_choice")
     if not body.tools:
         return NO_TOOLS
-    offered = (_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
+    offered = (_convert_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
     return collect_tools(offered, body.tools, strict=strict, include_text=choice is None or choice.type != "none")
 
 
-def _tool(tool: AnthropicTool) -> OfferedTool:
-    return OfferedTool(function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict))
+def _convert_tool(tool: AnthropicTool) -> OfferedTool:
+    return OfferedTool(
+        build_function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict)
+    )

@@ -20,36 +20,38 @@ from router.dialects.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from router.dialects.shared.strict_json import write
-from router.errors import Problem, invalid
+from router.dialects.shared.strict_json import encode_json
+from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
 MAX_INPUT_CHARS = 1024 * 1024
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
-def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
+def convert_messages(
+    system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]
+) -> list[Message] | Problem:
     """Convert Anthropic's messages to those of a frame, or return a 400 problem with the path of the wrong block.
 
     The system prompt `system` comes first. Neighbours of one role are merged, except tool results.
     """
     messages: list[Message] = []
     if system:
-        messages.append(Message("system", joined(system, _JOINT["system"])))
+        messages.append(Message("system", join_texts(system, _JOINT["system"])))
     for at, message in enumerate(found):
-        for part in _parts(message, f"messages[{at}]"):
+        for part in _convert_blocks(message, f"messages[{at}]"):
             if isinstance(part, Problem):
                 return part
             messages.append(part)
-    return [_merged(role, list(run)) for role, run in _runs(messages)]
+    return [_merge_run(role, list(run)) for role, run in _group_runs(messages)]
 
 
-def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
+def join_texts(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
     """Return the text of a content of text blocks, joined by `joint`; empty without content."""
     return content if isinstance(content, str) else joint.join(block.text for block in content or ())
 
 
-def _runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
+def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
     """Group neighbours of one role; each tool result stays alone."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "tool":
@@ -58,7 +60,7 @@ def _runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
             yield role, run
 
 
-def _merged(role: str, run: list[Message]) -> Message:
+def _merge_run(role: str, run: list[Message]) -> Message:
     """Join the messages of one role in linear time."""
     if len(run) == 1:
         return run[0]
@@ -70,38 +72,40 @@ def _merged(role: str, run: list[Message]) -> Message:
     )
 
 
-def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
+def _convert_blocks(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
     """Yield a message's blocks, each as a message."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
     if sum(isinstance(block, ToolUseBlock) for block in message.content) > MAX_CALLS:
-        yield invalid(f"a message has at most {MAX_CALLS} tool_use blocks", f"{path}.content")
+        yield build_invalid(f"a message has at most {MAX_CALLS} tool_use blocks", f"{path}.content")
         return
     if not message.content:
         yield Message(message.role)
     for at, block in enumerate(message.content):
-        only = _speaker(block)
+        only = _get_required_role(block)
         if only and only != message.role:
-            yield invalid(f"only messages with the role {only} can have {block.type}", f"{path}.content[{at}].type")
+            yield build_invalid(
+                f"only messages with the role {only} can have {block.type}", f"{path}.content[{at}].type"
+            )
             return
-        yield _part(message.role, block, f"{path}.content[{at}]")
+        yield _convert_block(message.role, block, f"{path}.content[{at}]")
 
 
-def _speaker(block: Block) -> str:
+def _get_required_role(block: Block) -> str:
     if isinstance(block, TextBlock):
         return ""
     return "user" if isinstance(block, ToolResultBlock) else "assistant"
 
 
-def _part(role: str, block: Block, path: str) -> Message | Problem:
+def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
     if isinstance(block, TextBlock):
         return Message(role, block.text)
     if isinstance(block, ToolResultBlock):
-        return Message("tool", joined(block.content), tool_call_id=block.tool_use_id)
+        return Message("tool", join_texts(block.content), tool_call_id=block.tool_use_id)
     if isinstance(block, ThinkingBlock):
         return Message(role, reasoning=block.thinking)
     if isinstance(block, ToolUseBlock):
-        text = write(block.input, f"{path}.input", MAX_INPUT_CHARS)
+        text = encode_json(block.input, f"{path}.input", MAX_INPUT_CHARS)
         return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
     return Message(role)

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from router.dialects.shared.interface import comment
-from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
+from router.dialects.shared.interface import encode_comment
+from router.dialects.shared.single_choice import StreamSplitter, assemble_answer, decode_arguments
 from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -35,7 +35,7 @@ _TYPES: dict[int, str] = {
 Block = dict[str, object]
 
 
-def error_of(problem: Problem, request_id: str) -> bytes:
+def encode_error(problem: Problem, request_id: str) -> bytes:
     """Encode an error in Anthropic's shape. Macpool's additional fields are next to its message."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
@@ -44,7 +44,7 @@ def error_of(problem: Problem, request_id: str) -> bytes:
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})
 
 
-def event(kind: str, **parts: object) -> bytes:
+def encode_event(kind: str, **parts: object) -> bytes:
     """Encode one server-sent event of type `kind`, whose data is a JSON object of `parts` and the type."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **parts}))
 
@@ -64,69 +64,71 @@ class MessageChunks:
         self._index = -1
         self._open: Channel | None = None
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a ping, after a comment with the reason of the wait if there is one."""
-        return (comment(why) if why else b"") + event("ping")
+        return (encode_comment(why) if why else b"") + encode_event("ping")
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode the first event: the message without its content."""
-        usage = _usage(self._prompt_tokens, 0, 0)
-        return event("message_start", message=_message(self._spec, [], None, None, usage))
+        usage = _build_usage(self._prompt_tokens, 0, 0)
+        return encode_event("message_start", message=_build_message(self._spec, [], None, None, usage))
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as events of content blocks; may be empty."""
         events = b""
-        for channel, text, call in self._pieces.of(deltas):
+        for channel, text, call in self._pieces.split(deltas):
             if call is not None:
-                events += self._called(call)
+                events += self._encode_call(call)
             elif channel is Channel.CONTENT:
-                events += self._in(channel, {"type": "text", "text": ""})
-                events += self._delta({"type": "text_delta", "text": text})
+                events += self._open_block(channel, {"type": "text", "text": ""})
+                events += self._encode_delta({"type": "text_delta", "text": text})
             elif self._thoughts:
-                events += self._in(channel, {"type": "thinking", "thinking": "", "signature": ""})
-                events += self._delta({"type": "thinking_delta", "thinking": text})
+                events += self._open_block(channel, {"type": "thinking", "thinking": "", "signature": ""})
+                events += self._encode_delta({"type": "thinking_delta", "thinking": text})
         return events
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream: stop reason, usage, and the end of the message."""
-        reason, stop = stop_of(finished, self._pieces.calls)
-        usage = _usage(
+        reason, stop = get_stop_reason(finished, self._pieces.calls)
+        usage = _build_usage(
             finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
         )
-        ended = event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
-        return self._close() + ended + event("message_stop")
+        ended = encode_event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
+        return self._close() + ended + encode_event("message_stop")
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the error event that ends a failed stream."""
-        return b"event: error\ndata: %s\n\n" % error_of(problem, self._spec.request_id)
+        return b"event: error\ndata: %s\n\n" % encode_error(problem, self._spec.request_id)
 
-    def _called(self, call: AnswerToolCall) -> bytes:
+    def _encode_call(self, call: AnswerToolCall) -> bytes:
         """Render a block with a single delta: a call is sent when it is complete."""
-        opening = self._begin(Channel.TOOL_CALL, _use(call, {}))
-        return opening + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
+        opening = self._begin(Channel.TOOL_CALL, _build_tool_use(call, {}))
+        return (
+            opening + self._encode_delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
+        )
 
-    def _in(self, channel: Channel, block: Block) -> bytes:
+    def _open_block(self, channel: Channel, block: Block) -> bytes:
         return b"" if self._open is channel else self._begin(channel, block)
 
     def _begin(self, channel: Channel, block: Block) -> bytes:
         before = self._close()
         self._index += 1
         self._open = channel
-        return before + event("content_block_start", index=self._index, content_block=block)
+        return before + encode_event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, delta: Block) -> bytes:
-        return event("content_block_delta", index=self._index, delta=delta)
+    def _encode_delta(self, delta: Block) -> bytes:
+        return encode_event("content_block_delta", index=self._index, delta=delta)
 
     def _close(self) -> bytes:
         channel, self._open = self._open, None
         if channel is None:
             return b""
         signed = channel is Channel.REASONING
-        before = self._delta({"type": "signature_delta", "signature": SIGNATURE}) if signed else b""
-        return before + event("content_block_stop", index=self._index)
+        before = self._encode_delta({"type": "signature_delta", "signature": SIGNATURE}) if signed else b""
+        return before + encode_event("content_block_stop", index=self._index)
 
 
-def message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
+def encode_message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
     """Encode the whole answer to a request without a stream. Without `thoughts`, reasoning is left out."""
     assembled = assemble_answer(answer)
     content: list[Block] = []
@@ -134,19 +136,19 @@ def message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoug
         content.append({"type": "thinking", "thinking": assembled.reasoning, "signature": SIGNATURE})
     if assembled.content:
         content.append({"type": "text", "text": assembled.content})
-    content += [_use(call, arguments_of(call)) for call in assembled.calls]
-    reason, stop = stop_of(finished, len(assembled.calls))
-    usage = _usage(
+    content += [_build_tool_use(call, decode_arguments(call)) for call in assembled.calls]
+    reason, stop = get_stop_reason(finished, len(assembled.calls))
+    usage = _build_usage(
         finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
     )
-    return msgspec.json.encode(_message(spec, content, reason, stop, usage))
+    return msgspec.json.encode(_build_message(spec, content, reason, stop, usage))
 
 
-def _use(call: AnswerToolCall, given: Block) -> Block:
+def _build_tool_use(call: AnswerToolCall, given: Block) -> Block:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
-def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
+def get_stop_reason(finished: Finished, calls: int) -> tuple[str, str | None]:
     """Return Anthropic's stop reason, and the stop sequence; None if no stop sequence ended the answer.
 
     `calls` is the number of tool calls in the answer.
@@ -160,7 +162,9 @@ def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
     return "tool_use" if calls else "end_turn", None
 
 
-def _message(spec: RequestSpec, content: list[Block], reason: str | None, stop: str | None, usage: Block) -> Block:
+def _build_message(
+    spec: RequestSpec, content: list[Block], reason: str | None, stop: str | None, usage: Block
+) -> Block:
     return {
         "id": f"msg_{spec.request_id}",
         "type": "message",
@@ -173,7 +177,7 @@ def _message(spec: RequestSpec, content: list[Block], reason: str | None, stop: 
     }
 
 
-def _usage(prompt: int, cached: int, output: int, reasoning_tokens: int = 0) -> Block:
+def _build_usage(prompt: int, cached: int, output: int, reasoning_tokens: int = 0) -> Block:
     """Return the token counts: Anthropic's input excludes cached tokens."""
     return {
         "input_tokens": max(0, prompt - cached),

@@ -21,7 +21,7 @@ from router.dialects.shared.common_fields import (
     Tokens,
     TopK,
     TopP,
-    by_type,
+    build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.template import Effort
@@ -120,7 +120,7 @@ Block = Annotated[
     | Annotated[ToolResultBlock, Tag("tool_result_part")]
     | Annotated[ThinkingBlock, Tag("thinking_part")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")],
-    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    build_type_discriminator("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -152,14 +152,14 @@ class AnthropicTool(CacheablePart):
     input_examples: Any = None
 
 
-def _tool_kind(tool: object) -> str:
+def _get_tool_tag(tool: object) -> str:
     kind = cast("dict[str, object]", tool).get("type") if isinstance(tool, dict) else None
     return "foreign_part" if isinstance(kind, str) and kind not in ("", "custom") else "custom_part"
 
 
 AnyTool = Annotated[
     Annotated[AnthropicTool, Tag("custom_part")] | Annotated[ForeignPart, Tag("foreign_part")],
-    Discriminator(_tool_kind),
+    Discriminator(_get_tool_tag),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
-from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, complete_body
+from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, encode_answer
 from router.dialects.ollama.schema import (
     CHAT,
     GENERATE,
@@ -18,17 +18,17 @@ from router.dialects.ollama.schema import (
     OllamaMessage,
 )
 from router.dialects.openai.chat_schema import ChatTool
-from router.dialects.shared.common_fields import stops_of
+from router.dialects.shared.common_fields import list_stops
 from router.dialects.shared.conversation import ConversationRequest
-from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import schema_grammar
+from router.dialects.shared.field_table import sanitize_names
+from router.dialects.shared.formats import convert_schema
 from router.dialects.shared.interface import AnswerReader
-from router.dialects.shared.strict_json import Body, write
-from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_written, collect_tools
+from router.dialects.shared.strict_json import Body, encode_json
+from router.dialects.shared.template import encode_variables
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, clean_function, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand, compute_plain_demand
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import CallConstraint, Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
 MAX_WAITING_CALLS = 2 * MAX_CALLS
@@ -62,9 +62,9 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return complete_body(AnswerShape(spec, self.chat), answer, finished)
+        return encode_answer(AnswerShape(spec, self.chat), answer, finished)
 
-    def chunks(self, reader: AnswerReader) -> OllamaChunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> OllamaChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return OllamaChunks(AnswerShape(reader.spec, self.chat))
 
@@ -82,13 +82,13 @@ class OllamaChatRoute:
         found = CHAT.read(body, strict=self._strict)
         if isinstance(found, Problem):
             return found
-        messages = _messages(found.body.messages)
+        messages = _convert_messages(found.body.messages)
         if isinstance(messages, Problem):
             return messages
-        tools = _tools(found.body, found.fields, strict=self._strict)
+        tools = _collect_tools(found.body, found.fields, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
-        return _request(found.body, messages, tools, found.ignored, strict=self._strict)
+        return _build_request(found.body, messages, tools, found.ignored, strict=self._strict)
 
 
 class OllamaGenerateRoute:
@@ -105,7 +105,7 @@ class OllamaGenerateRoute:
         return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
 
 
-def plain_name(model: str) -> str:
+def strip_latest_tag(model: str) -> str:
     """Return a model's name without `:latest`, which Ollama's clients append to a name without a tag."""
     return model.removesuffix(":latest") or model
 
@@ -114,13 +114,13 @@ def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: boo
     if not body.raw:
         system = [Message("system", body.system)] if body.system else []
         messages = [*system, Message("user", body.prompt)]
-        return _request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
+        return _build_request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
     if body.system:
-        return invalid("system cannot be combined with raw: true: put the system prompt into prompt", "system")
-    return _request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
+        return build_invalid("system cannot be combined with raw: true: put the system prompt into prompt", "system")
+    return _build_request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
 
 
-def _request(
+def _build_request(
     body: OllamaBody,
     messages: list[Message],
     tools: ToolSet,
@@ -130,11 +130,11 @@ def _request(
     chat: bool = True,
     text: str = "",
 ) -> OllamaRequest | Problem:
-    drawn = _params(body.options or {}, strict=strict)
+    drawn = _parse_options(body.options or {}, strict=strict)
     if isinstance(drawn, Problem):
         return drawn
     params, unread = drawn
-    form = schema_grammar(body.format, "format") if isinstance(body.format, dict) else None
+    form = convert_schema(body.format, "format") if isinstance(body.format, dict) else None
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT) if body.format == "json" else form
     if isinstance(grammar, Problem):
         return grammar
@@ -144,10 +144,10 @@ def _request(
         )
     effort = body.think if isinstance(body.think, str) else None
     thinks = body.think if isinstance(body.think, bool) else True if effort else None
-    template = "" if text else variables(None, reasoning_effort=effort, enable_thinking=thinks)
+    template = "" if text else encode_variables(None, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
-    model = plain_name(body.model)
+    model = strip_latest_tag(body.model)
     demand = (
         compute_plain_demand(model, text, (), params) if text else compute_demand(model, messages, params, tools.text)
     )
@@ -162,18 +162,18 @@ def _request(
         template,
         chat=chat,
         text=text,
-        ignored=nameable([*ignored, *unread, *tools.left_out]),
+        ignored=sanitize_names([*ignored, *unread, *tools.left_out]),
     )
 
 
-def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams, list[str]] | Problem:
+def _parse_options(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams, list[str]] | Problem:
     """Return the sampling parameters and the ignored options."""
     found = OPTIONS.parse(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
     drawn = found.body
     if drawn.num_predict == 0:
-        return invalid(
+        return build_invalid(
             "options.num_predict must be at least 1, or -1 for the longest answer that fits", "options.num_predict"
         )
     most = drawn.num_predict
@@ -182,7 +182,7 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
         seed=drawn.seed,
-        stop=stops_of(drawn.stop),
+        stop=list_stops(drawn.stop),
         top_k=None if drawn.top_k is None else max(0, drawn.top_k),
         min_p=drawn.min_p,
         presence_penalty=drawn.presence_penalty or 0.0,
@@ -192,25 +192,27 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams,
     return params, [f"options.{name}" for name in found.ignored]
 
 
-def _tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
+def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
     raw = cast("list[Body]", sent.get("tools") or [])
-    offered = (OfferedTool(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool))
+    offered = (
+        OfferedTool(clean_function(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool)
+    )
     return collect_tools(offered, body.tools, strict=strict)
 
 
-def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
+def _convert_messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
     """Convert the messages. Ollama's calls may lack ids: results are matched to them by name and order."""
     messages: list[Message] = []
     waiting: dict[str, str] = {}
     for at, message in enumerate(found):
-        calls = _calls(message, at)
+        calls = _convert_calls(message, at)
         if isinstance(calls, Problem):
             return calls
         waiting |= {call.id: call.name for call in calls}
         while len(waiting) > MAX_WAITING_CALLS:
             del waiting[next(iter(waiting))]
         name = message.tool_name or message.name or ""
-        answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
+        answers = (message.tool_call_id or _find_answered_call(waiting, name)) if message.role == "tool" else ""
         waiting.pop(answers, None)
         messages.append(
             Message(message.role, message.content or "", name, tuple(calls), answers, message.thinking or "")
@@ -218,16 +220,16 @@ def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
     return messages
 
 
-def _answered(waiting: Mapping[str, str], name: str) -> str:
+def _find_answered_call(waiting: Mapping[str, str], name: str) -> str:
     """Return the id of the first call without a result, of this name if one is given."""
     return next((call for call, called in waiting.items() if not name or called == name), "")
 
 
-def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
+def _convert_calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
     calls: list[ToolCall] = []
     for place, call in enumerate(message.tool_calls or ()):
         path = f"messages[{at}].tool_calls[{place}].function.arguments"
-        text = write(call.function.arguments, path, MAX_TOOLS_BYTES)
+        text = encode_json(call.function.arguments, path, MAX_TOOLS_BYTES)
         if isinstance(text, Problem):
             return text
         calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))

@@ -8,10 +8,10 @@ import hashlib
 
 import msgspec
 
-from router.dialects.ollama.api import plain_name
-from router.dialects.ollama.response import moment
+from router.dialects.ollama.api import strip_latest_tag
+from router.dialects.ollama.response import format_time
 from router.dialects.ollama.schema import SHOW
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from router.placement.cluster_view import ClusterView
 from wire.refusals import RefusalCode
 from wire.report import Model
@@ -24,31 +24,34 @@ NO_TIME = "0001-01-01T00:00:00Z"
 Row = dict[str, object]
 
 
-def version() -> bytes:
+def encode_version() -> bytes:
     """Return the emulated version of Ollama as JSON."""
     return msgspec.json.encode({"version": OLLAMA_VERSION})
 
 
-def tags(view: ClusterView, created: int) -> bytes:
+def list_models(view: ClusterView, created: int) -> bytes:
     """Return every model that a member can serve, as JSON in Ollama's shape. `created` is in Unix seconds."""
     served = view.get_served_models()
-    return msgspec.json.encode({"models": [_row(served[name], modified_at=moment(created)) for name in sorted(served)]})
+    return msgspec.json.encode(
+        {"models": [_build_row(served[name], modified_at=format_time(created)) for name in sorted(served)]}
+    )
 
 
-def running(view: ClusterView) -> bytes:
+def list_loaded_models(view: ClusterView) -> bytes:
     """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of one copy."""
     loaded = view.get_loaded_models()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode(
         {
             "models": [
-                _row(model, size_vram=model.weights, expires_at=NO_TIME, context_length=model.context) for model in rows
+                _build_row(model, size_vram=model.weights, expires_at=NO_TIME, context_length=model.context)
+                for model in rows
             ]
         }
     )
 
 
-def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
+def show_model(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     """Return the model that a body names, as JSON in Ollama's shape. `created` is in Unix seconds.
 
     Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
@@ -56,9 +59,9 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     found = SHOW.read(body)
     if isinstance(found, Problem):
         return found
-    name = plain_name(found.body.model or found.body.name or "")
+    name = strip_latest_tag(found.body.model or found.body.name or "")
     if not name:
-        return invalid("model: Field required", "model")
+        return build_invalid("model: Field required", "model")
     model = view.get_served_models().get(view.resolve_name(name))
     if model is None:
         return Problem(404, RefusalCode.NO_MODEL, f"no node serves the model {name!r}", "model")
@@ -68,27 +71,27 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
             "modelfile": "",
             "parameters": "",
             "template": "",
-            "details": _details(),
+            "details": _build_details(),
             "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
             "capabilities": ["completion", *(["tools"] if "tools" in model.features else [])],
-            "modified_at": moment(created),
+            "modified_at": format_time(created),
         }
     )
 
 
-def _row(model: Model, **more: object) -> Row:
+def _build_row(model: Model, **more: object) -> Row:
     digest = hashlib.sha256((model.fingerprint or model.name).encode()).hexdigest()
     return {
         "name": model.name,
         "model": model.name,
         "size": model.weights,
         "digest": digest,
-        "details": _details(),
+        "details": _build_details(),
         **more,
     }
 
 
-def _details() -> Row:
+def _build_details() -> Row:
     return {
         "parent_model": "",
         "format": "mlx",

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from router.dialects.shared.interface import DialectStyle
-from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
+from router.dialects.shared.single_choice import StreamSplitter, assemble_answer, decode_arguments
 from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -16,7 +16,7 @@ from wire.frames import Channel, Delta, Finished
 Line = dict[str, object]
 
 
-def error_of(problem: Problem, request_id: str) -> bytes:
+def encode_error(problem: Problem, request_id: str) -> bytes:
     """Encode an error in Ollama's shape: a text, with additional fields next to it."""
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
@@ -24,10 +24,10 @@ def error_of(problem: Problem, request_id: str) -> bytes:
     return msgspec.json.encode(error)
 
 
-OLLAMA = DialectStyle(error_of, b"application/x-ndjson")
+OLLAMA = DialectStyle(encode_error, b"application/x-ndjson")
 
 
-def moment(seconds: int) -> str:
+def format_time(seconds: int) -> str:
     """Return Unix seconds as text in Ollama's format (RFC 3339, UTC)."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -39,27 +39,27 @@ class AnswerShape:
     def __init__(self, spec: RequestSpec, chat: bool) -> None:
         self.spec = spec
         self._chat = chat
-        self._about: Line = {"model": spec.demand.model, "created_at": moment(spec.created)}
+        self._about: Line = {"model": spec.demand.model, "created_at": format_time(spec.created)}
 
-    def line(
+    def build_line(
         self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
     ) -> Line:
         """Return a whole answer, or one line of a stream, as a JSON object.
 
-        `end` are the additional fields of a whole answer and of the last line, as from the method `end`.
+        `end` are the additional fields of a whole answer and of the last line, as from `build_end_fields`.
         """
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             message["thinking"] = thinking
-        made = [_call(call) for call in calls]
+        made = [_convert_call(call) for call in calls]
         if made:
             message["tool_calls"] = made
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
-    def end(self, finished: Finished) -> Line:
+    def build_end_fields(self, finished: Finished) -> Line:
         """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds."""
         timings = finished.timings
-        waiting, prefill, decode = map(_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
+        waiting, prefill, decode = map(_to_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"
         return {
             "done": True,
@@ -80,47 +80,51 @@ class OllamaChunks:
         self._shape = shape
         self._pieces = StreamSplitter()
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a line without text, because lines have no comments. `why` is left out."""
-        return _written(self._shape.line(""))
+        return _encode_line(self._shape.build_line(""))
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Return empty bytes, because no bytes precede the first text."""
         return b""
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as one line per text or call; may be empty."""
         lines = b""
-        for channel, text, call in self._pieces.of(deltas):
+        for channel, text, call in self._pieces.split(deltas):
             if call is not None:
-                line = self._shape.line("", calls=(call,))
+                line = self._shape.build_line("", calls=(call,))
             else:
-                line = self._shape.line("", text) if channel is Channel.REASONING else self._shape.line(text)
-            lines += _written(line)
+                line = (
+                    self._shape.build_line("", text) if channel is Channel.REASONING else self._shape.build_line(text)
+                )
+            lines += _encode_line(line)
         return lines
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the last line of a complete stream."""
-        return _written(self._shape.line("", end=self._shape.end(finished)))
+        return _encode_line(self._shape.build_line("", end=self._shape.build_end_fields(finished)))
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the line with the error that ends a failed stream."""
-        return error_of(problem, self._shape.spec.request_id) + b"\n"
+        return encode_error(problem, self._shape.spec.request_id) + b"\n"
 
 
-def complete_body(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
+def encode_answer(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Encode the whole answer to a request without a stream."""
     assembled = assemble_answer(answer)
-    return msgspec.json.encode(shape.line(assembled.content, assembled.reasoning, assembled.calls, shape.end(finished)))
+    return msgspec.json.encode(
+        shape.build_line(assembled.content, assembled.reasoning, assembled.calls, shape.build_end_fields(finished))
+    )
 
 
-def _call(call: AnswerToolCall) -> Line:
-    return {"id": call.id, "function": {"name": call.name, "arguments": arguments_of(call)}}
+def _convert_call(call: AnswerToolCall) -> Line:
+    return {"id": call.id, "function": {"name": call.name, "arguments": decode_arguments(call)}}
 
 
-def _written(line: Line) -> bytes:
+def _encode_line(line: Line) -> bytes:
     return msgspec.json.encode(line) + b"\n"
 
 
-def _nanoseconds(seconds: float) -> int:
+def _to_nanoseconds(seconds: float) -> int:
     return int(max(0.0, seconds) * 1e9) if math.isfinite(seconds) else 0

@@ -23,7 +23,7 @@ from router.dialects.shared.common_fields import (
     Temperature,
     TopK,
     TopP,
-    by_offer,
+    build_tool_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
 
@@ -166,23 +166,23 @@ class OllamaMessage(StrictPart):
     name: Name | None = None
 
 
-def _think_kind(think: object) -> str:
+def _get_think_tag(think: object) -> str:
     return "word_part" if isinstance(think, str) else "switch_part"
 
 
 Think = Annotated[
     Annotated[bool, Tag("switch_part")] | Annotated[Literal["low", "medium", "high"], Tag("word_part")],
-    Discriminator(_think_kind),
+    Discriminator(_get_think_tag),
 ]
 
 
-def _format_kind(form: object) -> str:
+def _get_format_tag(form: object) -> str:
     return "word_part" if isinstance(form, str) else "schema_part"
 
 
 Format = Annotated[
     Annotated[dict[str, Any], Tag("schema_part")] | Annotated[Literal["json", ""], Tag("word_part")],
-    Discriminator(_format_kind),
+    Discriminator(_get_format_tag),
 ]
 
 
@@ -197,7 +197,8 @@ class OllamaBody(StrictPart):
 
 
 OllamaTool = Annotated[
-    Annotated[ChatTool, Tag("function_part")] | Annotated[ForeignPart, Tag("foreign_part")], by_offer("function")
+    Annotated[ChatTool, Tag("function_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("function"),
 ]
 
 

@@ -15,7 +15,7 @@ UNSUPPORTED_ROUTES = frozenset(
 )
 
 
-def unsupported_route(path: str) -> Problem:
+def build_unsupported_route(path: str) -> Problem:
     """Build the 501 problem for an unsupported route of Ollama, with the command to use instead, if there is one."""
     text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
     if path.startswith("/api/embed"):

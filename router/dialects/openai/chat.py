@@ -8,20 +8,28 @@ from functools import lru_cache
 from typing import cast
 
 from router.dialects.openai import chat_fast_parse
-from router.dialects.openai.chat_messages import messages_of
-from router.dialects.openai.chat_response import ChatChunks, completion
+from router.dialects.openai.chat_messages import convert_messages
+from router.dialects.openai.chat_response import ChatChunks, encode_completion
 from router.dialects.openai.chat_schema import CHAT, ChatBody, ChatCustomTool, ChatTool
-from router.dialects.shared.common_fields import ForeignPart, params_of, usage_wanted
+from router.dialects.shared.common_fields import ForeignPart, build_params, parse_stream_options
 from router.dialects.shared.conversation import ConversationRequest
-from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import with_calls
+from router.dialects.shared.field_table import sanitize_names
+from router.dialects.shared.formats import add_call_constraints
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.strict_json import Body
-from router.dialects.shared.template import combine_reasoning, variables
-from router.dialects.shared.tools import NO_TOOLS, ClientTool, OfferedTool, ToolSet, as_written, collect_tools, custom
+from router.dialects.shared.template import combine_reasoning, encode_variables
+from router.dialects.shared.tools import (
+    NO_TOOLS,
+    ClientTool,
+    OfferedTool,
+    ToolSet,
+    build_custom_function,
+    clean_function,
+    collect_tools,
+)
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import Finished, GrammarSpec
 
 MAX_CACHED_TOOLS = 64
@@ -37,9 +45,9 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return completion(spec, answer, finished, self.custom)
+        return encode_completion(spec, answer, finished, self.custom)
 
-    def chunks(self, reader: AnswerReader) -> ChatChunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> ChatChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return ChatChunks(reader.spec, self.custom, reader.fingerprint)
 
@@ -60,14 +68,14 @@ class ChatRoute:
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Parse a body (UTF-8 JSON), or return a 400 problem with the parameter. With `strict`, unknown fields are
     refused."""
-    plain = chat_fast_parse.read(body, plain_tools)
+    plain = chat_fast_parse.read(body, encode_plain_tools)
     if plain is not None:
         return ChatRequest(*plain)
     return parse_wholly(body, strict=strict)
 
 
 @lru_cache(MAX_CACHED_TOOLS)
-def plain_tools(raw: bytes) -> str | None:
+def encode_plain_tools(raw: bytes) -> str | None:
     """Return the text of a body's tools for the model, from their JSON. Results are cached, because agents repeat their
     tools.
 
@@ -82,32 +90,34 @@ def plain_tools(raw: bytes) -> str | None:
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Parse a body like `parse`, but always with the complete parser."""
     found = CHAT.read(body, strict=strict)
-    return found if isinstance(found, Problem) else _request(found.body, found.fields, found.ignored, strict=strict)
+    return (
+        found if isinstance(found, Problem) else _build_request(found.body, found.fields, found.ignored, strict=strict)
+    )
 
 
-def _request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
+def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
     """Build the request; `fields` is the body as JSON."""
-    messages = messages_of(body.messages)
+    messages = convert_messages(body.messages)
     if isinstance(messages, Problem):
         return messages
-    tools = _tools(body, fields, strict=strict)
+    tools = _collect_tools(body, fields, strict=strict)
     if isinstance(tools, Problem):
         return tools
     reasoning_options = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
     effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, reasoning_options)
-    template = variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
+    template = encode_variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
-    include_usage = usage_wanted(body)
+    include_usage = parse_stream_options(body)
     if isinstance(include_usage, Problem):
         return include_usage
-    include_usage = include_usage or (bool(body.stream) and _usage_included(body.usage))
+    include_usage = include_usage or (bool(body.stream) and _has_usage_flag(body.usage))
     if body.top_logprobs and not body.logprobs:
-        return invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    grammar = _grammar(body, tools)
+        return build_invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    grammar = _build_grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar
-    params = params_of(
+    params = build_params(
         body,
         body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=body.top_logprobs or 0 if body.logprobs else None,
@@ -123,38 +133,40 @@ def _request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: 
         tools.text,
         template,
         body.session,
-        nameable([*ignored, *unread, *tools.left_out]),
+        sanitize_names([*ignored, *unread, *tools.left_out]),
         frozenset(tools.origins),
     )
 
 
-def _grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | None:
+def _build_grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
-    form = body.form()
+    form = body.build_grammar()
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
     named = "" if choice is None or isinstance(choice, str) else choice.name
     word = choice if isinstance(choice, str) else "required" if named else "auto"
-    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+    return add_call_constraints(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
+def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
     """Return the tools in their order, without text when there are none or none may be called."""
     if not body.tools:
         return NO_TOOLS
     raw = cast("list[Body]", fields["tools"])
-    offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
+    offered = (_convert_tool(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
     return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
 
 
-def _offered(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
+def _convert_tool(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
     if isinstance(tool, ChatTool):
-        return OfferedTool(as_written(raw), bool(tool.function.strict))
+        return OfferedTool(clean_function(raw), bool(tool.function.strict))
     one = tool.custom
-    return OfferedTool(custom(one.name, one.description, one.format), origin=ClientTool(one.name, custom=True))
+    return OfferedTool(
+        build_custom_function(one.name, one.description, one.format), origin=ClientTool(one.name, custom=True)
+    )
 
 
-def _usage_included(usage: object) -> bool:
+def _has_usage_flag(usage: object) -> bool:
     """Return whether OpenRouter's form of `stream_options.include_usage` is set."""
     return isinstance(usage, dict) and cast("Body", usage).get("include") is True

@@ -110,7 +110,7 @@ def _count_keys(text: bytes) -> int:
     return packed.count(b'":') - packed.count(b'\\":')
 
 
-def _without(body: bytes, part: bytes) -> bytes:
+def _remove_part(body: bytes, part: bytes) -> bytes:
     """Return a body without its tools; the whole body where the tools are not at the first match."""
     at = body.find(part[:_BEGINNING])
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
@@ -133,7 +133,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         text = plain_tools(raw)
         if text is None:
             return None
-        tools, rest = text, _without(body, raw)
+        tools, rest = text, _remove_part(body, raw)
     if found.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
         return None
     options, most = found.stream_options, found.max_completion_tokens
@@ -155,7 +155,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
     keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
     messages = list[Message]()
     for one in found.messages:
-        message = _message(one)
+        message = _convert_message(one)
         if message is None:
             return None
         messages.append(message)
@@ -183,7 +183,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
     return PlainChatBody(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 
 
-def _message(one: _Message) -> Message | None:
+def _convert_message(one: _Message) -> Message | None:
     """Return a message that has only the fields of its role, None for any other."""
     role, content = one.role, one.content
     if role == "tool":

@@ -1,7 +1,8 @@
 """`/v1/chat/completions`: convert deltas and usage to OpenAI's answer, whole or as server-sent events.
 
-The hot path is `ChatChunks.deltas`. The event for a piece of text is a prefix, the text escaped by the C encoder, and a
-suffix. Prefix and suffix are prepared once per choice and channel. Log probabilities and tool calls take a slower path.
+The hot path is `ChatChunks.encode_deltas`. The event for a piece of text is a prefix, the text escaped by the C
+encoder, and a suffix. Prefix and suffix are prepared once per choice and channel. Log probabilities and tool calls take
+a slower path.
 """
 
 import hashlib
@@ -13,9 +14,9 @@ from json.encoder import encode_basestring_ascii
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import MAX_CALLS_SENT, Logprobs, call_of, finish_reason, logprobs_of
-from router.dialects.shared.tools import input_of
+from router.dialects.shared.interface import encode_comment
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, Logprobs, convert_logprobs, get_finish_reason, parse_call
+from router.dialects.shared.tools import decode_input
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
@@ -43,7 +44,7 @@ class ChatChunks:
         self._calls = [0] * choices
         self._head = (
             f'data: {{"id":"chatcmpl-{spec.request_id}","object":"chat.completion.chunk","created":{spec.created},'
-            f'"model":{json.dumps(spec.demand.model)},"system_fingerprint":{json.dumps(system_fingerprint(fingerprint))},'
+            f'"model":{json.dumps(spec.demand.model)},"system_fingerprint":{json.dumps(compute_system_fingerprint(fingerprint))},'
         )
         self._tail = ',"usage":null}\n\n' if spec.include_usage else "}\n\n"
         self._prefixes = {
@@ -53,50 +54,54 @@ class ChatChunks:
         }
         self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a server-sent comment with the reason of the wait."""
-        return comment(why)
+        return encode_comment(why)
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode a chunk with the role for every choice."""
         delta = '{"role":"assistant","content":""}'
-        return "".join(self._choice(choice, delta) for choice in range(self._choices)).encode()
+        return "".join(self._encode_choice(choice, delta) for choice in range(self._choices)).encode()
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as chunks; empty if they hold nothing for a client."""
         prefixes = self._prefixes
         suffix = self._suffix
         events = ""
         for delta in deltas:
             if delta.logprobs:
-                events += self._with_logprobs(delta)
+                events += self._encode_with_logprobs(delta)
                 continue
             for channel, text in delta.pieces:
                 prefix = prefixes.get(delta.choice << _SHIFT | channel)
                 if prefix is None:
-                    events += self._call(delta.choice, channel, text)
+                    events += self._encode_call(delta.choice, channel, text)
                 elif text:
                     events += prefix + encode_basestring_ascii(text) + suffix
         return events.encode()
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
-            self._choice(choice, "{}", reason=f'"{_reason(finished, choice, calls)}"')
+            self._encode_choice(choice, "{}", reason=f'"{_get_finish_reason(finished, choice, calls)}"')
             for choice, calls in enumerate(self._calls)
         )
-        usage = f'{self._head}"choices":[],"usage":{_json(usage_of(finished))}}}\n\n' if self._include_usage else ""
+        usage = (
+            f'{self._head}"choices":[],"usage":{_render_json(build_usage(finished))}}}\n\n'
+            if self._include_usage
+            else ""
+        )
         return (ends + usage).encode() + DONE
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the error event that ends a failed stream; no `[DONE]` follows."""
-        return problem.event(self._request_id)
+        return problem.encode_event(self._request_id)
 
-    def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
+    def _encode_choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
         body = f'"choices":[{{"index":{choice},"delta":{delta},"logprobs":{logprobs},"finish_reason":{reason}}}]'
         return self._head + body + self._tail
 
-    def _with_logprobs(self, delta: Delta) -> str:
+    def _encode_with_logprobs(self, delta: Delta) -> str:
         """Render a delta with log probabilities.
 
         They go with its content, else with its reasoning. Otherwise the text is not final yet or is a tool call, and
@@ -105,7 +110,7 @@ class ChatChunks:
         choice = delta.choice
         if not 0 <= choice < self._choices:
             return ""
-        logprobs = _json(logprobs_of(delta.logprobs, self._top)) if self._logprobs else "null"
+        logprobs = _render_json(convert_logprobs(delta.logprobs, self._top)) if self._logprobs else "null"
         texts = [(_FIELDS[Channel(channel)], text) for channel, text in delta.pieces if text and channel in _FIELDS]
         events = ""
         if logprobs != "null" and not texts:
@@ -113,31 +118,31 @@ class ChatChunks:
         carrier = next((at for at, (field, _) in enumerate(texts) if field == "content"), 0)
         for at, (field, text) in enumerate(texts):
             piece = f'{{"{field}":{encode_basestring_ascii(text)}}}'
-            events += self._choice(choice, piece, logprobs if at == carrier else "null")
-        return events + "".join(self._call(choice, channel, text) for channel, text in delta.pieces)
+            events += self._encode_choice(choice, piece, logprobs if at == carrier else "null")
+        return events + "".join(self._encode_call(choice, channel, text) for channel, text in delta.pieces)
 
-    def _call(self, choice: int, channel: int, piece: str) -> str:
+    def _encode_call(self, choice: int, channel: int, piece: str) -> str:
         """Render one tool call; empty when the piece is invalid."""
         if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MAX_CALLS_SENT:
             return ""
-        call = tool_call(piece, self._custom)
+        call = convert_call(piece, self._custom)
         if call is None:
             return ""
         index = self._calls[choice]
         self._calls[choice] += 1
-        return self._choice(choice, _json({"tool_calls": [{"index": index} | call]}))
+        return self._encode_choice(choice, _render_json({"tool_calls": [{"index": index} | call]}))
 
 
-def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
+def convert_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
     """Return a tool call of the engine in OpenAI's shape. Return None if it is invalid.
 
     A call of a tool in `custom` is that of a custom tool, any other that of a function.
     """
-    call = call_of(piece)
+    call = parse_call(piece)
     if call is None:
         return None
     if call.name in custom:
-        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": input_of(call)}}
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": decode_input(call)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -184,9 +189,11 @@ class _Completion(msgspec.Struct, gc=False):
     system_fingerprint: str | None
 
 
-def completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()) -> bytes:
+def encode_completion(
+    spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()
+) -> bytes:
     """Encode the whole answer to a request without a stream. `custom` names its custom tools."""
-    choices = [_choice(choice, spec, answer, finished, custom) for choice in range(spec.params.n)]
+    choices = [_build_choice(choice, spec, answer, finished, custom) for choice in range(spec.params.n)]
     name = f"chatcmpl-{spec.request_id}"
     return _encode(
         _Completion(
@@ -195,46 +202,48 @@ def completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, cu
             spec.created,
             spec.demand.model,
             choices,
-            usage_of(finished),
-            system_fingerprint(answer.fingerprint),
+            build_usage(finished),
+            compute_system_fingerprint(answer.fingerprint),
         )
     )
 
 
 @lru_cache(maxsize=64)
-def system_fingerprint(fingerprint: str) -> str | None:
+def compute_system_fingerprint(fingerprint: str) -> str | None:
     """Return OpenAI's `system_fingerprint`, which changes with the model's files; None without a fingerprint."""
     return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
 
 
-def _choice(
+def _build_choice(
     choice: int, spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str]
 ) -> _Choice:
-    calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
+    calls = _convert_calls(answer.calls[choice], custom) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
     reasoning = answer.texts.get((choice, Channel.REASONING)) or UNSET
     message = _AnswerMessage("assistant", (content or None) if calls else content, None, reasoning, calls or UNSET)
-    return _Choice(choice, message, _logprobs(choice, answer, spec), _reason(finished, choice, len(calls)))
+    return _Choice(
+        choice, message, _build_logprobs(choice, answer, spec), _get_finish_reason(finished, choice, len(calls))
+    )
 
 
-def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
-    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
+def _convert_calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
+    return [call for call in (convert_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
 
 
-def _logprobs(choice: int, answer: CompleteAnswer, spec: RequestSpec) -> Logprobs | None:
-    return logprobs_of(answer.logprobs.get(choice, ()), spec.params.top_logprobs) if spec.params.logprobs else None
+def _build_logprobs(choice: int, answer: CompleteAnswer, spec: RequestSpec) -> Logprobs | None:
+    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs) if spec.params.logprobs else None
 
 
-def _reason(finished: Finished, choice: int, calls: int) -> str:
+def _get_finish_reason(finished: Finished, choice: int, calls: int) -> str:
     reason = finished.reasons[choice] if choice < len(finished.reasons) else "stop"
-    return finish_reason(reason, calls)
+    return get_finish_reason(reason, calls)
 
 
-def _json(value: object) -> str:
+def _render_json(value: object) -> str:
     return _encode(value).decode()
 
 
-def usage_of(finished: Finished) -> UsageField:
+def build_usage(finished: Finished) -> UsageField:
     """Return the token counts of a finished request in OpenAI's shape."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
     return UsageField(

@@ -24,8 +24,8 @@ from router.dialects.shared.common_fields import (
     StrictPart,
     TextFormat,
     Tokens,
-    by_offer,
-    by_type,
+    build_tool_discriminator,
+    build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
@@ -107,7 +107,8 @@ class RefusalPart(StrictPart):
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
+    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")],
+    build_type_discriminator("text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -153,7 +154,7 @@ class MessageCustomCall(StrictPart):
 
 MessageCall = Annotated[
     Annotated[MessageToolCall, Tag("function_part")] | Annotated[MessageCustomCall, Tag("custom_part")],
-    by_type("function", "custom"),
+    build_type_discriminator("function", "custom"),
 ]
 
 
@@ -198,7 +199,7 @@ class CustomToolSpec(StrictPart):
     format: (
         Annotated[
             Annotated[TextFormat, Tag("text_part")] | Annotated[GrammarFormat, Tag("grammar_part")],
-            by_type("text", "grammar"),
+            build_type_discriminator("text", "grammar"),
         ]
         | None
     ) = None
@@ -215,7 +216,7 @@ AnyTool = Annotated[
     Annotated[ChatTool, Tag("function_part")]
     | Annotated[ChatCustomTool, Tag("custom_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
-    by_offer("function", "custom"),
+    build_tool_discriminator("function", "custom"),
 ]
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]

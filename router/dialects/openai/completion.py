@@ -10,15 +10,15 @@ from typing import cast
 import msgspec
 
 from router.admission.request_limits import MAX_CHOICES
-from router.dialects.openai.completion_response import CompletionChunks, completion
+from router.dialects.openai.completion_response import CompletionChunks, encode_completion
 from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
-from router.dialects.shared.common_fields import params_of, usage_wanted
-from router.dialects.shared.field_table import nameable
+from router.dialects.shared.common_fields import build_params, parse_stream_options
+from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.interface import OPENAI, AnswerReader
-from router.dialects.shared.validation import unsupported
+from router.dialects.shared.validation import build_unsupported
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_plain_demand
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import Finished, GenerationParams
 
 DEFAULT_ANSWER_TOKENS = 16
@@ -60,18 +60,18 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def _echoes(self) -> list[str]:
+    def _list_echoes(self) -> list[str]:
         """Return the text before each choice."""
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return completion(spec, answer, finished, self._echoes())
+        return encode_completion(spec, answer, finished, self._list_echoes())
 
-    def chunks(self, reader: AnswerReader) -> CompletionChunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> CompletionChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return CompletionChunks(reader.spec, self._echoes())
+        return CompletionChunks(reader.spec, self._list_echoes())
 
 
 class CompletionRoute:
@@ -85,27 +85,34 @@ class CompletionRoute:
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = COMPLETION.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else _request(found.body, found.ignored)
+        return found if isinstance(found, Problem) else _build_request(found.body, found.ignored)
 
 
-def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionRequest | Problem:
-    prompts = _prompts(body)
-    wrong = _impossible(body, prompts)
+def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionRequest | Problem:
+    prompts = _list_prompts(body)
+    wrong = _check_combinations(body, prompts)
     if wrong is not None:
         return wrong
-    include_usage = usage_wanted(body)
+    include_usage = parse_stream_options(body)
     if isinstance(include_usage, Problem):
         return include_usage
-    grammar = body.form()
+    grammar = body.build_grammar()
     if isinstance(grammar, Problem):
         return grammar
-    params = params_of(body, body.max_tokens or DEFAULT_ANSWER_TOKENS, logprobs=body.logprobs, grammar=grammar)
+    params = build_params(body, body.max_tokens or DEFAULT_ANSWER_TOKENS, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(
-        body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo), body.session, nameable(ignored)
+        body.model,
+        prompts,
+        params,
+        bool(body.stream),
+        include_usage,
+        bool(body.echo),
+        body.session,
+        sanitize_names(ignored),
     )
 
 
-def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:
+def _list_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
     prompt = body.prompt
     if isinstance(prompt, str):
         return (prompt,)
@@ -114,20 +121,20 @@ def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:
     return tuple(one if isinstance(one, str) else tuple(one) for one in cast("list[str | list[int]]", prompt))
 
 
-def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
+def _check_combinations(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
     """Return the problem of fields that exclude each other, None without one."""
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        return unsupported(
+        return build_unsupported(
             "best_of", why=f"best_of {body.best_of} is not supported: only n ({n}) answers are generated"
         )
     if body.echo and body.logprobs is not None:
-        return unsupported(
+        return build_unsupported(
             "echo", why="echo with logprobs is not supported: log probabilities of a prompt are not computed"
         )
     if body.echo and not isinstance(prompts[0], str):
         why = "echo of token ids is not supported: only the node can decode them. Send the prompt as text"
-        return unsupported("echo", why=why)
+        return build_unsupported("echo", why=why)
     if len(prompts) * n > MAX_CHOICES * MAX_CHOICES:
-        return invalid(f"{len(prompts)} prompts × n {n} are more than {MAX_CHOICES * MAX_CHOICES} answers", "n")
+        return build_invalid(f"{len(prompts)} prompts × n {n} are more than {MAX_CHOICES * MAX_CHOICES} answers", "n")
     return None

@@ -6,9 +6,9 @@ from json.encoder import encode_basestring_ascii
 
 import msgspec
 
-from router.dialects.openai.chat_response import DONE, usage_of
-from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import printable_token
+from router.dialects.openai.chat_response import DONE, build_usage
+from router.dialects.shared.interface import encode_comment
+from router.dialects.shared.tool_calls import render_token
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from router.worker_thread import encoded_list
@@ -24,80 +24,80 @@ class CompletionChunks:
     def __init__(self, spec: RequestSpec, echoes: Sequence[str]) -> None:
         self._spec = spec
         self._echoes = echoes
-        self._head = f'data: {{{_about(spec)},"choices":['
+        self._head = f'data: {{{_render_head(spec)},"choices":['
         self._tail = '],"usage":null}\n\n' if spec.include_usage else "]}\n\n"
         self._offsets = [len(echo) for echo in echoes]
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a server-sent comment with the reason of the wait."""
-        return comment(why)
+        return encode_comment(why)
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode the prompts of a request with `echo`, else nothing."""
-        events = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
+        events = (self._encode_event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
         return "".join(events).encode()
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as chunks; may be empty."""
-        return "".join(self._delta(delta) for delta in deltas).encode()
+        return "".join(self._encode_delta(delta) for delta in deltas).encode()
 
-    def _delta(self, delta: Delta) -> str:
+    def _encode_delta(self, delta: Delta) -> str:
         choice = delta.choice
         if not 0 <= choice < len(self._echoes):
             return ""
         text = "".join(text for channel, text in delta.pieces if channel == Channel.CONTENT)
         logprobs = "null"
         if self._spec.params.logprobs and delta.logprobs:
-            found = logprobs_of(delta.logprobs, self._spec.params.top_logprobs, self._offsets[choice])
+            found = convert_logprobs(delta.logprobs, self._spec.params.top_logprobs, self._offsets[choice])
             self._offsets[choice] += sum(map(len, found.tokens))
             logprobs = msgspec.json.encode(found).decode()
-        return self._event(choice, text, logprobs) if text or logprobs != "null" else ""
+        return self._encode_event(choice, text, logprobs) if text or logprobs != "null" else ""
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
-            self._event(choice, "", "null", f'"{reason}"')
-            for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
+            self._encode_event(choice, "", "null", f'"{reason}"')
+            for choice, reason in enumerate(_list_reasons(finished, len(self._echoes)))
         )
         if self._spec.include_usage:
-            ends += f'{self._head}],"usage":{msgspec.json.encode(usage_of(finished)).decode()}}}\n\n'
+            ends += f'{self._head}],"usage":{msgspec.json.encode(build_usage(finished)).decode()}}}\n\n'
         return ends.encode() + DONE
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the error event that ends a failed stream; no `[DONE]` follows."""
-        return problem.event(self._spec.request_id)
+        return problem.encode_event(self._spec.request_id)
 
-    def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
+    def _encode_event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
         encoded = encode_basestring_ascii(text)
         about = f'{{"index":{choice},"text":{encoded},"logprobs":{logprobs},"finish_reason":{reason}}}'
         return self._head + about + self._tail
 
 
-def completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
+def encode_completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
     """Encode the whole answer to a request without a stream. `echoes` has for each choice the text that precedes it, or
     an empty text."""
-    reasons = _reasons(finished, len(echoes))
+    reasons = _list_reasons(finished, len(echoes))
     choices = [
         {
             "index": choice,
             "text": echo + answer.texts.get((choice, Channel.CONTENT), ""),
-            "logprobs": _logprobs(spec, answer, choice, len(echo)),
+            "logprobs": _build_logprobs(spec, answer, choice, len(echo)),
             "finish_reason": reasons[choice],
         }
         for choice, echo in enumerate(echoes)
     ]
-    about = json.loads(f"{{{_about(spec)}}}")
-    return msgspec.json.encode(about | {"choices": choices, "usage": usage_of(finished)})
+    about = json.loads(f"{{{_render_head(spec)}}}")
+    return msgspec.json.encode(about | {"choices": choices, "usage": build_usage(finished)})
 
 
-def _about(spec: RequestSpec) -> str:
+def _render_head(spec: RequestSpec) -> str:
     return (
         f'"id":"cmpl-{spec.request_id}","object":"text_completion","created":{spec.created},'
         f'"model":{json.dumps(spec.demand.model)}'
     )
 
 
-def _reasons(finished: Finished, choices: int) -> list[str]:
+def _list_reasons(finished: Finished, choices: int) -> list[str]:
     reasons = (finished.reasons + ("stop",) * choices)[:choices]
     return ["length" if reason == "length" else "stop" for reason in reasons]
 
@@ -111,23 +111,23 @@ class LegacyLogprobs(msgspec.Struct, gc=False):
     text_offset: list[int]
 
 
-def _logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
+def _build_logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
     if not spec.params.logprobs:
         return None
-    return logprobs_of(answer.logprobs.get(choice, ()), spec.params.top_logprobs, offset)
+    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs, offset)
 
 
-def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:
+def convert_logprobs(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:
     """Convert log probabilities to the older shape, with at most `top` alternatives per token.
 
     `offset` is the number of characters before the first token. A token that is a part of a character is represented by
     its bytes, as in OpenAI's answers.
     """
     known = list(logprobs)
-    alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)
+    alternatives = encoded_list(dict(_render_token(*each) for each in one.top[:top]) for one in known)
     found = LegacyLogprobs([], [], alternatives, [])
     for one in known:
-        text, value = _token(one.token, one.logprob)
+        text, value = _render_token(one.token, one.logprob)
         found.tokens.append(text)
         found.token_logprobs.append(value)
         found.text_offset.append(offset)
@@ -135,8 +135,8 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLog
     return found
 
 
-def _token(token: bytes, logprob: float) -> tuple[str, float]:
-    text, value, kept = printable_token(token, logprob)
+def _render_token(token: bytes, logprob: float) -> tuple[str, float]:
+    text, value, kept = render_token(token, logprob)
     if "\ufffd" in text:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in kept)
     return text, value

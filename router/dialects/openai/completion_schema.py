@@ -39,7 +39,7 @@ Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX
 ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
 
-def _kind(prompt: object) -> str:
+def _get_prompt_tag(prompt: object) -> str:
     if not isinstance(prompt, list):
         return "text_part"
     first = cast("list[object]", prompt)[0] if prompt else ""
@@ -51,7 +51,7 @@ Prompt = Annotated[
     | Annotated[Texts, Tag("texts_part")]
     | Annotated[TokenIds, Tag("ids_part")]
     | Annotated[ManyIds, Tag("many_part")],
-    Discriminator(_kind),
+    Discriminator(_get_prompt_tag),
 ]
 
 

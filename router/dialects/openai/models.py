@@ -24,28 +24,28 @@ _BY_FEATURE = {
 }
 
 
-def listing(view: ClusterView, created: int) -> bytes:
+def list_models(view: ClusterView, created: int) -> bytes:
     """Return every model that a member can serve, sorted by name, as JSON in OpenAI's shape.
 
     `created` is in Unix seconds.
     """
     served, loaded = view.get_served_models(), view.get_loaded_models()
-    models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
+    models = [_build_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
     return msgspec.json.encode({"object": "list", "data": models})
 
 
-def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
+def get_model(view: ClusterView, name: str, created: int) -> bytes | Problem:
     """Return a model as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
     name = view.resolve_name(name)
     found = view.get_served_models().get(name)
     if found is not None:
-        return msgspec.json.encode(_model(found, created, loaded=name in view.get_loaded_models()))
+        return msgspec.json.encode(_build_model(found, created, loaded=name in view.get_loaded_models()))
     known = view.get_models().get(name)
     why = f"no node can load the model {name!r}: {known.cause}" if known else f"no node serves the model {name[:256]!r}"
     return Problem(404, RefusalCode.NO_MODEL, why, "model")
 
 
-def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
+def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
     """Return a model in OpenAI's shape, with fields that clients know from other servers.
 
     OpenRouter has `context_length`, `architecture` and `supported_parameters`, vLLM has `max_model_len`, and llama.cpp
@@ -73,24 +73,24 @@ def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
     }
 
 
-def anthropic_listing(view: ClusterView, created: int) -> bytes:
+def list_anthropic_models(view: ClusterView, created: int) -> bytes:
     """Return every model that a member can serve, as JSON in Anthropic's shape, all on one page.
 
     `created` is in Unix seconds.
     """
     served = view.get_served_models()
-    models = [_anthropic(served[name], created) for name in sorted(served)]
+    models = [_build_anthropic_model(served[name], created) for name in sorted(served)]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
     return msgspec.json.encode({"data": models, "has_more": False, **ends})
 
 
-def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
+def get_anthropic_model(view: ClusterView, name: str, created: int) -> bytes | Problem:
     """Return a model as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
     found = view.get_served_models().get(view.resolve_name(name))
-    return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
+    return msgspec.json.encode(_build_anthropic_model(found, created)) if found else get_model(view, name, created)
 
 
-def _anthropic(model: Model, created: int) -> dict[str, object]:
+def _build_anthropic_model(model: Model, created: int) -> dict[str, object]:
     moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
         "type": "model",

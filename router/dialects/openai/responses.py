@@ -6,8 +6,8 @@ from typing import cast
 
 import msgspec
 
-from router.dialects.openai.responses_input import messages_of
-from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, response
+from router.dialects.openai.responses_input import convert_items
+from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, encode_response
 from router.dialects.openai.responses_schema import (
     RESPONSES,
     FunctionTool,
@@ -16,19 +16,26 @@ from router.dialects.openai.responses_schema import (
     ResponsesCustomTool,
     SchemaFormat,
 )
-from router.dialects.openai.responses_store import ResponseStore, entry
+from router.dialects.openai.responses_store import ResponseStore, build_stored_response
 from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.conversation import ConversationRequest
-from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import JsonObject, schema_grammar, with_calls
+from router.dialects.shared.field_table import sanitize_names
+from router.dialects.shared.formats import JsonObject, add_call_constraints, convert_schema
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.single_choice import SingleChoiceAnswer
 from router.dialects.shared.strict_json import Body
-from router.dialects.shared.template import thinking, variables
-from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, collect_tools, custom, function
+from router.dialects.shared.template import encode_variables, get_reasoning_variables
+from router.dialects.shared.tools import (
+    ClientTool,
+    OfferedTool,
+    ToolSet,
+    build_custom_function,
+    build_function,
+    collect_tools,
+)
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
 
@@ -45,20 +52,20 @@ class ResponsesRequest(ConversationRequest, frozen=True):
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer, and store it if requested; see `router.dialects.shared.interface.ParsedRequest`."""
-        body, assembled = response(cast("ResponseMeta", self.outline), spec, answer, finished)
-        self._keep(body, assembled)
+        body, assembled = encode_response(cast("ResponseMeta", self.outline), spec, answer, finished)
+        self._store_answer(body, assembled)
         return body
 
-    def chunks(self, reader: AnswerReader) -> ResponseChunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> ResponseChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
-        return ResponseChunks(cast("ResponseMeta", self.outline), reader.spec, self._keep)
+        return ResponseChunks(cast("ResponseMeta", self.outline), reader.spec, self._store_answer)
 
-    def _keep(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
+    def _store_answer(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
         if self.kept is None or self.outline is None:
             return
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in assembled.calls)
         last = Message("assistant", assembled.content, tool_calls=calls, reasoning=assembled.reasoning)
-        self.kept.put(self.owner, f"resp_{self.outline.name}", entry(body, (*self.conversation, last)))
+        self.kept.put(self.owner, f"resp_{self.outline.name}", build_stored_response(body, (*self.conversation, last)))
 
 
 class ResponsesRoute:
@@ -73,33 +80,35 @@ class ResponsesRoute:
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = RESPONSES.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else self._request(found.body, found.fields, found.ignored, key)
+        return (
+            found if isinstance(found, Problem) else self._build_request(found.body, found.fields, found.ignored, key)
+        )
 
     def get(self, key: str, name: str) -> bytes | Problem:
         """Return a stored answer of an API key as JSON, or a 404 problem. `name` is the id of the answer."""
         kept = self.kept.get(key, name)
-        return _unknown(name) if kept is None else kept.body
+        return _build_unknown(name) if kept is None else kept.body
 
     def delete(self, key: str, name: str) -> bytes | Problem:
         """Delete a stored answer of an API key. Return the confirmation as JSON, or a 404 problem."""
         if not self.kept.drop(key, name):
-            return _unknown(name)
+            return _build_unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
 
-    def _request(
+    def _build_request(
         self, body: ResponsesBody, fields: Body, ignored: tuple[str, ...], key: str
     ) -> ResponsesRequest | Problem:
-        conversation = self._conversation(body, key)
+        conversation = self._build_conversation(body, key)
         if isinstance(conversation, Problem):
             return conversation
-        tools = _tools(body, strict=self._strict)
+        tools = _collect_tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
         effort = body.reasoning.effort if body.reasoning is not None else None
-        template = variables(None, **thinking(effort))
+        template = encode_variables(None, **get_reasoning_variables(effort))
         if isinstance(template, Problem):
             return template
-        grammar = _grammar(body, tools)
+        grammar = _build_grammar(body, tools)
         if isinstance(grammar, Problem):
             return grammar
         params = GenerationParams(
@@ -119,59 +128,59 @@ class ResponsesRoute:
             tools.text,
             template,
             body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
-            nameable([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
+            sanitize_names([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
             ResponseMeta(secrets.token_hex(16), body, fields, tools.origins),
             conversation,
             self.kept if body.store is not False else None,
             key,
         )
 
-    def _conversation(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
+    def _build_conversation(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
         """Return the conversation: the stored messages, then the new ones."""
-        messages = messages_of(body.input)
+        messages = convert_items(body.input)
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
             return messages if isinstance(messages, Problem) else tuple(messages)
         kept = self.kept.get(key, before)
         if kept is None:
             text = f"no answer {before[:64]!r} is stored for this key: send the whole conversation in input"
-            return invalid(text, "previous_response_id", "previous_response_not_found")
+            return build_invalid(text, "previous_response_id", "previous_response_not_found")
         return (*kept.messages, *messages)
 
 
-def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
+def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     spec = body.text.format if body.text is not None else None
     form: GrammarSpec | Problem | None = GrammarSpec(GrammarKind.JSON_OBJECT) if isinstance(spec, JsonObject) else None
     if isinstance(spec, SchemaFormat):
-        form = schema_grammar(spec.schema_, "text.format.schema")
+        form = convert_schema(spec.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
     named = "" if choice is None or isinstance(choice, str) else choice.name
     word = choice if isinstance(choice, str) else "required" if named else "auto"
-    return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
+    return add_call_constraints(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
-    offered = (offer for tool in body.tools or () for offer in _offered(tool))
+def _collect_tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
+    offered = (offer for tool in body.tools or () for offer in _convert_tool(tool))
     return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
 
 
-def _offered(
+def _convert_tool(
     tool: FunctionTool | ResponsesCustomTool | Namespace | ForeignPart, namespace: str = ""
 ) -> Iterator[OfferedTool]:
     """Yield the functions of a tool for the model: of a namespace every tool in it."""
     if isinstance(tool, Namespace):
         for one in tool.tools:
-            yield from _offered(one, tool.name)
+            yield from _convert_tool(one, tool.name)
     elif isinstance(tool, ResponsesCustomTool):
-        body = custom(tool.name, tool.description, tool.format)
+        body = build_custom_function(tool.name, tool.description, tool.format)
         yield OfferedTool(body, origin=ClientTool(tool.name, custom=True, namespace=namespace))
     elif isinstance(tool, FunctionTool):
-        body = function(tool.name, tool.description, tool.parameters, strict=tool.strict)
+        body = build_function(tool.name, tool.description, tool.parameters, strict=tool.strict)
         yield OfferedTool(body, bool(tool.strict), ClientTool(tool.name, namespace=namespace) if namespace else None)
 
 
-def _unknown(name: str) -> Problem:
+def _build_unknown(name: str) -> Problem:
     return Problem(404, "not_found", f"no answer {name[:64]!r} is stored for this key")

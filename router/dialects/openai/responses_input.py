@@ -17,12 +17,12 @@ from router.dialects.openai.responses_schema import (
     OutputItem,
     OutputRefusal,
 )
-from router.dialects.shared.tools import arguments_for
-from router.errors import Problem, invalid
+from router.dialects.shared.tools import encode_input
+from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
 
-def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
+def convert_items(found: str | Iterable[Item]) -> list[Message] | Problem:
     """Convert the items of a body to messages. A text is one user message.
 
     Return a 400 problem for more than `MAX_CALLS` consecutive tool calls.
@@ -33,18 +33,18 @@ def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
     turn: list[Message] = []
     calls = 0
     for at, item in enumerate(found):
-        message = _message(item)
-        if not _goes_on(turn, message, calls):
-            messages += _merged(turn)
+        message = _convert_item(item)
+        if not _is_same_turn(turn, message, calls):
+            messages += _merge_turn(turn)
             turn, calls = [], 0
         turn.append(message)
         calls += len(message.tool_calls)
         if calls > MAX_CALLS:
-            return invalid(f"at most {MAX_CALLS} consecutive tool calls are allowed", f"input[{at}]")
-    return messages + _merged(turn)
+            return build_invalid(f"at most {MAX_CALLS} consecutive tool calls are allowed", f"input[{at}]")
+    return messages + _merge_turn(turn)
 
 
-def _goes_on(turn: Sequence[Message], message: Message, calls: int) -> bool:
+def _is_same_turn(turn: Sequence[Message], message: Message, calls: int) -> bool:
     """Return whether a message belongs to the turn before it.
 
     A model's item continues its reasoning or text until a call. A text after a call begins a new turn, and a text after
@@ -55,7 +55,7 @@ def _goes_on(turn: Sequence[Message], message: Message, calls: int) -> bool:
     return bool(message.tool_calls) or (not calls and not turn[-1].content)
 
 
-def _merged(turn: Sequence[Message]) -> list[Message]:
+def _merge_turn(turn: Sequence[Message]) -> list[Message]:
     """Join the messages of one turn in linear time; empty without messages."""
     if len(turn) <= 1:
         return list(turn)
@@ -69,20 +69,20 @@ def _merged(turn: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _message(item: Item) -> Message:
+def _convert_item(item: Item) -> Message:
     if isinstance(item, MessageItem):
-        return Message(item.role, _text(item.content))
+        return Message(item.role, _join_text(item.content))
     if isinstance(item, CallItem):
         return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),))
     if isinstance(item, CustomCallItem):
-        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, arguments_for(item.input)),))
+        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, encode_input(item.input)),))
     if isinstance(item, OutputItem | CustomOutputItem):
-        return Message("tool", _text(item.output), tool_call_id=item.call_id)
+        return Message("tool", _join_text(item.output), tool_call_id=item.call_id)
     thoughts = item.content or item.summary or ()
     return Message("assistant", reasoning="\n".join(block.text for block in thoughts))
 
 
-def _text(content: Content) -> str:
+def _join_text(content: Content) -> str:
     if isinstance(content, str):
         return content
     return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)

@@ -11,11 +11,11 @@ from typing import cast
 import msgspec
 
 from router.dialects.openai.responses_schema import ResponsesBody
-from router.dialects.shared.interface import comment
+from router.dialects.shared.interface import encode_comment
 from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.tool_calls import AnswerToolCall
-from router.dialects.shared.tools import ClientTool, input_of
+from router.dialects.shared.tools import ClientTool, decode_input
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
@@ -53,7 +53,7 @@ class ResponseMeta:
             "background": False,
         }
 
-    def shape(self, spec: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
+    def build_body(self, spec: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
         """Return an answer as a JSON object, with this status and these items. `more` overrides further fields."""
         return {
             "id": f"resp_{self.name}",
@@ -69,19 +69,19 @@ class ResponseMeta:
             **more,
         }
 
-    def finished(self, spec: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
+    def build_finished_body(self, spec: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
         """Return a finished answer as a JSON object, with its usage. An answer cut by its token limit is
         `incomplete`."""
-        cut = cut_short(finished)
-        return self.shape(
+        cut = is_cut_short(finished)
+        return self.build_body(
             spec,
             "incomplete" if cut else "completed",
             output,
             incomplete_details={"reason": "max_output_tokens"} if cut else None,
-            usage=usage_of(finished),
+            usage=build_usage(finished),
         )
 
-    def call(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
+    def build_call_item(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
         """Return the output item of a tool call, as the client knows the tool. `name` is the id of the item.
 
         If the call has only `begun`, its arguments are left out.
@@ -90,31 +90,31 @@ class ResponseMeta:
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
         about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
         if origin.custom:
-            return {"type": "custom_tool_call", "input": "" if begun else input_of(call), **about}
+            return {"type": "custom_tool_call", "input": "" if begun else decode_input(call), **about}
         return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
 
-    def item(self, at: int, channel: Channel) -> str:
+    def get_item_id(self, at: int, channel: Channel) -> str:
         """Return the id of an output item by its position in the answer."""
         return f"{_PREFIX[channel]}_{self.name}_{at}"
 
 
-def cut_short(finished: Finished) -> bool:
+def is_cut_short(finished: Finished) -> bool:
     """Return whether the token limit ended the answer."""
     return bool(finished.reasons) and finished.reasons[0] == "length"
 
 
-def complete_output(outline: ResponseMeta, assembled: SingleChoiceAnswer) -> list[Shape]:
+def build_output(outline: ResponseMeta, assembled: SingleChoiceAnswer) -> list[Shape]:
     """Return the output items of a whole answer: reasoning, text, and calls."""
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, assembled.reasoning), (Channel.CONTENT, assembled.content)):
         if text:
-            output.append(_text_item(channel, outline.item(len(output), channel), "completed", text))
+            output.append(_build_text_item(channel, outline.get_item_id(len(output), channel), "completed", text))
     for call in assembled.calls:
-        output.append(outline.call(outline.item(len(output), Channel.TOOL_CALL), "completed", call))
+        output.append(outline.build_call_item(outline.get_item_id(len(output), Channel.TOOL_CALL), "completed", call))
     return output
 
 
-def usage_of(finished: Finished) -> Shape:
+def build_usage(finished: Finished) -> Shape:
     """Return the token counts of a finished request in the shape of `/v1/responses`."""
     return {
         "input_tokens": finished.prompt_tokens,
@@ -125,12 +125,12 @@ def usage_of(finished: Finished) -> Shape:
     }
 
 
-def response(
+def encode_response(
     outline: ResponseMeta, spec: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream as JSON, and its content."""
     assembled = assemble_answer(answer)
-    return msgspec.json.encode(outline.finished(spec, complete_output(outline, assembled), finished)), assembled
+    return msgspec.json.encode(outline.build_finished_body(spec, build_output(outline, assembled), finished)), assembled
 
 
 class ResponseChunks:
@@ -153,49 +153,55 @@ class ResponseChunks:
         self._texts: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
         self._calls: list[AnswerToolCall] = []
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a server-sent comment with the reason of the wait."""
-        return comment(why)
+        return encode_comment(why)
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode the events that announce the answer, which has no items yet."""
-        begun = self._outline.shape(self._spec, "in_progress", [])
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        begun = self._outline.build_body(self._spec, "in_progress", [])
+        return self._encode_event("response.created", response=begun) + self._encode_event(
+            "response.in_progress", response=begun
+        )
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas as events of output items; may be empty."""
         events = b""
-        for channel, text, call in self._pieces.of(deltas):
+        for channel, text, call in self._pieces.split(deltas):
             if call is not None:
-                events += self._called(call)
+                events += self._encode_call(call)
                 continue
             if self._open is not channel:
                 events += self._close() + self._begin(channel)
             self._text.append(text)
-            events += self._about(_NAMES[channel] + ".delta", channel, {"delta": text, **_LOGPROBS[channel]})
+            events += self._encode_part_event(
+                _NAMES[channel] + ".delta", channel, {"delta": text, **_LOGPROBS[channel]}
+            )
         return events
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream. The last event repeats the whole answer."""
-        events = self._close("incomplete" if cut_short(finished) else "completed")
-        body = self._outline.finished(self._spec, self._output, finished)
+        events = self._close("incomplete" if is_cut_short(finished) else "completed")
+        body = self._outline.build_finished_body(self._spec, self._output, finished)
         reasoning, content = ("".join(self._texts[one]) for one in (Channel.REASONING, Channel.CONTENT))
         assembled = SingleChoiceAnswer(reasoning, content, self._calls)
         self._kept(msgspec.json.encode(body), assembled)
-        return events + self._event(f"response.{body['status']}", response=body)
+        return events + self._encode_event(f"response.{body['status']}", response=body)
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the event that ends a failed stream, with the reason."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
-        body = self._outline.shape(self._spec, "failed", self._output, error=error)
-        return self._close("incomplete") + self._event("response.failed", response=body)
+        body = self._outline.build_body(self._spec, "failed", self._output, error=error)
+        return self._close("incomplete") + self._encode_event("response.failed", response=body)
 
     def _begin(self, channel: Channel) -> bytes:
         self._open, self._text = channel, []
-        item = _text_item(channel, self._id(channel), "in_progress", None)
-        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
-        return added + self._about("response.content_part.added", channel, {"part": _part(channel, "")})
+        item = _build_text_item(channel, self._get_item_id(channel), "in_progress", None)
+        added = self._encode_event("response.output_item.added", output_index=len(self._output), item=item)
+        return added + self._encode_part_event(
+            "response.content_part.added", channel, {"part": _build_part(channel, "")}
+        )
 
     def _close(self, status: str = "completed") -> bytes:
         channel, self._open = self._open, None
@@ -203,40 +209,44 @@ class ResponseChunks:
             return b""
         text = "".join(self._text)
         self._texts[channel].append(text)
-        item = _text_item(channel, self._id(channel), status, text)
-        done = self._about(_NAMES[channel] + ".done", channel, {"text": text, **_LOGPROBS[channel]})
-        done += self._about("response.content_part.done", channel, {"part": _part(channel, text)})
-        return done + self._done(item)
+        item = _build_text_item(channel, self._get_item_id(channel), status, text)
+        done = self._encode_part_event(_NAMES[channel] + ".done", channel, {"text": text, **_LOGPROBS[channel]})
+        done += self._encode_part_event("response.content_part.done", channel, {"part": _build_part(channel, text)})
+        return done + self._finish_item(item)
 
-    def _called(self, call: AnswerToolCall) -> bytes:
+    def _encode_call(self, call: AnswerToolCall) -> bytes:
         before = self._close()
         self._calls.append(call)
-        name, at = self._id(Channel.TOOL_CALL), len(self._output)
-        begun, item = (self._outline.call(name, status, call, begun=status == "in_progress") for status in _CALLED)
-        added = self._event("response.output_item.added", output_index=at, item=begun)
+        name, at = self._get_item_id(Channel.TOOL_CALL), len(self._output)
+        begun, item = (
+            self._outline.build_call_item(name, status, call, begun=status == "in_progress") for status in _CALLED
+        )
+        added = self._encode_event("response.output_item.added", output_index=at, item=begun)
         where: Shape = {"item_id": name, "output_index": at}
         if "input" in item:
-            filled = self._event("response.custom_tool_call_input.delta", delta=item["input"], **where)
-            filled += self._event("response.custom_tool_call_input.done", input=item["input"], **where)
+            filled = self._encode_event("response.custom_tool_call_input.delta", delta=item["input"], **where)
+            filled += self._encode_event("response.custom_tool_call_input.done", input=item["input"], **where)
         else:
-            filled = self._event("response.function_call_arguments.delta", delta=call.arguments, **where)
-            filled += self._event(
+            filled = self._encode_event("response.function_call_arguments.delta", delta=call.arguments, **where)
+            filled += self._encode_event(
                 "response.function_call_arguments.done", arguments=call.arguments, name=item["name"], **where
             )
-        return before + added + filled + self._done(item)
+        return before + added + filled + self._finish_item(item)
 
-    def _done(self, item: Shape) -> bytes:
+    def _finish_item(self, item: Shape) -> bytes:
         self._output.append(item)
-        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
+        return self._encode_event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
-    def _about(self, kind: str, channel: Channel, parts: Shape) -> bytes:
+    def _encode_part_event(self, kind: str, channel: Channel, parts: Shape) -> bytes:
         """Render an event about the single part of the current item."""
-        return self._event(kind, item_id=self._id(channel), output_index=len(self._output), content_index=0, **parts)
+        return self._encode_event(
+            kind, item_id=self._get_item_id(channel), output_index=len(self._output), content_index=0, **parts
+        )
 
-    def _id(self, channel: Channel) -> str:
-        return self._outline.item(len(self._output), channel)
+    def _get_item_id(self, channel: Channel) -> str:
+        return self._outline.get_item_id(len(self._output), channel)
 
-    def _event(self, kind: str, **parts: object) -> bytes:
+    def _encode_event(self, kind: str, **parts: object) -> bytes:
         body = msgspec.json.encode({"type": kind, "sequence_number": self._number, **parts})
         self._number += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), body)
@@ -247,14 +257,14 @@ _NAMES = {Channel.CONTENT: "response.output_text", Channel.REASONING: "response.
 _LOGPROBS: dict[Channel, Shape] = {Channel.CONTENT: {"logprobs": []}, Channel.REASONING: {}}
 
 
-def _part(channel: Channel, text: str) -> Shape:
+def _build_part(channel: Channel, text: str) -> Shape:
     if channel is Channel.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _text_item(channel: Channel, name: str, status: str, text: str | None) -> Shape:
-    content = [] if text is None else [_part(channel, text)]
+def _build_text_item(channel: Channel, name: str, status: str, text: str | None) -> Shape:
+    content = [] if text is None else [_build_part(channel, text)]
     if channel is Channel.REASONING:
         return {"type": "reasoning", "id": name, "status": status, "summary": [], "content": content}
     return {"type": "message", "id": name, "status": status, "role": "assistant", "content": content}

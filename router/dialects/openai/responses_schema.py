@@ -22,11 +22,11 @@ from router.dialects.shared.common_fields import (
     TextFormat,
     Tokens,
     TopP,
-    by_offer,
-    by_type,
+    build_tool_discriminator,
+    build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.formats import JsonObject, NamedFunction, NamedSchema, Word, choice_kind
+from router.dialects.shared.formats import JsonObject, NamedFunction, NamedSchema, Word, get_choice_tag
 from router.dialects.shared.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
@@ -102,7 +102,7 @@ ContentPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[OutputRefusal, Tag("refusal_part")],
-    by_type("input_text", "output_text", "refusal"),
+    build_type_discriminator("input_text", "output_text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")]
@@ -196,7 +196,7 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
     | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
     | Annotated[ReasoningItem, Tag("reasoning_part")],
-    by_type(
+    build_type_discriminator(
         "message",
         "function_call",
         "function_call_output",
@@ -245,7 +245,7 @@ class Namespace(StrictPart):
                 Annotated[FunctionTool, Tag("function_part")]
                 | Annotated[ResponsesCustomTool, Tag("custom_part")]
                 | Annotated[ForeignPart, Tag("foreign_part")],
-                by_offer("function", "custom"),
+                build_tool_discriminator("function", "custom"),
             ]
         ],
         Field(fail_fast=True, max_length=MAX_TOOLS),
@@ -257,7 +257,7 @@ AnyTool = Annotated[
     | Annotated[ResponsesCustomTool, Tag("custom_part")]
     | Annotated[Namespace, Tag("namespace_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
-    by_offer("function", "custom", "namespace"),
+    build_tool_discriminator("function", "custom", "namespace"),
 ]
 
 
@@ -281,7 +281,7 @@ Format = Annotated[
     Annotated[TextFormat, Tag("text_part")]
     | Annotated[JsonObject, Tag("json_object_part")]
     | Annotated[SchemaFormat, Tag("json_schema_part")],
-    by_type("text", "json_object", "json_schema"),
+    build_type_discriminator("text", "json_object", "json_schema"),
 ]
 
 
@@ -301,7 +301,7 @@ ToolChoice = Annotated[
     Annotated[Word, Tag("word_part")]
     | Annotated[ChosenTool, Tag("named_part")]
     | Annotated[ChosenCustomTool, Tag("custom_part")],
-    Discriminator(choice_kind),
+    Discriminator(get_choice_tag),
 ]
 
 

@@ -32,7 +32,7 @@ class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     messages: tuple[Message, ...]
     """Conversation up to and including the answer, without the instructions."""
     nbytes: int
-    """Size that counts towards the limits of the store (`entry`)."""
+    """Size that counts towards the limits of the store (`build_stored_response`)."""
 
 
 class KeyResponses(msgspec.Struct):
@@ -54,7 +54,7 @@ class KeyResponses(msgspec.Struct):
         return gone
 
 
-def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
+def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
     """Build the stored form of an answer, with the size that counts towards the limits of the store.
 
     `body` is the answer's JSON as sent. `messages` is the conversation up to and including the answer. The size is the
@@ -71,7 +71,7 @@ class ResponseStore:
     """Store of the answers of all API keys, in memory.
 
     `most` and `nbytes` are the maximum number and size of all answers, `of_key` and `key_bytes` those of one key. The
-    attribute `nbytes` is the present size of all answers. Sizes are those of `entry`.
+    attribute `nbytes` is the present size of all answers. Sizes are those of `build_stored_response`.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-def _whole_number(value: object) -> object:
+def _parse_whole_number(value: object) -> object:
     if isinstance(value, str):
         if not _INTEGER.fullmatch(value):
             raise PydanticCustomError("whole", "this must be a whole number, not {value}", {"value": repr(value[:40])})
@@ -44,7 +44,7 @@ def _whole_number(value: object) -> object:
     return value
 
 
-def _number(value: object) -> object:
+def _parse_number(value: object) -> object:
     if isinstance(value, str):
         if not _NUMBER.fullmatch(value):
             raise PydanticCustomError("number", "this must be a number, not {value}", {"value": repr(value[:40])})
@@ -52,10 +52,10 @@ def _number(value: object) -> object:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**6 else value
 
 
-WholeNumber = Annotated[int, BeforeValidator(_whole_number), Field(ge=-(10**12), le=10**12)]
+WholeNumber = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=-(10**12), le=10**12)]
 """Whole number. Its real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
-Seed = Annotated[int, BeforeValidator(_whole_number), Field(ge=0, le=MAX_SEED)]
-Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
+Seed = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=0, le=MAX_SEED)]
+Guidance = Annotated[float, BeforeValidator(_parse_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]
 
 

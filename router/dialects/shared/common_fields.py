@@ -15,7 +15,7 @@ from router.admission.request_limits import (
     MAX_TOKENS,
     MAX_TOP_K,
 )
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.frames import GenerationParams, GrammarSpec
 from wire.refusals import RefusalCode
 
@@ -96,36 +96,36 @@ MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]
 
 
-def by_type(*kinds: str) -> Discriminator:
+def build_type_discriminator(*kinds: str) -> Discriminator:
     """Return a discriminator by the `type` of a part, with tags `<type>_part`.
 
     An unknown type is validated as the first kind, whose own `type` field then reports the error.
     """
     marks = {kind: f"{kind}_part" for kind in kinds}
 
-    def kind_of(part: object) -> str:
+    def get_tag(part: object) -> str:
         found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
         return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
 
-    return Discriminator(kind_of)
+    return Discriminator(get_tag)
 
 
-def by_offer(*kinds: str) -> Discriminator:
-    """Return a discriminator like `by_type`. It tags a part of an unknown type as `foreign_part`."""
+def build_tool_discriminator(*kinds: str) -> Discriminator:
+    """Return a discriminator like `build_type_discriminator`. It tags a part of an unknown type as `foreign_part`."""
     marks = {kind: f"{kind}_part" for kind in kinds}
 
-    def kind_of(part: object) -> str:
+    def get_tag(part: object) -> str:
         found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
         return marks.get(found, "foreign_part") if isinstance(found, str) and found else marks[kinds[0]]
 
-    return Discriminator(kind_of)
+    return Discriminator(get_tag)
 
 
-def _unchanged(part: object) -> object:
+def _return_unchanged(part: object) -> object:
     return part
 
 
-YIELDING = BeforeValidator(_unchanged)
+YIELDING = BeforeValidator(_return_unchanged)
 """Validator of list items that does not change them.
 
 The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
@@ -133,19 +133,19 @@ validator, the event loop can run between two items.
 """
 
 
-def _content_kind(content: object) -> str:
+def _get_content_tag(content: object) -> str:
     return "parts" if isinstance(content, list) else "text"
 
 
-TEXT_OR_PARTS = Discriminator(_content_kind)
+TEXT_OR_PARTS = Discriminator(_get_content_tag)
 """Discriminator between a text and a list, tagged `text` and `parts`."""
 
 
-def _stop_kind(stop: object) -> str:
+def _get_stop_tag(stop: object) -> str:
     return "list" if isinstance(stop, list) else "one"
 
 
-StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_stop_kind)]
+StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_get_stop_tag)]
 
 
 class StreamOptions(StrictPart):
@@ -183,7 +183,7 @@ class SamplingFields(StrictPart):
         return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
 
-def params_of(
+def build_params(
     body: SamplingFields,
     max_tokens: int | None,
     *,
@@ -203,7 +203,7 @@ def params_of(
         temperature=body.temperature,
         top_p=body.top_p,
         seed=body.seed,
-        stop=stops_of(body.stop),
+        stop=list_stops(body.stop),
         n=body.n or 1,
         top_k=None if top_k is None else max(0, top_k),
         min_p=body.min_p,
@@ -219,12 +219,12 @@ def params_of(
     )
 
 
-def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the stop strings of a field that has none, one, or several."""
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def usage_wanted(body: SamplingFields) -> bool | Problem:
+def parse_stream_options(body: SamplingFields) -> bool | Problem:
     """Return whether the last chunk of a stream has the usage.
 
     Return a 400 problem for stream options without a stream, and for `include_obfuscation`.
@@ -233,8 +233,8 @@ def usage_wanted(body: SamplingFields) -> bool | Problem:
     if options is None:
         return False
     if not body.stream:
-        return invalid("stream_options needs stream: true", "stream_options")
+        return build_invalid("stream_options needs stream: true", "stream_options")
     if options.include_obfuscation:
         text = "stream_options.include_obfuscation is not supported: streams are not padded"
-        return invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
+        return build_invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
     return bool(options.include_usage)

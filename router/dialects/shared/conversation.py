@@ -43,5 +43,5 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
         )
 
     def to_specs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:
-        """Return the single request of `job`; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Return the single request of `to_spec`; see `router.dialects.shared.interface.ParsedRequest`."""
         return (self.to_spec(key, request_id, created),)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from router.admission.request_limits import MAX_IGNORED, MAX_NAME_CHARS, MAX_VALUES
 from router.dialects.shared.common_fields import ForeignPart, StrictPart
 from router.dialects.shared.strict_json import Body, read_object
-from router.dialects.shared.validation import from_validation, has_only_unknown_fields, unsupported
+from router.dialects.shared.validation import build_unsupported, from_validation, has_only_unknown_fields
 from router.errors import Problem
 
 B = TypeVar("B", bound=StrictPart)
@@ -85,15 +85,15 @@ class FieldTable(Generic[B]):
         try:
             return ParsedBody(self.body.model_validate(fields), fields, tuple(ignored))
         except ValidationError as error:
-            if strict or not has_only_unknown_fields(error) or _mistaken(fields, self.known):
+            if strict or not has_only_unknown_fields(error) or _has_mistakes(fields, self.known):
                 return from_validation(error, self.known, self.instead)
         try:
             body = self.body.model_validate(fields, extra="allow")
         except ValidationError as error:
             return from_validation(error, self.known, self.instead)
-        return ParsedBody(body, fields, tuple(dict.fromkeys([*ignored, *_extras(body)])))
+        return ParsedBody(body, fields, tuple(dict.fromkeys([*ignored, *_find_unknown_fields(body)])))
 
-    def rows(self) -> Iterator[FieldRow]:
+    def list_rows(self) -> Iterator[FieldRow]:
         """Yield the rows of the manual's table, by name."""
         for name in sorted(self.known):
             if name in self.ignored:
@@ -108,14 +108,14 @@ class FieldTable(Generic[B]):
         fields: Body = {}
         for name, value in found.items():
             if name in self.neutral:
-                if not _neutral(value, self.neutral[name]):
-                    return unsupported(name, self.instead)
+                if not _is_neutral(value, self.neutral[name]):
+                    return build_unsupported(name, self.instead)
             elif name not in self.ignored:
                 fields[name] = value
         return fields
 
 
-def nameable(names: Iterable[str]) -> tuple[str, ...]:
+def sanitize_names(names: Iterable[str]) -> tuple[str, ...]:
     """Return names that fit into a header: without duplicates, at most `MAX_IGNORED`.
 
     A name with unusual characters becomes `(unprintable)`. If names are left out, the last text says how many.
@@ -125,11 +125,11 @@ def nameable(names: Iterable[str]) -> tuple[str, ...]:
     return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")
 
 
-def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
+def _is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
-def _mistaken(fields: Body, known: Collection[str]) -> bool:
+def _has_mistakes(fields: Body, known: Collection[str]) -> bool:
     """Return whether a body has more than MAX_IGNORED unknown fields, an overlong field name or a typing error."""
     strange = [name for name in fields if name not in known]
     if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
@@ -137,15 +137,15 @@ def _mistaken(fields: Body, known: Collection[str]) -> bool:
     return any(difflib.get_close_matches(name, known, 1, MIN_TYPO_SIMILARITY) for name in strange)
 
 
-def _extras(part: BaseModel, path: str = "") -> Iterator[str]:
+def _find_unknown_fields(part: BaseModel, path: str = "") -> Iterator[str]:
     """Yield the unknown fields of a part and of its parts; list positions are left out of the names."""
     for name in part.model_extra or ():
         yield path + name
     for name in part.model_fields_set.intersection(type(part).model_fields):
         value = getattr(part, name)
         if isinstance(value, BaseModel):
-            yield from _extras(value, f"{path}{name}.")
+            yield from _find_unknown_fields(value, f"{path}{name}.")
         elif isinstance(value, list):
             for one in cast("list[Any]", value):
                 if isinstance(one, BaseModel) and not isinstance(one, ForeignPart):
-                    yield from _extras(one, f"{path}{name}[].")
+                    yield from _find_unknown_fields(one, f"{path}{name}[].")

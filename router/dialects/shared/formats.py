@@ -14,9 +14,15 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICES
-from router.dialects.shared.common_fields import FunctionName, SamplingFields, StrictPart, TextFormat, by_type
-from router.dialects.shared.strict_json import Body, write
-from router.errors import Problem, invalid
+from router.dialects.shared.common_fields import (
+    FunctionName,
+    SamplingFields,
+    StrictPart,
+    TextFormat,
+    build_type_discriminator,
+)
+from router.dialects.shared.strict_json import Body, encode_json
+from router.errors import Problem, build_invalid
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 from wire.refusals import RefusalCode
 
@@ -64,16 +70,16 @@ ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("text_part")]
     | Annotated[JsonObject, Tag("json_object_part")]
     | Annotated[JsonSchema, Tag("json_schema_part")],
-    by_type("text", "json_object", "json_schema"),
+    build_type_discriminator("text", "json_object", "json_schema"),
 ]
 
 
-def _json_kind(schema: object) -> str:
+def _get_schema_tag(schema: object) -> str:
     return "written_part" if isinstance(schema, str) else "object_part"
 
 
 SchemaOrText = Annotated[
-    Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_json_kind)
+    Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_get_schema_tag)
 ]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_SCHEMA_CHOICES)
@@ -103,12 +109,12 @@ class FormattedBody(SamplingFields):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
 
-    def form(self) -> GrammarSpec | Problem | None:
+    def build_grammar(self) -> GrammarSpec | Problem | None:
         """Return the grammar of the answer; None if the answer is not constrained.
 
         Return a 400 problem for an invalid format, and for several formats.
         """
-        wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
+        wrong = check_backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
             return wrong
         guided = {
@@ -117,13 +123,13 @@ class FormattedBody(SamplingFields):
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        found = structured(StructuredOutputs.model_validate(guided), "guided_")
+        found = convert_structured_outputs(StructuredOutputs.model_validate(guided), "guided_")
         blanks = self.guided_whitespace_pattern
         if self.structured_outputs is not None:
-            found |= structured(self.structured_outputs)
+            found |= convert_structured_outputs(self.structured_outputs)
             blanks = self.structured_outputs.whitespace_pattern or blanks
-        form = format_of(self.response_format)
-        return single_grammar(found if form is None else {**found, "response_format": form}, blanks)
+        form = convert_response_format(self.response_format)
+        return select_single_grammar(found if form is None else {**found, "response_format": form}, blanks)
 
 
 class NamedFunction(StrictPart):
@@ -156,7 +162,7 @@ class NamedCustomTool(StrictPart):
         return self.custom.name
 
 
-def choice_kind(choice: object) -> str:
+def get_choice_tag(choice: object) -> str:
     """Return the tag of a `tool_choice`: `word_part`, `named_part` (a function) or `custom_part` (a custom tool)."""
     if not isinstance(choice, dict):
         return "word_part"
@@ -168,11 +174,11 @@ ToolChoice = Annotated[
     Annotated[Word, Tag("word_part")]
     | Annotated[NamedTool, Tag("named_part")]
     | Annotated[NamedCustomTool, Tag("custom_part")],
-    Discriminator(choice_kind),
+    Discriminator(get_choice_tag),
 ]
 
 
-def format_of(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
+def convert_response_format(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
     """Convert a response format in OpenAI's shape to a grammar. `name` is its field in the body, for errors.
 
     Return None if the answer is not constrained, and a 400 problem for an invalid schema.
@@ -180,33 +186,35 @@ def format_of(spec: ResponseFormat | None, name: str = "response_format") -> Gra
     if isinstance(spec, JsonObject):
         return GrammarSpec(GrammarKind.JSON_OBJECT)
     if isinstance(spec, JsonSchema):
-        return schema_grammar(spec.json_schema.schema_, f"{name}.json_schema.schema")
+        return convert_schema(spec.json_schema.schema_, f"{name}.json_schema.schema")
     return None
 
 
-def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
+def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
     """Convert a JSON schema to a grammar, or return a 400 problem. `name` is its field in the body, for errors.
 
     Without a schema, any JSON object is allowed.
     """
     if schema is None:
         return GrammarSpec(GrammarKind.JSON_OBJECT)
-    text = write(schema, name, MAX_GRAMMAR_BYTES)
+    text = encode_json(schema, name, MAX_GRAMMAR_BYTES)
     return text if isinstance(text, Problem) else GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
-def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
+def convert_structured_outputs(
+    options: StructuredOutputs, prefix: str = "structured_outputs."
+) -> dict[str, GrammarSpec | Problem]:
     """Convert every given field to a grammar or a 400 problem. Return them by field name, with `prefix` before it."""
     found: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
         name, schema = f"{prefix}json", options.json_
         found[name] = (
-            GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else schema_grammar(schema, name)
+            GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else convert_schema(schema, name)
         )
     if options.regex is not None:
         found[f"{prefix}regex"] = GrammarSpec(GrammarKind.REGEX, options.regex)
     if options.choice is not None:
-        text = write(options.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
+        text = encode_json(options.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
         found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec(GrammarKind.CHOICE, text)
     if options.grammar is not None:
         found[f"{prefix}grammar"] = GrammarSpec(GrammarKind.LARK, options.grammar)
@@ -215,7 +223,7 @@ def structured(options: StructuredOutputs, prefix: str = "structured_outputs.") 
     return found
 
 
-def single_grammar(
+def select_single_grammar(
     specs: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
 ) -> GrammarSpec | Problem | None:
     """Return the only given grammar, with the pattern of its whitespace; None if there is none.
@@ -224,30 +232,30 @@ def single_grammar(
     """
     if len(specs) > 1:
         names = sorted(specs)
-        return invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
+        return build_invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
     if whitespace and not any(isinstance(one, GrammarSpec) and one.kind in _JSON_KINDS for one in specs.values()):
-        return invalid(
+        return build_invalid(
             "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
         )
     for name, found in specs.items():
         if isinstance(found, Problem):
             return found
         if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
-            return invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters: shorten it", name)
+            return build_invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters: shorten it", name)
         return GrammarSpec(found.kind, found.value, whitespace or "")
     return None
 
 
-def backend(name: str | None, field: str) -> Problem | None:
+def check_backend(name: str | None, field: str) -> Problem | None:
     """Return the 400 problem for an unsupported grammar library; None if the library is supported or not given."""
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
-    return invalid(
+    return build_invalid(
         f"{field} {name[:64]!r} is not supported: use {', '.join(BACKENDS)}", field, RefusalCode.UNSUPPORTED.value
     )
 
 
-def with_calls(
+def add_call_constraints(
     form: GrammarSpec | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
 ) -> GrammarSpec | Problem | None:
     """Return the grammar of an answer with the constraints on tool calls.
@@ -261,9 +269,9 @@ def with_calls(
     """
     known = set(names)
     if word == "required" and not known:
-        return invalid("tool_choice requires a tool call, and the request has no tools", "tool_choice")
+        return build_invalid("tool_choice requires a tool call, and the request has no tools", "tool_choice")
     if named and named not in known:
-        return invalid(f"tool_choice names {named}, which is not in tools", "tool_choice")
+        return build_invalid(f"tool_choice names {named}, which is not in tools", "tool_choice")
     if word == "required":
         return GrammarSpec(calls=CallConstraint.REQUIRED, tool=named)
     if word == "none" or not known or (form is None and not strict):

@@ -1,7 +1,8 @@
 """Interface between the HTTP routes and a dialect.
 
-    body ─ parse ─┬─► ParsedRequest ─ jobs ─► dispatcher ─┬─ whole answer ─► render_complete ─► one JSON answer
-                  └─► Problem ─ style.error               └─ streamed ─► chunks ─► opening, deltas …, closing or failing
+    body ─ parse ─┬─► ParsedRequest ─ to_specs ─► dispatcher ─┬─ whole answer ─► render_complete ─► one JSON answer
+                  └─► Problem ─ style.error                   └─ streamed ─► create_chunk_encoder ─► encode_opening,
+                                                                    encode_deltas …, encode_end or encode_failure
 
 The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. A `ParsedRequest`
 belongs to one request and may store state for its answer.
@@ -18,7 +19,7 @@ from wire.frames import Delta, Finished
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
-def comment(why: str) -> bytes:
+def encode_comment(why: str) -> bytes:
     """Encode a server-sent comment with the reason of a wait, or `waiting` without a reason."""
     return f": {why or 'waiting'}\n\n".encode()
 
@@ -26,7 +27,7 @@ def comment(why: str) -> bytes:
 class DialectStyle(NamedTuple):
     """Format of errors, streams and headers, common to all answers of a dialect."""
 
-    error: Callable[[Problem, str], bytes] = Problem.body
+    error: Callable[[Problem, str], bytes] = Problem.encode_body
     """Function that encodes the body of an error, from a problem and the id of the request."""
     stream: bytes = EVENTS
     """Content type of streams."""
@@ -59,26 +60,26 @@ class AnswerReader(Protocol):
 class Chunks(Protocol):
     """Encoder of one streamed answer into the bytes of a dialect."""
 
-    def keepalive(self, why: str) -> bytes:
+    def encode_keepalive(self, why: str) -> bytes:
         """Encode a keep-alive, which no client takes for a part of the answer.
 
         `why` is the reason of the wait, empty without a special reason. Formats with comments send the reason.
         """
         ...
 
-    def opening(self) -> bytes:
+    def encode_opening(self) -> bytes:
         """Encode the bytes before the first delta; may be empty."""
         ...
 
-    def deltas(self, deltas: Iterable[Delta]) -> bytes:
+    def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
         """Encode deltas; may be empty."""
         ...
 
-    def closing(self, finished: Finished) -> bytes:
+    def encode_end(self, finished: Finished) -> bytes:
         """Encode the end of a complete stream."""
         ...
 
-    def failing(self, problem: Problem) -> bytes:
+    def encode_failure(self, problem: Problem) -> bytes:
         """Encode the end of a failed stream."""
         ...
 
@@ -97,10 +98,10 @@ class ParsedRequest(Protocol):
         ...
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the answer to a request without a stream. `job` is the request with all choices together."""
+        """Encode the answer to a request without a stream. `spec` is the request with all choices together."""
         ...
 
-    def chunks(self, reader: AnswerReader) -> Chunks:
+    def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
         """Return the encoder for the stream of this request."""
         ...
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from router.dialects.shared.tool_calls import MAX_CALLS_SENT, AnswerToolCall, call_of
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, AnswerToolCall, parse_call
 from router.dispatch.request import CompleteAnswer
 from wire.frames import Channel, Delta
 
@@ -24,7 +24,7 @@ class StreamSplitter:
     def __init__(self) -> None:
         self.calls = 0
 
-    def of(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, AnswerToolCall | None]]:
+    def split(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, AnswerToolCall | None]]:
         """Yield the parts of the first choice as (channel, text, call).
 
         The call is None for a text, the text is empty for a call. Invalid calls, and calls above `MAX_CALLS_SENT`, are
@@ -35,7 +35,7 @@ class StreamSplitter:
                 continue
             for channel, text in delta.pieces:
                 if channel == Channel.TOOL_CALL:
-                    call = call_of(text) if self.calls < MAX_CALLS_SENT else None
+                    call = parse_call(text) if self.calls < MAX_CALLS_SENT else None
                     if call is not None:
                         self.calls += 1
                         yield Channel.TOOL_CALL, "", call
@@ -48,14 +48,14 @@ def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
 
     Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
     """
-    calls = [call for call in map(call_of, answer.calls.get(0, ())) if call is not None]
+    calls = [call for call in map(parse_call, answer.calls.get(0, ())) if call is not None]
     texts = answer.texts
     return SingleChoiceAnswer(
         texts.get((0, Channel.REASONING), ""), texts.get((0, Channel.CONTENT), ""), calls[:MAX_CALLS_SENT]
     )
 
 
-def arguments_of(call: AnswerToolCall) -> dict[str, object]:
+def decode_arguments(call: AnswerToolCall) -> dict[str, object]:
     """Return the arguments of a call as an object; empty if they are no JSON object, which an engine never sends."""
     try:
         found: object = msgspec.json.decode(call.arguments)

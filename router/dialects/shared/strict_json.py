@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
 from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS, MAX_VALUES
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _BEYOND_BMP = bytes(range(0xF0, 0xF5))
@@ -32,28 +32,28 @@ class _UnusableError(ValueError):
 
 def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason."""
-    refused = _too_wide(body) or _too_many(body, max_values)
+    refused = _check_width(body) or _check_counts(body, max_values)
     if refused is not None:
         return refused
     try:
         found: object = _decoder.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return invalid(f"the body is not UTF-8: byte {error.start} ({error.reason})")
+        return build_invalid(f"the body is not UTF-8: byte {error.start} ({error.reason})")
     except json.JSONDecodeError as error:
-        return invalid(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
+        return build_invalid(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except RecursionError:
-        return invalid("the body has too many levels of nesting")
+        return build_invalid("the body has too many levels of nesting")
     except ValueError as error:
-        return invalid(f"the body cannot be used: {str(error)[:200]}")
+        return build_invalid(f"the body cannot be used: {str(error)[:200]}")
     if not isinstance(found, dict):
-        return invalid("the body must be a JSON object")
+        return build_invalid("the body must be a JSON object")
     parsed = cast("Body", found)
     if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
-        return invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
+        return build_invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
     return parsed
 
 
-def _too_wide(body: bytes) -> Problem | None:
+def _check_width(body: bytes) -> Problem | None:
     """Refuse a JSON text that takes more than MAX_TEXT_BYTES as Python text.
 
     Python text has 4 bytes for each character where one character needs them.
@@ -68,64 +68,66 @@ def _too_wide(body: bytes) -> Problem | None:
         return None
     most = MAX_TEXT_BYTES // 4
     text = f"the body has {characters} characters; the limit is {most} if one is beyond U+FFFF, such as an emoji"
-    return invalid(f"{text}: shorten it")
+    return build_invalid(f"{text}: shorten it")
 
 
-def _too_many(body: bytes, max_values: int) -> Problem | None:
+def _check_counts(body: bytes, max_values: int) -> Problem | None:
     """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
 
     Strings are found by their quotes, after escaped backslashes and quotes are removed. A text that is not JSON is
     counted correctly up to its first error, where a parser stops. A backslash outside a string is an error.
     """
-    if len(body) <= max_values or (_values(body) <= max_values and body.count(b'"') // 2 <= MAX_TEXTS):
+    if len(body) <= max_values or (_count_values(body) <= max_values and body.count(b'"') // 2 <= MAX_TEXTS):
         return None  # even if every comma and bracket stood outside of texts
     bare = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
     texts = bare.count(b'"') // 2
     if texts > MAX_TEXTS:
-        return invalid(f"the body has {texts} strings, the limit is {MAX_TEXTS}: shorten it")
-    values = _values(b"".join(bare.split(b'"')[::2]))
+        return build_invalid(f"the body has {texts} strings, the limit is {MAX_TEXTS}: shorten it")
+    values = _count_values(b"".join(bare.split(b'"')[::2]))
     if values <= max_values:
         return None
-    return invalid(f"the body has {values} values (commas, lists and objects), the limit is {max_values}: shorten it")
+    return build_invalid(
+        f"the body has {values} values (commas, lists and objects), the limit is {max_values}: shorten it"
+    )
 
 
-def _values(text: bytes) -> int:
+def _count_values(text: bytes) -> int:
     """Count commas and opening brackets in one pass, regardless of their density."""
     return len(text) - len(text.translate(None, b",[{"))
 
 
-def write(value: object, name: str, longest: int) -> str | Problem:
+def encode_json(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
     Return a 400 problem that names the part if it has more than `longest` bytes, more than `MAX_JSON_DEPTH` levels, or
     a non-finite number.
     """
-    if _too_deep(value):
-        return invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)
+    if _is_too_deep(value):
+        return build_invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return invalid(f"{name} has a number that is too large", name)
+        return build_invalid(f"{name} has a number that is too large", name)
     size = len(text.encode())
-    return text if size <= longest else invalid(f"{name} has {size} bytes of JSON, the limit is {longest}", name)
+    return text if size <= longest else build_invalid(f"{name} has {size} bytes of JSON, the limit is {longest}", name)
 
 
-def _too_deep(value: object) -> bool:
+def _is_too_deep(value: object) -> bool:
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
-        level = [inner for one in level for inner in _inside(one)]
+        level = [inner for one in level for inner in _list_children(one)]
         if not level:
             return False
     return True
 
 
-def _inside(value: object) -> Iterable[Any]:
+def _list_children(value: object) -> Iterable[Any]:
     if isinstance(value, dict):
         return cast("Body", value).values()
     return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> Body:
+def _build_object(pairs: list[tuple[str, Any]]) -> Body:
     if len(pairs) > MAX_KEYS:
         raise _UnusableError(f"an object has {len(pairs)} keys, the limit is {MAX_KEYS}")
     found = dict(pairs)
@@ -136,11 +138,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> Body:
     return found
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise _UnusableError(f"{name} is not a JSON number")
 
 
-_decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+_decoder = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
 
 
 def _has_lone_surrogate(found: object) -> bool:

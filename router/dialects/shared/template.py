@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from router.admission.request_limits import MAX_VARIABLES_BYTES
-from router.dialects.shared.strict_json import Body, write
-from router.errors import Problem, invalid
+from router.dialects.shared.strict_json import Body, encode_json
+from router.errors import Problem, build_invalid
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = frozenset(get_args(Effort))
@@ -51,7 +51,7 @@ VARIABLES = frozenset(
 """Variables used by the chat templates of known models."""
 
 
-def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
+def encode_variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
     """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
 
     A variable `given` by name overrides the value `meant` by another parameter. None means no value. Return a 400
@@ -61,9 +61,9 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
     strange = sorted(given.keys() - VARIABLES)
     if strange:
         text = f"{strange[0][:64]} is not a template variable that a client may set: use {', '.join(sorted(VARIABLES))}"
-        return invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
+        return build_invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
     found = {name: value for name, value in meant.items() if value is not None} | dict(given)
-    return write(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""
+    return encode_json(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""
 
 
 class RequestedReasoning(NamedTuple):
@@ -85,7 +85,7 @@ def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
-        found = _switch(options[name])
+        found = _parse_switch(options[name])
         if found is None and options[name] is not None:
             ignored.append(name)
         switch = found if switch is None else switch
@@ -105,13 +105,13 @@ def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[
     return RequestedReasoning(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
 
 
-def _switch(value: object) -> bool | None:
+def _parse_switch(value: object) -> bool | None:
     if isinstance(value, bool):
         return value
     kind = cast("Body", value).get("type") if isinstance(value, dict) else None
     return {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
 
 
-def thinking(effort: str | None) -> dict[str, object]:
+def get_reasoning_variables(effort: str | None) -> dict[str, object]:
     """Return the template variables of a reasoning effort. The effort `none` also turns reasoning off."""
     return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

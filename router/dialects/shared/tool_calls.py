@@ -40,7 +40,7 @@ class AnswerToolCall(msgspec.Struct, gc=False):
 _calls = msgspec.json.Decoder(AnswerToolCall)
 
 
-def call_of(piece: str) -> AnswerToolCall | None:
+def parse_call(piece: str) -> AnswerToolCall | None:
     """Parse the text of a delta in the channel TOOL_CALL. Return None if it is invalid or too long."""
     if len(piece) > MAX_CALL_CHARS:
         return None
@@ -70,7 +70,7 @@ class Logprobs(msgspec.Struct, gc=False):
     refusal: None = None
 
 
-def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
+def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """Convert log probabilities to OpenAI's shape, with at most `top` alternatives per token.
 
     A token may be a part of a character: `bytes` is exact, `token` is its printable form.
@@ -78,15 +78,15 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     return Logprobs(
         encoded_list(
             _Token(
-                *printable_token(one.token, one.logprob),
-                [_Alternative(*printable_token(*each)) for each in one.top[:top]],
+                *render_token(one.token, one.logprob),
+                [_Alternative(*render_token(*each)) for each in one.top[:top]],
             )
             for one in logprobs
         )
     )
 
 
-def printable_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+def render_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
     """Return a token as printable text, its log probability, and its bytes, of which at most `MAX_TOKEN_BYTES` are
     kept.
 
@@ -96,7 +96,7 @@ def printable_token(token: bytes, logprob: float) -> tuple[str, float, list[int]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(kept)
 
 
-def finish_reason(reason: str, calls: int) -> str:
+def get_finish_reason(reason: str, calls: int) -> str:
     """Return OpenAI's finish reason for an engine's `reason` and the number of tool calls in the answer.
 
     `tool_calls` needs at least one call. It then applies to every answer not cut by its length, including one ended by

@@ -13,10 +13,10 @@ import msgspec
 
 from router.admission.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from router.dialects.shared.common_fields import ForeignPart, GrammarFormat, TextFormat
-from router.dialects.shared.strict_json import Body, write
+from router.dialects.shared.strict_json import Body, encode_json
 from router.dialects.shared.tool_calls import AnswerToolCall
-from router.dialects.shared.validation import unsupported
-from router.errors import Problem, invalid
+from router.dialects.shared.validation import build_unsupported
+from router.errors import Problem, build_invalid
 
 NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """Schema of a function without parameters; templates require a schema."""
@@ -70,7 +70,7 @@ class ToolSet(NamedTuple):
 NO_TOOLS = ToolSet()
 
 
-def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
+def build_function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
     """Return a function in OpenAI's shape.
 
     `more` are further members, such as `strict`. Members that are None are left out, except `parameters`, whose default
@@ -81,7 +81,7 @@ def function(name: str, description: object = None, parameters: object = None, *
     return {"type": "function", "function": {key: value for key, value in named.items() if value is not None}}
 
 
-def custom(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
+def build_custom_function(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
     """Return a custom tool as a function with the one text parameter `input`.
 
     `form` is the format of the input. A grammar becomes a part of the description, and is not enforced.
@@ -89,10 +89,10 @@ def custom(name: str, description: str | None, form: TextFormat | GrammarFormat 
     texts = [description] if description else []
     if isinstance(form, GrammarFormat):
         texts.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
-    return function(name, "\n\n".join(texts) or None, INPUT)
+    return build_function(name, "\n\n".join(texts) or None, INPUT)
 
 
-def as_written(tool: Body) -> Body:
+def clean_function(tool: Body) -> Body:
     """Return a function of a body in OpenAI's shape without unknown members and members that are null.
 
     A missing schema becomes that of a function without parameters. Keys keep their order, because templates print them.
@@ -101,12 +101,12 @@ def as_written(tool: Body) -> Body:
     return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}
 
 
-def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
+def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, including those in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
         if isinstance(one, ForeignPart):
             yield f"{path}[{at}].type", one.type
-        yield from server_tools(getattr(one, "tools", None), f"{path}[{at}].tools")
+        yield from find_server_tools(getattr(one, "tools", None), f"{path}[{at}].tools")
 
 
 def collect_tools(
@@ -117,15 +117,15 @@ def collect_tools(
     With `strict`, also refuse tools in `foreign` that would have to run on a server; else list them in `left_out`. If
     `include_text` is false, the result has no text.
     """
-    without = tuple(server_tools(foreign))
+    without = tuple(find_server_tools(foreign))
     if strict and without:
         where, kind = without[0]
         why = f"{where} {kind[:64]!r} is not supported: tools cannot run on this server"
-        return unsupported(where, why=why)
-    found = list(_distinct(offered))
+        return build_unsupported(where, why=why)
+    found = list(_make_distinct(offered))
     if len(found) > MAX_TOOLS:
-        return invalid(f"{len(found)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")
-    text = write([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
+        return build_invalid(f"{len(found)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")
+    text = encode_json([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
     if isinstance(text, Problem):
         return text
     origins = {one.name: one.origin for one in found if one.origin is not None}
@@ -139,7 +139,7 @@ def collect_tools(
     )
 
 
-def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
+def _make_distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
     """Add the namespace as a prefix to a tool whose name is already taken."""
     seen: set[str] = set()
     for one in offered:
@@ -150,7 +150,7 @@ def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
         yield one._replace(body=one.body | {"function": one.body["function"] | {"name": name}})
 
 
-def input_of(call: AnswerToolCall) -> str:
+def decode_input(call: AnswerToolCall) -> str:
     """Return the input of a call to a custom tool. Arguments of another shape are returned unchanged."""
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input
@@ -158,7 +158,7 @@ def input_of(call: AnswerToolCall) -> str:
         return call.arguments
 
 
-def arguments_for(text: str) -> str:
+def encode_input(text: str) -> str:
     """Return the input of a custom tool as JSON arguments of its function."""
     return msgspec.json.encode(_Input(text)).decode()
 

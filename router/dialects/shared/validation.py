@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from router.errors import Problem, invalid
+from router.errors import Problem, build_invalid
 from wire.refusals import RefusalCode
 
 _TAGS = frozenset({"text", "parts", "one", "list"})
@@ -32,12 +32,12 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
     input: Any
 
 
-def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
+def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
     """Build the 400 problem for a field that no model here supports, with the alternative from `instead_of`, if there
     is one."""
     text = why or f"{param} is not supported by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
-    return invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
+    return build_invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
@@ -45,15 +45,15 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
 
     `known` are the fields of the body, `instead` the alternatives to unsupported fields.
     """
-    found = _errors(error)
-    later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
+    found = _list_errors(error)
+    later = next((problem for one in found if (problem := _check_unsupported(one, instead)) is not None), None)
     if later is not None:
         return later
     first = found[0]
     if first.type == "extra_forbidden":
-        return _unknown(first.loc, known)
-    path = _path(first.loc)
-    return invalid(f"{path}: {first.msg}", path)
+        return _build_unknown(first.loc, known)
+    path = _render_path(first.loc)
+    return build_invalid(f"{path}: {first.msg}", path)
 
 
 def has_only_unknown_fields(error: ValidationError) -> bool:
@@ -66,36 +66,36 @@ def has_only_unknown_fields(error: ValidationError) -> bool:
         one.type == "extra_forbidden"
         and one.loc[-1] not in _LATER
         and (one.loc[0] not in _QUESTIONS if len(one.loc) == 1 else one.loc[0] not in _FORMS)
-        for one in _errors(error)
+        for one in _list_errors(error)
     )
 
 
-def _errors(error: ValidationError) -> list[_Error]:
+def _list_errors(error: ValidationError) -> list[_Error]:
     return [
         _Error(one["type"], one["loc"], one["msg"], one["input"])
         for one in error.errors(include_url=False, include_context=False)
     ]
 
 
-def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
+def _check_unsupported(error: _Error, instead: Mapping[str, str]) -> Problem | None:
     """Return the problem if this error requests something that is not offered; None for any other error."""
-    path = _path(error.loc)
+    path = _render_path(error.loc)
     if error.loc[-1] in _LATER:
-        return unsupported(path, instead)
+        return build_unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
         why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not supported by this server, with any model"
-        return unsupported(path, instead, why)
+        return build_unsupported(path, instead, why)
     return None
 
 
-def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
+def _build_unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
     name = str(loc[-1])[:_MAX_VALUE_CHARS]
     near = difflib.get_close_matches(name, known, 1, 0.7) if len(loc) == 1 else []
     hint = f": did you mean {near[0]}?" if near else ""
-    return invalid(f"unknown field {name!r}{hint}", _path(loc)[:128])
+    return build_invalid(f"unknown field {name!r}{hint}", _render_path(loc)[:128])
 
 
-def _path(loc: tuple[str | int, ...]) -> str:
+def _render_path(loc: tuple[str | int, ...]) -> str:
     """Render `messages[0].content[1].text` without the names of union branches and marks of keys.
 
     The branches of parts end in `_part`, which no field does.
@@ -105,11 +105,11 @@ def _path(loc: tuple[str | int, ...]) -> str:
     for step in loc:
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step != "[key]" and not _tag(step, before):
+        elif step != "[key]" and not _is_tag(step, before):
             path += f".{step[:_MAX_VALUE_CHARS]}" if path else step[:_MAX_VALUE_CHARS]
         before = step
     return path
 
 
-def _tag(step: str, before: str | int) -> bool:
+def _is_tag(step: str, before: str | int) -> bool:
     return step.endswith("_part") or (step in _TAGS and (before in _TAGGED or isinstance(before, int)))

@@ -103,7 +103,7 @@ class Attempts:
             owner=request.weighted_key,
             fingerprint=request.fingerprint if known else "",
             cache_scope=self._scopes.scope,
-            shared=self._scopes.shares(spec.messages),
+            shared=self._scopes.has_shared_prompt(spec.messages),
         )
         return self._send(placed.chosen.node, frame)
 

@@ -34,7 +34,7 @@ class Endings:
     def deny(self, request: ActiveRequest, refused: Refused) -> None:
         """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
         lost_by = request.life.lost_by
-        if refused.code is RefusalCode.NO_MODEL and self._quotas.limits(request.spec.key).models:
+        if refused.code is RefusalCode.NO_MODEL and self._quotas.get_limits(request.spec.key).models:
             # the message names similar models, which the key may not use
             refused = replace(refused, message=f"no node serves the model {request.demand.model[:256]!r}")
         if lost_by is None or not request.answer.begun:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from router.admission.cache_scope import CacheScopes
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.parts.placer import Placer
@@ -46,7 +46,7 @@ class Intake:
 
         Without `charges_quota`, the quota is neither checked nor charged.
         """
-        limits, now = self._quotas.limits(spec.key), self._clock()
+        limits, now = self._quotas.get_limits(spec.key), self._clock()
         name = self.resolve_model_name(spec.demand.model, limits)
         if name != spec.demand.model:
             spec = replace(spec, demand=replace(spec.demand, model=name))
@@ -64,7 +64,7 @@ class Intake:
             demand=demand,
             params=self._add_seed(spec),
             charged=None if isinstance(charged, Refused) else charged,
-            rates=self._quotas.rates(spec.key, now) if charges_quota else (),
+            rates=self._quotas.list_rates(spec.key, now) if charges_quota else (),
             chain=chain,
             cached_shares=NOWHERE if chain is None else self._affinity.estimate_shares(chain),
         )
@@ -76,7 +76,7 @@ class Intake:
         view = self._placer.view
         if any(model in node.models for node in view.nodes):
             return model
-        return visible(view, limits).resolve_name(model)
+        return filter_view(view, limits).resolve_name(model)
 
     def _add_seed(self, spec: RequestSpec) -> GenerationParams:
         """Return the parameters with a seed: without one, no other node could resume the answer with the same draws."""
@@ -92,5 +92,5 @@ class Intake:
         fingerprint = view.identify(spec.demand.model).fingerprint
         root = (spec.demand.model, fingerprint, spec.tools, spec.template, spec.ids)
         messages = (Message("", spec.text),) if spec.text else spec.messages
-        shared = self._scopes.shares(messages)
-        return compute_hash_chain(root, messages, spec.session, self._scopes.of(spec.key), shared=shared)
+        shared = self._scopes.has_shared_prompt(messages)
+        return compute_hash_chain(root, messages, spec.session, self._scopes.get_scope(spec.key), shared=shared)

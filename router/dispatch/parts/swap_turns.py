@@ -57,7 +57,7 @@ class SwapTurns:
         """Advance the model swaps under way, and begin those that are due at `now` (monotonic seconds)."""
         if not len(self._queue) and not self._ledger.turns:
             return
-        entries = sorted(self._queue.entries(), key=lambda entry: entry.item.arrived)
+        entries = sorted(self._queue.list_entries(), key=lambda entry: entry.item.arrived)
         queued = [entry.item for entry in entries]
         view, live = self._placer.mark_failing_nodes(self._placer.view, now), self._attempts.live.values()
         plan = self._planner.step(build_swap_input(view, queued, live, self._ledger, self._placer.judge_on_node), now)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from router.admission.queue import AdmissionQueue
-from router.admission.rate_limits import RateLimits, probable_tokens
+from router.admission.rate_limits import RateLimits, estimate_probable_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
 from router.dispatch.model_swaps import fits_next_to_loaded
@@ -63,12 +63,12 @@ class QueuedRequests:
         entry = self._queue.offer(
             request,
             request.spec.key,
-            probable_tokens(request.demand),
+            estimate_probable_tokens(request.demand),
             now,
             now + self._timeout_seconds if request.deadline is None else request.deadline,
             len(self._placer.view.nodes),
             weight=request.weighted_key.weight,
-            share=self._quotas.limits(request.spec.key).waiting,
+            share=self._quotas.get_limits(request.spec.key).waiting,
             begun=request.life.lost_by is not None,
         )
         if isinstance(entry, Refused):

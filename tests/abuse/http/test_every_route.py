@@ -20,7 +20,7 @@ import pytest
 from coordinator.api.body import BODY_TIMEOUT_SECONDS
 from coordinator.api.route import MAX_PUBLIC_BODY_BYTES
 from coordinator.http.origin_check import OriginCheck
-from router.http.app import not_found_app
+from router.http.app import serve_not_found
 from tests.support.cluster import whole_pool
 from tests.support.cluster.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate
@@ -355,11 +355,11 @@ def test_local_names_are_not_ours_where_no_key_is_needed():
     """Any machine on the network can answer for a name under .local, and its page could then send requests to the
     models."""
     headers = [(b"host", b"studio.local:8080")]
-    assert OriginCheck(not_found_app).find_problem("GET", headers) is None
+    assert OriginCheck(serve_not_found).find_problem("GET", headers) is None
     for hosts, expected in (("", 421), ("studio.local", None)):
-        problem = OriginCheck(not_found_app, hosts, local=False).find_problem("GET", headers)
+        problem = OriginCheck(serve_not_found, hosts, local=False).find_problem("GET", headers)
         assert (problem and problem.status) == expected
-    assert OriginCheck(not_found_app, local=False).find_problem("GET", [(b"host", b"127.0.0.1:8080")]) is None
+    assert OriginCheck(serve_not_found, local=False).find_problem("GET", [(b"host", b"127.0.0.1:8080")]) is None
 
 
 # 4: framing and bodies

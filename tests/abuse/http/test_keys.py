@@ -59,7 +59,7 @@ def raw(path: str, key: str, body: dict[str, object]) -> bytes:
 
 
 def running(served: Served, key: str) -> object:
-    return served.call(lambda: served.cluster.dispatcher.quotas.running(key))
+    return served.call(lambda: served.cluster.dispatcher.quotas.count_open(key))
 
 
 def all_gone(served: Served, key: str) -> None:

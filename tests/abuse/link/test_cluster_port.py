@@ -25,7 +25,7 @@ from node.agent.machine_id import compute_machine_id
 from tests.support.cluster.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.processes import environment
-from wire.codec import MAX_FRAME_BYTES, encode, fragments
+from wire.codec import MAX_FRAME_BYTES, encode, split_into_fragments
 from wire.frames import (
     Delta,
     Deltas,
@@ -311,7 +311,7 @@ BREACHES: dict[str, tuple[list[Frame | bytes], str]] = {
     "empty": ([bytes(5)], "frame length"),
     "fragments without end": ([encode(Fragment(7, bytes(32_000))) for _ in range(540)], "in progress"),
     "many messages in fragments": ([encode(Fragment(number, b"x")) for number in range(70)], "in progress"),
-    "fragment in a fragment": (list(fragments(LONG, 3)), "does not match"),
+    "fragment in a fragment": (list(split_into_fragments(LONG, 3)), "does not match"),
     "arrays in arrays": ([nested(100_000)], "bad Report"),
     "array of 2^32": ([b"\x00\x00\x00\x06\x0d\xdd\xff\xff\xff\xff"], "bad Report"),
     "text of 2^32": ([b"\x00\x00\x00\x07\x0e\x91\xdb\xff\xff\xff\xff"], "bad Goodbye"),
@@ -338,7 +338,7 @@ async def test_before_hello_nothing_else_is_read(port: Port) -> None:
     cases: list[tuple[list[Frame | bytes], str]] = [
         ([a_report()], "before Hello"),
         ([bytes(5)], "frame length"),
-        ([*fragments(encode(Goodbye("x" * 40_000)), 1)], "16384 bytes before a Hello"),
+        ([*split_into_fragments(encode(Goodbye("x" * 40_000)), 1)], "16384 bytes before a Hello"),
     ]
     async with port.undisturbed():
         for words, reason in cases:

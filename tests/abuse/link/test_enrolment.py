@@ -33,9 +33,16 @@ from node.agent.enrollment import (
 from node.agent.identity import new_request
 from tests.support.cluster.enrolment import HARDWARE, Door, opened, said
 from wire.certificate import read_certificate
-from wire.codec import encode, fragments
+from wire.codec import encode, split_into_fragments
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollStart, Frame, Hello, Ping
-from wire.identity import PROTOCOL, JoinToken, coordinator_uri, node_uri, request_mac, token_key
+from wire.identity import (
+    PROTOCOL,
+    JoinToken,
+    build_coordinator_uri,
+    build_node_uri,
+    compute_request_mac,
+    derive_token_key,
+)
 
 START = EnrollStart(PROTOCOL)
 
@@ -70,7 +77,7 @@ async def reason(door: Door, folder: Path, token: JoinToken) -> str:
 
 
 def asking(token: JoinToken, csr: bytes) -> Enroll:
-    return Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    return Enroll(csr, "studio", "m1", HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr))
 
 
 async def test_two_race_for_one_token(tmp_path: Path) -> None:
@@ -128,7 +135,7 @@ async def test_a_replayed_request_is_refused(tmp_path: Path) -> None:
 
 async def test_a_request_for_more_than_a_node_gets_a_node(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
-        uris = [coordinator_uri(door.authority.cluster), "cluster://other/node/x"]
+        uris = [build_coordinator_uri(door.authority.cluster), "cluster://other/node/x"]
         csr = (
             x509.CertificateSigningRequestBuilder()
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "root")]))
@@ -142,7 +149,7 @@ async def test_a_request_for_more_than_a_node_gets_a_node(tmp_path: Path) -> Non
         assert isinstance(enrolled, Enrolled)
         made = x509.load_der_x509_certificate(enrolled.certificate)
         assert made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
-        assert read_certificate(enrolled.certificate).uri == node_uri(door.authority.cluster, door.joined[0].node)
+        assert read_certificate(enrolled.certificate).uri == build_node_uri(door.authority.cluster, door.joined[0].node)
 
 
 async def test_too_many_bytes(tmp_path: Path) -> None:
@@ -152,7 +159,7 @@ async def test_too_many_bytes(tmp_path: Path) -> None:
         for flood in (
             long,
             many,
-            b"".join(fragments(long, 1)),
+            b"".join(split_into_fragments(long, 1)),
             (MAX_CONNECTION_BYTES + 1).to_bytes(4, "big") + b"\x01",
         ):
             frames = await said(door, flood)

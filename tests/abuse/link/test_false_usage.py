@@ -80,7 +80,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
         answering = asyncio.create_task(_answer(line, (0, 0, 0)))
         assert (await _chat(client)).status_code == 200
         await answering
-    (rate,) = quotas.rates(key["id"], 0.0)
+    (rate,) = quotas.list_rates(key["id"], 0.0)
     assert (rate.what, rate.remaining < 59) == ("tokens", True)
 
 

@@ -21,7 +21,7 @@ from node.agent.identity import new_request
 from tests.support.cluster.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.cluster.loopback_cluster import a_model
 from tests.support.loop_watch import max_held_seconds, watch_loop
-from wire.codec import encode, fragments
+from wire.codec import encode, split_into_fragments
 from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, RenewCertificate, Welcome
 
 
@@ -31,7 +31,9 @@ async def port(tmp_path: Path) -> AsyncGenerator[Port]:
         yield made
 
 
-LARGE = b"".join(fragments(encode(a_report(1, models=tuple(a_model(f"m{n}", cause="x" * 300) for n in range(512)))), 1))
+LARGE = b"".join(
+    split_into_fragments(encode(a_report(1, models=tuple(a_model(f"m{n}", cause="x" * 300) for n in range(512)))), 1)
+)
 FLOODS: dict[str, tuple[Frame | bytes, float]] = {
     "reports": (encode(a_report(1)), REPORTS_BURST),
     "large reports": (LARGE, REPORT_BYTES_BURST / len(LARGE)),

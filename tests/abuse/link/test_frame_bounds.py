@@ -13,7 +13,7 @@ from tests.support.cluster.cluster_port import Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.loop_watch import max_held_seconds, watch_loop
 from wire.bounds import MAX_DELTAS, MAX_MODELS, MAX_SIZE_BYTES
-from wire.codec import MAX_REPORT_BYTES, encode, fragments
+from wire.codec import MAX_REPORT_BYTES, encode, split_into_fragments
 from wire.frames import Admitted, Delta, Deltas, Finished, Frame, Refusal, Timings
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import BatchGroup, EngineState
@@ -78,7 +78,7 @@ async def test_the_largest_frames_hold_the_loop_for_less_than_50_ms(port: Port) 
     async with port.undisturbed():
         deltas = Deltas((Delta(1, 0, (), ((0, ""),) * MAX_DELTAS),) * MAX_DELTAS)
         many = a_report(models=tuple(a_model(f"m{number}") for number in range(60_000)))
-        frames = [b"".join(fragments(encode(frame), 1)) for frame in (packed, deltas, many)]
+        frames = [b"".join(split_into_fragments(encode(frame), 1)) for frame in (packed, deltas, many)]
         del packed, deltas, many
         gc.collect()
         for _ in range(3):

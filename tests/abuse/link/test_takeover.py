@@ -13,7 +13,7 @@ from node.agent.enrollment import EnrollDenied
 from node.agent.identity import NodeIdentity, new_request, prove_identity
 from tests.abuse.link.test_enrolment import join
 from tests.support.cluster.enrolment import Door, opened
-from wire.identity import NodeId, rejoin_text
+from wire.identity import NodeId, build_rejoin_text
 
 
 def _noted(door: Door, action: str) -> list[str]:
@@ -58,7 +58,7 @@ async def test_a_certificate_without_its_key_proves_nothing(tmp_path: Path) -> N
         csr, wrong = new_request("studio").csr, new_request("studio")
         key = load_pem_private_key(wrong.key, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey)
-        signed = key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+        signed = key.sign(build_rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
         for proof in (b"", b"x" * 70, signed):
             assert door.authority.identify_signer(victim.certificate, csr, proof) is None
         certificate, proof = prove_identity(victim.folder, csr)

@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from router.http.app import OLLAMA_PATHS, openapi_paths, openapi_schemas
+from router.http.app import OLLAMA_PATHS, build_openapi_paths, build_openapi_schemas
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.frames import Cancel, Delta, Deltas, Generate
@@ -541,7 +541,7 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
 
 
 def test_the_description_of_these_routes_is_whole():
-    paths, schemas = openapi_paths(), openapi_schemas()
+    paths, schemas = build_openapi_paths(), build_openapi_schemas()
     door: Any = LoopbackCluster(LoopbackNode("a")).app
     by_pattern = {
         "/v1/models",

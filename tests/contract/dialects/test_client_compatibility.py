@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from router.admission.rate_limits import KeyLimits
-from router.errors import not_found
+from router.errors import build_not_found
 from tests.contract.dialects.test_chat import plain, served
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 
@@ -137,11 +137,11 @@ async def test_an_answer_names_its_reasoning_tokens_and_its_model(stream: bool):
     ],
 )
 def test_a_wrong_base_url_gets_the_right_one(path: str, base: str):
-    message = not_found(path, "https://studio.local:8080").message
+    message = build_not_found(path, "https://studio.local:8080").message
     assert message.endswith(f": set the client's base URL to https://studio.local:8080{base}")
 
 
 def test_any_other_path_gets_no_advice():
     for path in ("/", "/nothing", "/v1", "/v1/embeddings/x", "/v1/videos/x/y", "/x" * 5000):
-        assert "base URL" not in not_found(path).message
-        assert len(not_found(path).message) < 300
+        assert "base URL" not in build_not_found(path).message
+        assert len(build_not_found(path).message) < 300

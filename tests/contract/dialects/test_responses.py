@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.dialects.openai.responses_store import ResponseStore, entry
+from router.dialects.openai.responses_store import ResponseStore, build_stored_response
 from tests.contract.dialects.test_anthropic import generated, play, spoken
 from tests.contract.dialects.test_chat import collect, library, plain, served
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
@@ -194,15 +194,15 @@ async def test_what_is_kept_can_be_had_and_forgotten_by_its_own_key_alone(cluste
 def test_what_is_kept_is_bounded():
     kept = ResponseStore(most=5, nbytes=10_000, of_key=3, key_bytes=5_000)
     for number in range(9):
-        kept.put("a", f"a{number}", entry(b"x" * 100, ()))
+        kept.put("a", f"a{number}", build_stored_response(b"x" * 100, ()))
     assert [kept.get("a", f"a{number}") is not None for number in range(5, 9)] == [False, True, True, True]
-    kept.put("a", "large", entry(b"x" * 4_900, ()))
+    kept.put("a", "large", build_stored_response(b"x" * 4_900, ()))
     assert kept.get("a", "a8") is not None
     assert kept.get("a", "a7") is None
-    kept.put("a", "too large", entry(b"x" * 5_001, ()))
+    kept.put("a", "too large", build_stored_response(b"x" * 5_001, ()))
     assert kept.get("a", "too large") is None
     for number in range(9):
-        kept.put(f"key{number}", "one", entry(b"x", (Message("user", "y" * 1_000),)))
+        kept.put(f"key{number}", "one", build_stored_response(b"x", (Message("user", "y" * 1_000),)))
     assert len(kept) == 5
     assert kept.nbytes <= 10_000
     for number in range(9):

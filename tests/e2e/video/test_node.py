@@ -30,7 +30,7 @@ from tests.support.processes import ROOT, environment, until
 from tests.support.video import studio
 from tests.support.video.standin import standin
 from tests.support.video.studio import JOB, LEASE, LONG, Node, flat, spoiled
-from wire.capacity.arithmetic import headroom, level
+from wire.capacity.arithmetic import compute_headroom, compute_level
 from wire.codec import encode
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, LoadModel
 from wire.report import MemoryLevel
@@ -81,8 +81,8 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert isinstance(await node.answer(), LeaseGranted)
     assert before - node.ceiling == LEASE
     memory = node.poll.read_memory()
-    assert level(memory) is MemoryLevel.OK
-    assert (headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved) or -1) >= 0
+    assert compute_level(memory) is MemoryLevel.OK
+    assert (compute_headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved) or -1) >= 0
     ended = await node.ended()
     assert (ended.code, ended.message) == ("completed", "")
     given_back(node, before)
@@ -528,7 +528,7 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
 
     await node.until(lambda: loaded() and settled())
     memory = node.poll.read_memory()
-    room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
+    room = compute_headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     node.ask(room + 64 * MIB)
     answer = await node.answer()
@@ -540,4 +540,4 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
     else:
         assert isinstance(answer, LeaseGranted)
         assert not loaded()
-        assert level(node.poll.read_memory()) is MemoryLevel.OK
+        assert compute_level(node.poll.read_memory()) is MemoryLevel.OK

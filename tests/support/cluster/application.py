@@ -36,7 +36,7 @@ from coordinator.video.settings import VideoSettings
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import RateLimits
 from router.dispatch.dispatcher import Dispatcher
-from router.http.app import RouterApp, openapi_paths
+from router.http.app import RouterApp, build_openapi_paths
 from tests.support.cluster.loopback_cluster import PEPPER, LoopbackCluster
 
 
@@ -94,11 +94,11 @@ async def application(
             settings.router,
             clock=time.monotonic,
             numbers=lambda: (number := next(count), number),
-            quotas=RateLimits(ring.limits),
+            quotas=RateLimits(ring.get_limits),
         )
         if over is not None:
             dispatcher = over.dispatcher
-            over.limits = ring.limits
+            over.limits = ring.get_limits
         conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
         nodes = assemble_pool(
             store,
@@ -137,7 +137,7 @@ async def application(
             loads,
             conductor,
             facts,
-            openapi_paths(),
+            build_openapi_paths(),
             visitors,
             Observability(metrics, conditions, load, EventLog(), folder / "coordinator.log"),
         )

@@ -22,11 +22,11 @@ from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
-from router.http.app import App, RouterApp, not_found_app
+from router.http.app import App, RouterApp, serve_not_found
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
-from wire.capacity.arithmetic import Fits, headroom, judge, request_need
+from wire.capacity.arithmetic import Fits, compute_headroom, estimate_request_need, judge
 from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
@@ -113,7 +113,7 @@ class LoopbackNode:
         """Return the memory including the commitments of this node."""
         memory = self.memory
         reserved = memory.reserved + sum(self.reserved.values())
-        room = headroom(memory.ceiling, memory.margin, memory.current, reserved)
+        room = compute_headroom(memory.ceiling, memory.margin, memory.current, reserved)
         return msgspec.structs.replace(memory, reserved=reserved, headroom=room)
 
     def report(self) -> Report:
@@ -138,7 +138,7 @@ class LoopbackCluster:
     rest: float = 75.0
 
     def __init__(
-        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = not_found_app
+        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = serve_not_found
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}
@@ -222,7 +222,7 @@ class LoopbackCluster:
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)
-        need = request_need(model, tokens, asked.expected, asked.params.n)
+        need = estimate_request_need(model, tokens, asked.expected, asked.params.n)
         verdict = judge(node.reading(), need, node=node.name)
         if node.refuse:
             node.refuse -= 1
@@ -310,7 +310,11 @@ def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]]
     spoken = node.text[: asked.params.max_tokens]
     choices = range(asked.params.n)
     steps = [
-        tuple(Delta(asked.request, choice, (1,), ((0, text),)) for choice in choices if at >= len(asked.known(choice)))
+        tuple(
+            Delta(asked.request, choice, (1,), ((0, text),))
+            for choice in choices
+            if at >= len(asked.get_known_ids(choice))
+        )
         for at, text in enumerate(spoken)
     ]
     return steps, "length" if len(spoken) < len(node.text) else "stop"

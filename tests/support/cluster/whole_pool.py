@@ -13,14 +13,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from coordinator import api
-from router.dialects.openapi import openapi_paths
+from router.dialects.openapi import build_openapi_paths
 from router.settings import RouterSettings
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode
 from wire.frames import Delta, Deltas, Generate
 
 OPERATIONS = sorted(
-    [f"{method.upper()} {path}" for path, item in openapi_paths().items() for method in item]
+    [f"{method.upper()} {path}" for path, item in build_openapi_paths().items() for method in item]
     + [
         " ".join(row)
         for file in Path(api.__file__).parent.rglob("*.py")

@@ -2,7 +2,7 @@ import pytest
 
 from host.settings_loader import SettingsError, list_settings
 from node.settings import SECTIONS, NodeSettings, choose_node_name, resolve_settings
-from wire.identity import valid_name
+from wire.identity import is_valid_name
 
 
 def resolved(**flat: object) -> NodeSettings:
@@ -83,7 +83,7 @@ def test_an_unknown_setting_is_refused_and_another_process_section_is_skipped():
 )
 def test_a_node_is_named_after_its_host(host: str, name: str):
     assert choose_node_name(NodeSettings(), host) == name
-    assert valid_name(name)
+    assert is_valid_name(name)
 
 
 def test_a_name_that_was_set_counts():

@@ -2,14 +2,22 @@ import json
 
 import pytest
 
-from router.errors import NO_KEY, Problem, failed, from_refused, invalid, total_seconds, wrong_method
+from router.errors import (
+    NO_KEY,
+    Problem,
+    build_invalid,
+    build_wrong_method,
+    from_failure,
+    from_refused,
+    round_retry_seconds,
+)
 from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
 
 NUMBERS = MemoryNumbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
 
 
 def error(problem: Problem) -> dict[str, object]:
-    return json.loads(problem.body("r-1"))["error"]
+    return json.loads(problem.encode_body("r-1"))["error"]
 
 
 @pytest.mark.parametrize("code", list(RefusalCode))
@@ -30,7 +38,7 @@ def test_every_refusal_has_its_status_and_openai_shape(code: RefusalCode):
         "headroom": 7,
         "bound_by": "static",
     }
-    assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 403, 404, 409, 500)
+    assert (b"retry-after", b"1") in problem.build_headers() or problem.status in (400, 403, 404, 409, 500)
 
 
 @pytest.mark.parametrize(
@@ -43,12 +51,12 @@ def test_every_refusal_has_its_status_and_openai_shape(code: RefusalCode):
 def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: RefusalCode, kind: str):
     problem = from_refused(Refused(code, "why", None, 5.0))
     assert error(problem)["type"] == kind
-    assert problem.headers() == [(b"x-should-retry", b"false")]
+    assert problem.build_headers() == [(b"x-should-retry", b"false")]
 
 
 def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
-    assert failed("engine_crashed", "x").headers() == [(b"x-should-retry", b"false")]
-    assert failed("node_lost", "x").headers() == []
+    assert from_failure("engine_crashed", "x").build_headers() == [(b"x-should-retry", b"false")]
+    assert from_failure("node_lost", "x").build_headers() == []
 
 
 @pytest.mark.parametrize(
@@ -65,25 +73,25 @@ def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
     ],
 )
 def test_retry_after_is_a_whole_number_that_clients_honour(seconds: float, shown: int):
-    assert total_seconds(seconds) == shown
+    assert round_retry_seconds(seconds) == shown
 
 
 def test_what_broke_is_a_server_error():
-    assert failed("engine_crashed", "x").status == 500
-    assert failed("node_lost", "x").status == 502
-    assert failed("anything else", "x").status == 500
-    assert error(failed("node_lost", "x"))["type"] == "server_error"
-    assert "memory" not in error(failed("node_lost", "x"))
+    assert from_failure("engine_crashed", "x").status == 500
+    assert from_failure("node_lost", "x").status == 502
+    assert from_failure("anything else", "x").status == 500
+    assert error(from_failure("node_lost", "x"))["type"] == "server_error"
+    assert "memory" not in error(from_failure("node_lost", "x"))
 
 
 def test_the_event_form_is_one_line_of_data():
-    event = failed("node_lost", "line\nbreak").event("r")
+    event = from_failure("node_lost", "line\nbreak").encode_event("r")
     assert event.startswith(b'data: {"error":')
     assert event.endswith(b"}\n\n")
     assert event.count(b"\n") == 2
 
 
 def test_some_problems_have_headers_of_their_own():
-    assert wrong_method("PUT", "GET, HEAD").headers() == [(b"allow", b"GET, HEAD")]
-    assert NO_KEY.headers() == [(b"www-authenticate", b"Bearer")]
-    assert error(invalid("no", "n"))["param"] == "n"
+    assert build_wrong_method("PUT", "GET, HEAD").build_headers() == [(b"allow", b"GET, HEAD")]
+    assert NO_KEY.build_headers() == [(b"www-authenticate", b"Bearer")]
+    assert error(build_invalid("no", "n"))["param"] == "n"

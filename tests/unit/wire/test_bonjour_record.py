@@ -3,13 +3,13 @@ from hypothesis import strategies as st
 
 from wire.bonjour_record import (
     BonjourRecord,
-    cluster_hint,
+    build_instance_name,
     from_txt,
-    instance_name,
-    plain,
-    shown_name,
+    get_shown_name,
+    rank_addresses,
+    sanitize_text,
+    shorten_cluster_id,
     to_txt,
-    usable_addresses,
 )
 from wire.identity import SERVICE_TYPE
 
@@ -37,9 +37,9 @@ def test_garbage_never_crashes(txt: dict[bytes, bytes | None]) -> None:
 
 @given(st.text(), st.text())
 def test_a_name_from_the_network_is_safe_and_short(name: str, identity: str) -> None:
-    instance = instance_name(name, identity)
+    instance = build_instance_name(name, identity)
     assert len(instance.removesuffix("." + SERVICE_TYPE).encode()) <= 63
-    shown = shown_name(name)
+    shown = get_shown_name(name)
     assert 0 < len(shown) <= 63
     assert shown.isascii()
     assert shown.isprintable()
@@ -47,10 +47,10 @@ def test_a_name_from_the_network_is_safe_and_short(name: str, identity: str) -> 
 
 
 def test_names_keep_their_words() -> None:
-    assert instance_name("Mac Studio", "0123-4567") == "Mac Studio-012345._macpool._tcp.local."
-    assert shown_name("Mac Studio-012345._macpool._tcp.local.") == "Mac Studio-012345"
-    assert plain("\x1b[31mred<b>") == "??31mred?b?"
-    assert cluster_hint("0F0e0d0c-1111-2222") == "0f0e0d0c1111"
+    assert build_instance_name("Mac Studio", "0123-4567") == "Mac Studio-012345._macpool._tcp.local."
+    assert get_shown_name("Mac Studio-012345._macpool._tcp.local.") == "Mac Studio-012345"
+    assert sanitize_text("\x1b[31mred<b>") == "??31mred?b?"
+    assert shorten_cluster_id("0F0e0d0c-1111-2222") == "0f0e0d0c1111"
 
 
 def test_addresses_are_ranked_and_unreachable_ones_are_left_out() -> None:
@@ -68,4 +68,4 @@ def test_addresses_are_ranked_and_unreachable_ones_are_left_out() -> None:
         ("en0", "not an address"),
         ("en5", "10.0.0.7"),
     ]
-    assert usable_addresses(found) == ["10.0.0.7", "192.168.1.7", "169.254.1.2", "8.8.8.8", "fd00::7"]
+    assert rank_addresses(found) == ["10.0.0.7", "192.168.1.7", "169.254.1.2", "8.8.8.8", "fd00::7"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.unit.wire.strategies import structs
 from wire import codec
-from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
+from wire.codec import Splitter, WireError, decode, decode_request_number, encode, split_into_fragments
 from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, GenerationParams, Message, Report
 from wire.report import EngineState, Memory
 
@@ -105,7 +105,7 @@ def test_impossible_lengths_are_refused_before_any_byte_of_the_body(length: int)
 def test_lengths_from_one_byte_to_the_longest_are_read(length: int) -> None:
     data = struct.pack(">IB", length, 13) + bytes(length - 1)
     assert list(Splitter(longest=100).feed(data)) == [(13, bytes(length - 1))]
-    joined = b"".join(fragments(data, 1))
+    joined = b"".join(split_into_fragments(data, 1))
     assert list(Splitter().feed(joined)) == [(13, bytes(length - 1))]
 
 
@@ -126,7 +126,7 @@ def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
 @given(st.binary(min_size=0, max_size=300_000), st.integers(1, 70_000))
 def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
     frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), GenerationParams(), 0)
-    pieces = list(fragments(encode(frame), 7))
+    pieces = list(split_into_fragments(encode(frame), 7))
     assert all(len(piece) <= codec.FRAGMENT_BYTES + 64 for piece in pieces)
     data = b"".join(pieces)
     splitter = Splitter()
@@ -134,7 +134,7 @@ def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
 
 
 def test_urgent_frames_pass_between_fragments() -> None:
-    first, *rest = fragments(
+    first, *rest = split_into_fragments(
         encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), GenerationParams(), 0)), 1
     )
     got = split(first + encode(Cancel(9)) + b"".join(rest))
@@ -162,7 +162,7 @@ def test_a_joined_message_leaves_its_number_and_its_bytes_to_the_next() -> None:
 
 def test_a_frame_of_whole_pieces_ends_with_its_last_piece() -> None:
     data = struct.pack(">IB", 2 * codec.FRAGMENT_BYTES - 4, 13) + bytes(2 * codec.FRAGMENT_BYTES - 5)
-    pieces = list(fragments(data, 1))
+    pieces = list(split_into_fragments(data, 1))
     assert len(pieces) == 2
     assert list(Splitter().feed(b"".join(pieces))) == [(13, data[5:])]
 
@@ -190,9 +190,9 @@ def test_a_lone_surrogate_cannot_be_sent() -> None:
 
 def test_heads_are_read_without_the_rest() -> None:
     body = msgspec.msgpack.encode([2**62, {"anything": [1]}, "more"])
-    assert head_of(body) == 2**62
+    assert decode_request_number(body) == 2**62
     with pytest.raises(WireError):
-        head_of(b"\xc0")
+        decode_request_number(b"\xc0")
 
 
 def begins(now: object, then: object) -> bool:

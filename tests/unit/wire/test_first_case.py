@@ -10,7 +10,7 @@ from node.engine.kv.commitments import CommitmentLedger
 from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
 from node.engine.requests import preflight
 from node.memory.reading import MemoryReading
-from wire.capacity.arithmetic import Fits, default_margin, request_transient
+from wire.capacity.arithmetic import Fits, compute_default_margin, estimate_request_transient
 from wire.frames import Generate, GenerationParams, MemoryLimits, Message
 from wire.refusals import RefusalCode, Refused
 from wire.report import KvParameters, Memory, Model
@@ -45,7 +45,7 @@ def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = 
     """Check a request as the engine does at admission, and commit its memory."""
     request = Generate(1, 1, "r", "air", (Message("user", "x"),), GenerationParams(max_tokens=128), 0, 128)
     shape = preflight.compute_shape(request, prompt, 128, MODEL.context)
-    cost = ledger.compute_cost(shape.length, 1) + request_transient(MODEL, prompt, shape.answer_tokens)
+    cost = ledger.compute_cost(shape.length, 1) + estimate_request_transient(MODEL, prompt, shape.answer_tokens)
     refused = preflight.refuse_without_room(
         shape, reading(judge, phys, ledger.compute_reserved_bytes()), MODEL, cost, judge
     )
@@ -55,7 +55,7 @@ def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = 
 
 
 def test_the_margin_of_the_case_is_the_default():
-    assert abs(default_margin(CAP) - MARGIN) <= 16
+    assert abs(compute_default_margin(CAP) - MARGIN) <= 16
 
 
 @pytest.mark.parametrize("site", [GateSite.PREFILL, GateSite.JOIN, GateSite.GROW, GateSite.PREFLIGHT, GateSite.LOAD])

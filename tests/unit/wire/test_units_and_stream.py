@@ -11,8 +11,8 @@ from wire.codec import (
     Splitter,
     WireError,
     decode,
+    decode_request_number,
     encode,
-    head_of,
 )
 from wire.frames import Cancel, FetchChunk, Generate, GenerationParams, Message
 from wire.link.endpoint import MAX_PIECES_PER_TURN, Outbox
@@ -102,7 +102,7 @@ def heard(*frames: Generate) -> list[int]:
     while deferred:
         deferred.pop(0)()
         for piece in written:
-            found += [head_of(body) for _, body in splitter.feed(piece)]
+            found += [decode_request_number(body) for _, body in splitter.feed(piece)]
         written.clear()
     return found
 

@@ -118,7 +118,7 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
     if turn % 2:
         return min(range(len(waiting)), key=lambda place: waiting[place][0])
     aged = sorted(range(len(waiting)), key=lambda place: waiting[place][1])
-    return aged[reading.next([waiting[place][2] for place in aged])]
+    return aged[reading.choose_next([waiting[place][2] for place in aged])]
 
 
 def compute_budget(step: float, total: float) -> float:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from wire.capacity.fairness import RunningRequest, WeightedKey, preemption_order
+from wire.capacity.fairness import RunningRequest, WeightedKey, choose_preemptions
 
 
 class LiveRequest(Protocol):
@@ -107,7 +107,7 @@ def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequenc
     of arrival, each with the rows or bytes that it holds.
     """
     held = [(one, size) for one, size in holding if size]
-    places = preemption_order(owner, need, missing, [RunningRequest(one.owner, size) for one, size in held])
+    places = choose_preemptions(owner, need, missing, [RunningRequest(one.owner, size) for one, size in held])
     return [held[place][0] for place in places]
 
 

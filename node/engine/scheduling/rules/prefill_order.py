@@ -6,7 +6,7 @@ The next of several started prompts, and the size of its chunk, are chosen by `c
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from wire.capacity.fairness import WaitingRequest, WeightedKey, service_order
+from wire.capacity.fairness import WaitingRequest, WeightedKey, compute_service_order
 
 COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
 """Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
@@ -57,7 +57,7 @@ def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) ->
             taken[one.owner.name] = taken.get(one.owner.name, 0) + one.width
         else:
             waiting.append(one)
-    for place in service_order([WaitingRequest(one.owner, one.width, one.answered) for one in waiting], taken):
+    for place in compute_service_order([WaitingRequest(one.owner, one.width, one.answered) for one in waiting], taken):
         yield waiting[place]
 
 

@@ -17,11 +17,11 @@ from coordinator.backup.archive import (
     ArchiveMember,
     Manifest,
     check_end,
-    contents,
-    digest_of,
-    header_of,
+    compute_digest,
+    encode_header,
     read_exactly,
     read_manifest,
+    read_member,
 )
 
 MEMBERS = tuple(ArchiveMember(name, number, "00") for number, name in enumerate(sorted(NEEDED)))
@@ -47,8 +47,8 @@ def test_no_bytes_are_a_manifest_by_chance(data: bytes) -> None:
 
 
 def test_a_manifest_is_read_as_it_was_written_also_in_small_pieces() -> None:
-    assert read_manifest(io.BytesIO(header_of(MADE))) == MADE
-    assert read_manifest(Slow(header_of(MADE) + b"what follows")) == MADE
+    assert read_manifest(io.BytesIO(encode_header(MADE))) == MADE
+    assert read_manifest(Slow(encode_header(MADE) + b"what follows")) == MADE
 
 
 def head(tree: object) -> bytes:
@@ -61,7 +61,7 @@ def head(tree: object) -> bytes:
     [
         ((MAX_MANIFEST_BYTES + 1).to_bytes(4, "big"), f"would have {MAX_MANIFEST_BYTES + 1} bytes"),
         (MAX_MANIFEST_BYTES.to_bytes(4, "big") + b"{}", "it is truncated"),
-        (header_of(MADE)[:-1] + b"x", "its manifest is damaged"),
+        (encode_header(MADE)[:-1] + b"x", "its manifest is damaged"),
         (head({"format": 2, "other": 1}), "made by a newer macpool"),
         (head({"format": 1, "other": 1}), "its manifest cannot be read"),
     ],
@@ -88,7 +88,7 @@ def changes() -> Iterator[tuple[str, Manifest, str]]:
 @pytest.mark.parametrize(("manifest", "words"), [pytest.param(*one[1:], id=one[0]) for one in changes()])
 def test_a_manifest_whose_members_are_no_backups_is_refused(manifest: Manifest, words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
-        read_manifest(io.BytesIO(header_of(manifest)))
+        read_manifest(io.BytesIO(encode_header(manifest)))
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1])
@@ -96,13 +96,13 @@ def test_a_member_is_read_in_pieces_and_is_what_its_digest_says(size: int) -> No
     data = bytes(range(251)) * (size // 251 + 1)
     member = ArchiveMember("pepper", size, hashlib.sha256(data[:size]).hexdigest())
     source = io.BytesIO(data)
-    assert [len(piece) for piece in contents(source, member)] == [CHUNK_BYTES] * (size // CHUNK_BYTES) + [
+    assert [len(piece) for piece in read_member(source, member)] == [CHUNK_BYTES] * (size // CHUNK_BYTES) + [
         size % CHUNK_BYTES
     ] * (size % CHUNK_BYTES > 0)
     assert source.tell() == size
-    assert digest_of(io.BytesIO(data[:size])) == (size, member.sha256)
+    assert compute_digest(io.BytesIO(data[:size])) == (size, member.sha256)
     with pytest.raises(ArchiveError, match="pepper in it is damaged"):
-        list(contents(io.BytesIO(b"x" * size), ArchiveMember("pepper", size, "00")))
+        list(read_member(io.BytesIO(b"x" * size), ArchiveMember("pepper", size, "00")))
 
 
 def test_so_many_bytes_are_read_as_are_wanted_or_the_file_was_cut_off() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from coordinator.backup.atomic_swap import RESTORING
-from coordinator.backup.backup import back_up
+from coordinator.backup.backup import create_backup
 from coordinator.backup.restore import inspect_backup, restore
 from coordinator.state.schema import MIGRATIONS
 from coordinator.state.sqlite_file import open_database
@@ -49,7 +49,7 @@ def killed_at(step: int, work: Callable[[], object]) -> bool:
 @pytest.mark.timeout(300)
 def test_a_restore_that_is_killed_anywhere_leaves_the_old_state_or_the_new_one(tmp_path: Path) -> None:
     new = cluster(tmp_path / "new", video=False)
-    file = back_up(tmp_path / "new", tmp_path / "b").file
+    file = create_backup(tmp_path / "new", tmp_path / "b").file
     old = cluster(tmp_path / "template", "lab")
     seen: list[str] = []
     step = 0
@@ -75,9 +75,9 @@ def test_a_restore_that_is_killed_anywhere_leaves_the_old_state_or_the_new_one(t
 
 def test_a_backup_that_is_killed_anywhere_leaves_the_older_one_whole(tmp_path: Path) -> None:
     home, name = tmp_path / "home", cluster(tmp_path / "home")
-    file = back_up(home, tmp_path / "b").file
+    file = create_backup(home, tmp_path / "b").file
     before, step = inspect_backup(file).made, 0
-    while killed_at(step, lambda: back_up(home, file)):
+    while killed_at(step, lambda: create_backup(home, file)):
         assert inspect_backup(file).cluster == name
         step += 1
     assert inspect_backup(file).made > before

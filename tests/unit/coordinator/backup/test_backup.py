@@ -21,7 +21,7 @@ import pytest
 from coordinator.backup import archive
 from coordinator.backup.archive import Manifest, read_manifest
 from coordinator.backup.atomic_swap import RESTORING
-from coordinator.backup.backup import BackupError, back_up
+from coordinator.backup.backup import BackupError, create_backup
 from coordinator.backup.encryption import EncryptingWriter
 from coordinator.backup.generation_fence import (
     MARK_FILE,
@@ -89,7 +89,7 @@ def home(tmp_path: Path) -> tuple[Path, str]:
 @pytest.fixture
 def saved(home: tuple[Path, str], tmp_path: Path) -> Path:
     """Return a backup of the cluster."""
-    return back_up(home[0], tmp_path / "home.backup").file
+    return create_backup(home[0], tmp_path / "home.backup").file
 
 
 def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
@@ -110,7 +110,7 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
     running = Database(folder)
     running.keys.put(KeyRow("k2", "late", ("infer",), b"e" * 32, 1.0))
     asyncio.run(running.flush())
-    made = back_up(folder, tmp_path / "b", artifacts=True, passphrase=passphrase)
+    made = create_backup(folder, tmp_path / "b", artifacts=True, passphrase=passphrase)
     running.close()
     assert stat.S_IMODE(made.file.stat().st_mode) == 0o600
     assert made.manifest.outside == ("/etc/cert.pem",)
@@ -131,9 +131,9 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
 
 
 def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
-    first = back_up(home[0], tmp_path / "b").file
+    first = create_backup(home[0], tmp_path / "b").file
     restore(first, tmp_path / "two", NOW)
-    second = back_up(tmp_path / "two", tmp_path / "c").file
+    second = create_backup(tmp_path / "two", tmp_path / "c").file
     restore(second, tmp_path / "three", NOW - 1e6)
     assert shows(tmp_path / "three")[1] == int(NOW) + 1, "also where the clock is behind"
     store = Database(tmp_path / "three")
@@ -142,7 +142,7 @@ def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
 
 
 def test_what_is_in_the_way_is_kept_beside_and_only_when_told(home: tuple[Path, str], tmp_path: Path) -> None:
-    saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
+    saved, other = create_backup(home[0], tmp_path / "b").file, tmp_path / "other"
     stranger = cluster(other, "lab")
     (other / "node").mkdir()
     with pytest.raises(RestoreError, match=rf"another cluster \({stranger}\).*--replace"):
@@ -174,7 +174,7 @@ def test_a_running_coordinator_is_not_pulled_away(home: tuple[Path, str], saved:
 def test_a_truncated_or_damaged_backup_changes_nothing(
     home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None
 ) -> None:
-    file, other = back_up(home[0], tmp_path / "b", passphrase=passphrase).file, tmp_path / "other"
+    file, other = create_backup(home[0], tmp_path / "b", passphrase=passphrase).file, tmp_path / "other"
     whole = file.read_bytes()
     cuts = [0, 5, 17, 20, 33, 100, len(whole) // 2, len(whole) - 1]
     flips = [3, 18, 40, 300, len(whole) // 3, len(whole) // 2, len(whole) - 10]
@@ -202,20 +202,20 @@ def test_an_encrypted_file_is_replaced_only_if_the_passphrase_decrypts_it_to_a_b
     content = diary.read_bytes()
     for passphrase in (None, b"p", b"q"):
         with pytest.raises(BackupError, match="exists and is encrypted, and not a backup with this passphrase: choose"):
-            back_up(home[0], diary, passphrase=passphrase)
+            create_backup(home[0], diary, passphrase=passphrase)
     assert diary.read_bytes() == content
-    back_up(home[0], file, passphrase=b"p")
+    create_backup(home[0], file, passphrase=b"p")
     first = file.read_bytes()
-    back_up(home[0], file, passphrase=b"p")
+    create_backup(home[0], file, passphrase=b"p")
     assert file.read_bytes() != first
     with pytest.raises(BackupError, match="not a backup with this passphrase"):
-        back_up(home[0], file)
+        create_backup(home[0], file)
     file.write_bytes(b"macpool sealed 1\n" + bytes(100))
-    assert back_up(home[0], file).manifest.cluster == home[1]
+    assert create_backup(home[0], file).manifest.cluster == home[1]
 
 
 def test_age_decrypts_a_backup_to_one_that_can_be_restored(home: tuple[Path, str], tmp_path: Path) -> None:
-    file = back_up(home[0], tmp_path / "b", passphrase=b"right").file
+    file = create_backup(home[0], tmp_path / "b", passphrase=b"right").file
     file.write_bytes(pyrage.passphrase.decrypt(file.read_bytes(), "right"))
     assert restore(file, tmp_path / "other", NOW).manifest.cluster == home[1]
     assert shows(tmp_path / "other")[0] == home[1]
@@ -245,7 +245,7 @@ def test_an_encrypted_file_without_a_backup_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:
-    file = back_up(home[0], tmp_path / "b", passphrase=b"right").file
+    file = create_backup(home[0], tmp_path / "b", passphrase=b"right").file
     with pytest.raises(RestoreError, match="passphrase is wrong"):
         restore(file, tmp_path / "other", NOW, passphrase=b"wrong")
     with pytest.raises(PassphraseNeeded, match="--passphrase-file"):
@@ -254,7 +254,7 @@ def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], None], extra: bytes = b"") -> Path:
     """Make a backup with a changed manifest and a matching digest."""
-    source = back_up(folder, folder.parent / "forged").file
+    source = create_backup(folder, folder.parent / "forged").file
     with source.open("rb") as opened:
         opened.read(len(archive.MAGIC))
         manifest = read_manifest(opened)
@@ -322,7 +322,7 @@ def test_a_database_of_another_cluster_than_its_authority_is_refused(tmp_path: P
     cluster(tmp_path / "two", video=False)
     shutil.copy(tmp_path / "two/authority/authority.pem", tmp_path / "one/authority/authority.pem")
     with pytest.raises(BackupError, match="another cluster"):
-        back_up(tmp_path / "one", tmp_path / "b")
+        create_backup(tmp_path / "one", tmp_path / "b")
 
 
 def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: Path) -> None:
@@ -332,14 +332,14 @@ def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: 
     link.symlink_to(precious)
     for target in (precious, link, tmp_path):
         with pytest.raises(BackupError, match=r"is not a backup: choose another name|cannot be written"):
-            back_up(home[0], target)
+            create_backup(home[0], target)
     assert precious.read_text() == "all of it"
     with pytest.raises(BackupError, match="no cluster"):
-        back_up(tmp_path / "nothing", tmp_path / "b")
+        create_backup(tmp_path / "nothing", tmp_path / "b")
     with pytest.raises(BackupError, match="no backup was made"):
-        back_up(home[0], tmp_path / "missing" / "b")
-    back_up(home[0], tmp_path / "b")
-    back_up(home[0], tmp_path / "b")
+        create_backup(home[0], tmp_path / "missing" / "b")
+    create_backup(home[0], tmp_path / "b")
+    create_backup(home[0], tmp_path / "b")
     assert [one.name for one in tmp_path.iterdir() if ".new" in one.name] == []
 
 
@@ -390,7 +390,7 @@ def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
         connection.execute("UPDATE meta SET cluster = ?, name = 'home', epoch = 7", (name,))
         connection.execute("INSERT INTO members VALUES ('n1', 'studio', 'm1', '[]', '', 1.0, 0, NULL)")
     connection.close()
-    saved = back_up(home, tmp_path / "old.backup").file
+    saved = create_backup(home, tmp_path / "old.backup").file
     restore(saved, tmp_path / "new", NOW)
     found, generation, members, _ = shows(tmp_path / "new")
     assert (found, members) == (name, {"n1"})
@@ -447,7 +447,7 @@ def test_backup_restores_every_row_of_every_table(tmp_path: Path) -> None:
     before = {name: tables(tmp_path / "home" / name) for name in ("cluster.db", "videos.db")}
     empty = [(file, name) for file, found in before.items() for name, rows in found.items() if not rows]
     assert empty == [], "a table without rows shows nothing: add some in full_cluster"
-    done = restore(back_up(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
+    done = restore(create_backup(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
     after = {name: tables(tmp_path / "other" / name) for name in before}
     ((one, ident, name, epoch, generation),) = before["cluster.db"].pop("meta")
     assert after["cluster.db"].pop("meta") == [(one, ident, name, epoch + 1000, int(NOW))]
@@ -458,7 +458,7 @@ def test_backup_restores_every_row_of_every_table(tmp_path: Path) -> None:
 
 def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     full_cluster(tmp_path / "home")
-    restore(back_up(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
+    restore(create_backup(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
     store = Database(tmp_path / "other")
     member = store.members[NodeId("n2")]
     assert (member.cordoned, member.labels, member.video, member.hardware) == (
@@ -493,7 +493,7 @@ def test_backup_restores_every_file_byte_by_byte(home: tuple[Path, str], tmp_pat
     poster.write_bytes(b"picture")
     before = files_of(home[0])
     assert {"pepper", "config.toml", "authority/authority.pem", "authority/coordinator.pem"} <= set(before)
-    made = back_up(home[0], tmp_path / "b", artifacts=artifacts)
+    made = create_backup(home[0], tmp_path / "b", artifacts=artifacts)
     restore(made.file, tmp_path / "other", NOW)
     if not artifacts:
         before = {name: data for name, data in before.items() if not name.startswith("videos/")}
@@ -505,7 +505,7 @@ def test_backup_restores_every_file_byte_by_byte(home: tuple[Path, str], tmp_pat
 def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path: Path) -> None:
     (home[0] / "config.toml").write_text('[http]\ntls_cert_file = "/etc/cert.pem"\ntls_key_file = "/etc/key.pem"\n')
     began = time.time()
-    made = back_up(home[0], tmp_path / "b")
+    made = create_backup(home[0], tmp_path / "b")
     manifest = made.manifest
     assert (manifest.cluster, manifest.name, manifest.epoch, manifest.generation) == (home[1], "home", 1, 0)
     assert (manifest.format, manifest.macpool) == (1, version("macpool"))
@@ -513,7 +513,7 @@ def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path:
     assert manifest.outside == ("/etc/cert.pem", "/etc/key.pem")
     assert began - 1 <= manifest.made <= time.time()
     assert (made.size, made.encrypted) == (made.file.stat().st_size, False)
-    assert back_up(home[0], tmp_path / "c", passphrase=b"p").encrypted
+    assert create_backup(home[0], tmp_path / "c", passphrase=b"p").encrypted
     for member in manifest.members:
         assert member.size > 0
     second = back_up_of_restored(made.file, tmp_path / "two")
@@ -522,11 +522,11 @@ def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path:
 
 def back_up_of_restored(file: Path, folder: Path) -> Manifest:
     restore(file, folder, NOW)
-    return back_up(folder, folder.parent / "again").manifest
+    return create_backup(folder, folder.parent / "again").manifest
 
 
 def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tuple[Path, str], tmp_path: Path) -> None:
-    saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
+    saved, other = create_backup(home[0], tmp_path / "b").file, tmp_path / "other"
     cluster(other, "lab")
     for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK_FILE):
         (other / name).write_bytes(b"of the former state")
@@ -544,7 +544,7 @@ def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tupl
 
 def test_a_backup_without_videos_takes_those_of_the_former_state_away(tmp_path: Path) -> None:
     cluster(tmp_path / "plain", video=False)
-    saved = back_up(tmp_path / "plain", tmp_path / "b").file
+    saved = create_backup(tmp_path / "plain", tmp_path / "b").file
     assert inspect_backup(saved).schemas == {"cluster.db": len(MIGRATIONS)}
     cluster(tmp_path / "other", "lab")
     restore(saved, tmp_path / "other", NOW, replace=True)
@@ -579,7 +579,7 @@ def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Pa
     staged.mkdir()
     (staged / "commit.json").write_text("{}")
     with pytest.raises(BackupError, match="was interrupted: run `cluster up` to finish it, then back up"):
-        back_up(home[0], tmp_path / "b")
+        create_backup(home[0], tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -587,7 +587,7 @@ def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Pa
 def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
     (home[0] / name).write_bytes(b"x")
     with pytest.raises(BackupError, match="is not a file of macpool: move it away, then back up"):
-        back_up(home[0], tmp_path / "b", artifacts=True)
+        create_backup(home[0], tmp_path / "b", artifacts=True)
     assert not (tmp_path / "b").exists()
     assert not list(home[0].glob(".backup-*"))
 
@@ -596,7 +596,7 @@ def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], 
 def test_half_of_a_cluster_is_not_backed_up(home: tuple[Path, str], tmp_path: Path, missing: str) -> None:
     (home[0] / missing).unlink()
     with pytest.raises(BackupError, match="there is no cluster in"):
-        back_up(home[0], tmp_path / "b")
+        create_backup(home[0], tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -610,14 +610,14 @@ def test_a_link_or_a_folder_in_the_place_of_a_file_is_named(home: tuple[Path, st
     else:
         place.mkdir()
     with pytest.raises(BackupError, match=f"{place} is not a file of macpool"):
-        back_up(home[0], tmp_path / "b")
+        create_backup(home[0], tmp_path / "b")
 
 
 def test_settings_that_are_missing_or_damaged_point_to_no_file(home: tuple[Path, str], tmp_path: Path) -> None:
     (home[0] / "config.toml").write_text("[[[")
-    assert back_up(home[0], tmp_path / "b").manifest.outside == ()
+    assert create_backup(home[0], tmp_path / "b").manifest.outside == ()
     (home[0] / "config.toml").unlink()
-    made = back_up(home[0], tmp_path / "b").manifest
+    made = create_backup(home[0], tmp_path / "b").manifest
     assert (made.outside, "config.toml" in {one.name for one in made.members}) == ((), False)
 
 
@@ -629,8 +629,8 @@ def test_a_backup_that_the_disk_does_not_take_leaves_nothing(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BackupError, match=r"no backup was made: .*No space left"):
-        back_up(home[0], tmp_path / "b")
+        create_backup(home[0], tmp_path / "b")
     assert {one.name for one in tmp_path.iterdir()} == {"home"}
     (tmp_path / "file").touch()
     with pytest.raises(BackupError, match="file/b cannot be written: Not a directory"):
-        back_up(home[0], tmp_path / "file" / "b")
+        create_backup(home[0], tmp_path / "file" / "b")

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.archive import MAGIC, ArchiveMember, header_of, read_manifest
+from coordinator.backup.archive import MAGIC, ArchiveMember, encode_header, read_manifest
 from coordinator.backup.atomic_swap import finish_swap
-from coordinator.backup.backup import back_up
+from coordinator.backup.backup import create_backup
 from coordinator.backup.restore import (
     ExistingState,
     RestoredCounts,
     RestoreError,
-    existing_cluster,
+    find_existing_cluster,
     inspect_backup,
     restore,
 )
@@ -26,7 +26,7 @@ from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 def saved(tmp_path: Path) -> Path:
     """Return a backup without videos of a cluster with the name home."""
     cluster(tmp_path / "home", video=False)
-    return back_up(tmp_path / "home", tmp_path / "saved").file
+    return create_backup(tmp_path / "home", tmp_path / "saved").file
 
 
 def rebuilt(file: Path, name: str, content: bytes) -> Path:
@@ -37,7 +37,7 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
         contents = {one.name: opened.read(one.size) for one in manifest.members} | {name: content}
     members = tuple(ArchiveMember(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
     made = file.with_name("rebuilt")
-    made.write_bytes(MAGIC + header_of(replace(manifest, members=members)) + b"".join(contents.values()))
+    made.write_bytes(MAGIC + encode_header(replace(manifest, members=members)) + b"".join(contents.values()))
     return made
 
 
@@ -70,7 +70,7 @@ def test_files_that_cannot_be_read_or_written_are_named(saved: Path, tmp_path: P
 
 def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path: Path) -> None:
     cluster(tmp_path / "lab", "lab", video=False)
-    lab = back_up(tmp_path / "lab", tmp_path / "lab.backup").file
+    lab = create_backup(tmp_path / "lab", tmp_path / "lab.backup").file
     with lab.open("rb") as opened:
         opened.seek(len(MAGIC))
         theirs = {one.name: opened.read(one.size) for one in read_manifest(opened).members}
@@ -86,20 +86,20 @@ def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path:
 
 def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -> None:
     state, name = tmp_path / "home", shows(tmp_path / "home")[0]
-    assert existing_cluster(tmp_path / "empty") is None
-    assert existing_cluster(state) == ExistingState(name, 1)
+    assert find_existing_cluster(tmp_path / "empty") is None
+    assert find_existing_cluster(state) == ExistingState(name, 1)
     shutil.copytree(state, tmp_path / "without-database")
     (tmp_path / "without-database" / "cluster.db").unlink()
-    assert existing_cluster(tmp_path / "without-database") == ExistingState(name, 0)
+    assert find_existing_cluster(tmp_path / "without-database") == ExistingState(name, 0)
     shutil.rmtree(state / "authority")
-    assert existing_cluster(state) == ExistingState("", 1)
+    assert find_existing_cluster(state) == ExistingState("", 1)
     with pytest.raises(RestoreError, match="has this cluster already, after 1 starts"):
         restore(saved, state, NOW)
 
 
 def test_a_restore_says_what_it_put_where(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "config.toml").unlink()
-    bare = back_up(tmp_path / "home", tmp_path / "bare").file
+    bare = create_backup(tmp_path / "home", tmp_path / "bare").file
     done = restore(bare, tmp_path / "state", NOW)
     assert (done.counts, done.aside, done.config) == (RestoredCounts(1, 1, 1, 0), None, "")
     assert not (tmp_path / "state" / "config.toml").exists()

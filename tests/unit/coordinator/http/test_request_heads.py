@@ -18,9 +18,9 @@ from coordinator.http.request_heads import (
     find_problem,
     serialize_without_upgrade,
 )
-from router.admission.api_keys import credential
+from router.admission.api_keys import extract_key
 from router.errors import Header, Problem
-from router.http.app import not_found_app
+from router.http.app import serve_not_found
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode
 
@@ -100,7 +100,7 @@ class Read:
 def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lines: list[str], good: list[str]):
     raw = REQUEST_START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
     cluster = LoopbackCluster(LoopbackNode("a"))
-    guard = OriginCheck(not_found_app)
+    guard = OriginCheck(serve_not_found)
     head: Any = FastPath(cluster.dispatcher, cluster.keys, RouterSettings(), guard).parse_head(raw[:-4])
     if head.length is None:
         return
@@ -111,7 +111,7 @@ def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lin
     assert len(found) == len(read.headers)
     assert int(found[b"content-length"]) == head.length
     assert b"transfer-encoding" not in found
-    assert credential(read.headers) == head.key
+    assert extract_key(read.headers) == head.key
     assert guard.find_problem("POST", read.headers) is None
 
 

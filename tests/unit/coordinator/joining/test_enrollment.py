@@ -31,7 +31,14 @@ from tests.support.cluster.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame, Goodbye
-from wire.identity import PROTOCOL, NodeId, commitment, request_mac, short_code, token_key
+from wire.identity import (
+    PROTOCOL,
+    NodeId,
+    compute_commitment,
+    compute_request_mac,
+    compute_short_code,
+    derive_token_key,
+)
 from wire.report import Hardware
 
 START = EnrollStart(PROTOCOL)
@@ -66,7 +73,7 @@ def denied(frames: list[Frame]) -> str:
 
 def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", machine: str = "m1") -> Enroll:
     token = cluster.tokens.create()
-    return Enroll(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    return Enroll(csr, name, machine, HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr))
 
 
 def pending(
@@ -74,12 +81,12 @@ def pending(
 ) -> tuple[EnrollmentConnection, str]:
     """Advance a conversation to the decision of an administrator."""
     conversation, csr = talk(cluster, now, wake), new_request("air").csr
-    (authority,) = conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
+    (authority,) = conversation.process_frame(EnrollStart(PROTOCOL, compute_commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
     assert conversation.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
         EnrollPending(APPROVAL_TIMEOUT_SECONDS)
     ]
-    return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
+    return conversation, compute_short_code(authority.ca, csr, NONCE, authority.nonce)
 
 
 def test_the_whole_conversation_with_a_token(cluster: EnrollmentContext) -> None:
@@ -179,7 +186,7 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
     csr, other = new_request("air").csr, new_request("air").csr
     for asked, opening in ((other, NONCE), (csr, b"m" * 16), (csr, b"")):
         conversation = talk(cluster)
-        conversation.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+        conversation.process_frame(EnrollStart(PROTOCOL, compute_commitment(NONCE, csr)), 0.0)
         frame = Enroll(asked, "air", "m1", HARDWARE, opening=opening)
         assert denied(conversation.process_frame(frame, 0.0)) == "commitment_broken"
     bare = talk(cluster)
@@ -245,7 +252,7 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
     (other,) = again.process_frame(
-        Enroll(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
+        Enroll(csr, "renamed", "m1", HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr)), 0.0
     )
     assert isinstance(other, Enrolled)
     (after,) = cluster.store.members.values()
@@ -287,13 +294,13 @@ def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: En
     csr, token = new_request("studio").csr, cluster.tokens.create(replaces=True)
     with_it = talk(linked)
     with_it.process_frame(START, 0.0)
-    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr))
     (answer,) = with_it.process_frame(asked, 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.final) == ("machine_taken", True)
     assert "is that of studio, which is linked now from 10.0.0.2" in answer.message
     by_code = talk(linked)
-    by_code.process_frame(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+    by_code.process_frame(EnrollStart(PROTOCOL, compute_commitment(NONCE, csr)), 0.0)
     assert denied(by_code.process_frame(Enroll(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
     assert cluster.store.members == {row.node: row}
     assert not cluster.approvals.list_waiting(0.0)
@@ -346,7 +353,7 @@ def asking(
 ) -> tuple[EnrollmentConnection, list[Frame]]:
     """Send a join request with a code; return the conversation and its answer."""
     conversation, csr = talk(cluster), csr or new_request("air").csr
-    conversation.process_frame(EnrollStart(PROTOCOL, commitment(opening, csr)), 0.0)
+    conversation.process_frame(EnrollStart(PROTOCOL, compute_commitment(opening, csr)), 0.0)
     return conversation, conversation.process_frame(Enroll(csr, "air", machine, HARDWARE, opening=opening), 0.0)
 
 
@@ -476,7 +483,7 @@ def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster:
     again, csr = talk(told), new_request("studio").csr
     again.process_frame(START, 0.0)
     token = cluster.tokens.create(replaces=True)
-    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr))
     (enrolled,) = again.process_frame(asked, 0.0)
     assert isinstance(enrolled, Enrolled)
     assert (enrolled.node, cluster.store.members[rows[0].node].name) == (rows[0].node, "studio")

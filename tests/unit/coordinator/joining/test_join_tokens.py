@@ -5,7 +5,7 @@ import pytest
 from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, build_join_command
 from coordinator.state.database import Database
 from tests.support.cluster.enrolment import Wall
-from wire.identity import JoinToken, parse_token, request_mac, token_key
+from wire.identity import JoinToken, compute_request_mac, derive_token_key, parse_token
 
 CSR = b"request"
 
@@ -23,7 +23,7 @@ def tokens(tmp_path: Path, wall: Wall):
 
 
 def redeem(tokens: JoinTokens, token: JoinToken, csr: bytes = CSR) -> Redemption:
-    return tokens.redeem(token.id, request_mac(token_key(token.secret), CSR), csr)
+    return tokens.redeem(token.id, compute_request_mac(derive_token_key(token.secret), CSR), csr)
 
 
 def test_a_token_is_used_once(tokens: JoinTokens) -> None:
@@ -39,7 +39,7 @@ def test_a_token_for_three_is_used_three_times(tokens: JoinTokens) -> None:
 
 def test_checking_uses_nothing_up(tokens: JoinTokens) -> None:
     token = tokens.create()
-    mac = request_mac(token_key(token.secret), CSR)
+    mac = compute_request_mac(derive_token_key(token.secret), CSR)
     assert {tokens.check(token.id, mac, CSR) for _ in range(3)} == {Redemption.ACCEPTED}
 
 
@@ -70,7 +70,7 @@ def test_the_list_holds_no_secret(tokens: JoinTokens) -> None:
     token = tokens.create(uses=2, name="lab")
     (listed,) = tokens.list()
     assert (listed.id, listed.name, listed.uses_left, listed.revoked) == (token.id, "lab", 2, False)
-    assert str(token_key(token.secret)) not in str(listed)
+    assert str(derive_token_key(token.secret)) not in str(listed)
 
 
 def test_old_tokens_are_dropped(tokens: JoinTokens, wall: Wall) -> None:
@@ -122,7 +122,7 @@ def test_a_token_is_good_for_an_hour_unless_told_otherwise(tokens: JoinTokens, w
 def test_a_token_that_expires_now_is_expired_and_its_use_is_left(tokens: JoinTokens, wall: Wall) -> None:
     token = tokens.create(ttl=10)
     wall.now += 9.999
-    assert tokens.check(token.id, request_mac(token_key(token.secret), CSR), CSR) is Redemption.ACCEPTED
+    assert tokens.check(token.id, compute_request_mac(derive_token_key(token.secret), CSR), CSR) is Redemption.ACCEPTED
     wall.now = 1010.0
     assert redeem(tokens, token) is Redemption.EXPIRED
     assert tokens.list()[0].uses_left == 1

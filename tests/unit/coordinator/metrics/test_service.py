@@ -135,7 +135,7 @@ async def test_a_waiting_request_is_in_the_depth_and_its_wait_in_the_histogram(p
         during = await scrape(port)
         assert during["router_queue_depth"] == 1
         assert 0 < during["router_queue_oldest_seconds"] < 10
-        assert during["router_queue_limit"] == port.application.dispatcher.queue.limit(1) > 1
+        assert during["router_queue_limit"] == port.application.dispatcher.queue.compute_limit(1) > 1
         assert during["request_queue_time_seconds_count"] == 0
         line.send(a_report(2))
         asked = await admitted(line)

@@ -23,7 +23,7 @@ from node.agent.identity import (
 )
 from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
-from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri
+from wire.identity import NodeId, PeerIdentity, build_coordinator_uri, build_node_uri
 
 NODE = NodeId("0f0e0d0c")
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "anything")])
@@ -121,7 +121,7 @@ def client_file(identity: NodeIdentity) -> Path:
 def test_of_a_request_only_the_key_is_used(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path, time.time)
     key = ec.generate_private_key(ec.SECP256R1())
-    uri = x509.UniformResourceIdentifier(coordinator_uri(authority.cluster))
+    uri = x509.UniformResourceIdentifier(build_coordinator_uri(authority.cluster))
     csr = (
         x509.CertificateSigningRequestBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "coordinator")]))
@@ -133,7 +133,7 @@ def test_of_a_request_only_the_key_is_used(tmp_path: Path) -> None:
     made = x509.load_der_x509_certificate(authority.sign_request(csr, NODE))
     assert made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
     assert list(made.extensions.get_extension_for_class(x509.SubjectAlternativeName).value) == [
-        x509.UniformResourceIdentifier(node_uri(authority.cluster, NODE))
+        x509.UniformResourceIdentifier(build_node_uri(authority.cluster, NODE))
     ]
     assert made.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value == NODE
     assert made.public_key() == key.public_key()
@@ -232,8 +232,8 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_p
     node = x509.load_der_x509_certificate(authority.sign_request(new_request("x").csr, NODE, "studio"))
     own = x509.load_pem_x509_certificate((tmp_path / "coordinator.pem").read_bytes())
     for leaf, purpose, uri in (
-        (node, ExtendedKeyUsageOID.CLIENT_AUTH, node_uri(authority.cluster, NODE)),
-        (own, ExtendedKeyUsageOID.SERVER_AUTH, coordinator_uri(authority.cluster)),
+        (node, ExtendedKeyUsageOID.CLIENT_AUTH, build_node_uri(authority.cluster, NODE)),
+        (own, ExtendedKeyUsageOID.SERVER_AUTH, build_coordinator_uri(authority.cluster)),
     ):
         assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(
             False, None

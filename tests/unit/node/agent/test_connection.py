@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.connection import CoordinatorLink, NotTheCoordinator, dial
 from node.agent.identity import create_authority_context
-from wire.identity import NodeId, coordinator_uri, node_uri
+from wire.identity import NodeId, build_coordinator_uri, build_node_uri
 
 
 def posing(folder: Path, authority: ClusterCa, uri: str) -> ssl.SSLContext:
@@ -61,7 +61,7 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
 
 
 @pytest.mark.parametrize(
-    "uri", [node_uri("CLUSTER", NodeId("n1")), coordinator_uri("another"), "https://coordinator.example"]
+    "uri", [build_node_uri("CLUSTER", NodeId("n1")), build_coordinator_uri("another"), "https://coordinator.example"]
 )
 async def test_only_the_coordinators_own_name_is_believed(tmp_path: Path, uri: str) -> None:
     with pytest.raises(NotTheCoordinator):
@@ -69,4 +69,4 @@ async def test_only_the_coordinators_own_name_is_believed(tmp_path: Path, uri: s
 
 
 async def test_the_coordinator_is_believed(tmp_path: Path) -> None:
-    assert (await reached(tmp_path, coordinator_uri("CLUSTER"))).verified
+    assert (await reached(tmp_path, build_coordinator_uri("CLUSTER"))).verified

@@ -15,7 +15,7 @@ from node.agent.discovery import DiscoveredService, find_first_proven, find_serv
 from node.agent.enrollment import enroll
 from node.agent.identity import store_address
 from tests.support.cluster.enrolment import HARDWARE, opened
-from wire.bonjour_record import BonjourRecord, cluster_hint
+from wire.bonjour_record import BonjourRecord, shorten_cluster_id
 
 F = TypeVar("F")
 LOOPBACK = ["127.0.0.1"]
@@ -47,7 +47,7 @@ def needs_multicast(test: F) -> F:
 
 
 def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcement:
-    advert = BonjourRecord("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
+    advert = BonjourRecord("coord", shorten_cluster_id(cluster), "0.1.0", "ab" * 8)
     return Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
 
 
@@ -58,7 +58,7 @@ async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
     (found,) = await find_services(10, cluster, interfaces=LOOPBACK)
-    hint = cluster_hint(cluster)
+    hint = shorten_cluster_id(cluster)
     assert found == DiscoveredService(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
     assert found.candidates == ("127.0.0.1:8081",)
     await announced.close()
@@ -74,7 +74,7 @@ async def test_two_clusters_are_both_seen_and_told_apart() -> None:
     for announced in both:
         await asyncio.wait_for(announced.ready.wait(), 20)
     seen = {found.cluster: found.port for found in await find_services(10, interfaces=LOOPBACK)}
-    assert {cluster_hint(first): 8081, cluster_hint(second): 8082}.items() <= seen.items()
+    assert {shorten_cluster_id(first): 8081, shorten_cluster_id(second): 8082}.items() <= seen.items()
     assert [found.port for found in await find_services(10, second, interfaces=LOOPBACK)] == [8082]
     for announced in both:
         await announced.close()

@@ -13,7 +13,7 @@ from node.engine.admission import (
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
-from wire.capacity.arithmetic import request_transient
+from wire.capacity.arithmetic import estimate_request_transient
 from wire.frames import Generate, GenerationParams, Message
 from wire.refusals import RefusalCode
 from wire.report import KvParameters, Memory, Model
@@ -53,7 +53,7 @@ def test_a_size_follows_from_tokens_and_limits():
 def test_costs_are_the_rows_and_their_forwards():
     cost = compute_admission_cost(SHAPE, Ledger(), MODEL)
     assert cost.rows == 1000 * SHAPE.length * 2
-    assert cost.total == cost.rows + request_transient(MODEL, 10, 15, 2)
+    assert cost.total == cost.rows + estimate_request_transient(MODEL, 10, 15, 2)
 
 
 def test_a_request_that_waits_for_its_model_reserves_its_rows():

@@ -15,8 +15,8 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.rules.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import request_transient
-from wire.capacity.batches import padded
+from wire.capacity.arithmetic import estimate_request_transient
+from wire.capacity.batches import compute_padded_bytes
 from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import (
     Channel,
@@ -159,8 +159,8 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
 def test_siblings_are_counted_against_each_other(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     model = driver.engine.report(0.0).models[0]
-    each = padded(BatchGroup(1, 3100, 3100), model.kv)
-    driver.take(small(driver, int(1.5 * each) + request_transient(model, 3000, 100)))
+    each = compute_padded_bytes(BatchGroup(1, 3100, 3100), model.kv)
+    driver.take(small(driver, int(1.5 * each) + estimate_request_transient(model, 3000, 100)))
     first, second = driver.ask("word " * 1000), driver.ask("word " * 1000)
     assert driver.admitted(first) != driver.admitted(second), "the second would pass against the same trough"
 

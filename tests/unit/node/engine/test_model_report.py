@@ -2,7 +2,7 @@ from pathlib import PurePath
 
 from node.engine.model_report import LoadFacts, ModelFacts, compute_transients, describe_unloaded
 from node.engine.models.model_descriptor import ModelDescriptor
-from wire.capacity.arithmetic import prefill_transient
+from wire.capacity.arithmetic import estimate_prefill_transient
 from wire.report import KvParameters, TransientModel
 
 FORWARD = TransientModel(fixed=1e6, token=1e3)
@@ -12,7 +12,7 @@ FOUND = ModelDescriptor("m", PurePath("m"), "f1", 90, 1000, KvParameters(7, 256,
 def test_transients_are_those_of_the_smallest_chunk():
     found = compute_transients(FORWARD, 64)
     assert found["forward"].floor == 64
-    assert found["transient"] == prefill_transient(FORWARD, 64, 0)
+    assert found["transient"] == estimate_prefill_transient(FORWARD, 64, 0)
 
 
 def test_a_model_that_is_not_loaded_is_described_by_its_files_and_its_load():

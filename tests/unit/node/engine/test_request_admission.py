@@ -5,7 +5,7 @@ import time
 from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import request_need
+from wire.capacity.arithmetic import estimate_request_need
 from wire.frames import Finished, GenerationParams, MemoryLimits, Refusal
 from wire.refusals import RefusalCode
 from wire.units import GIB, MIB
@@ -23,7 +23,7 @@ def test_a_request_does_not_evict_its_own_model():
     first = driver.end(driver.ask(prompt, params))
     assert isinstance(first, Refusal)
     assert first.prompt_tokens is not None
-    needed, refused = request_need(report.models[0], first.prompt_tokens, 2), 0
+    needed, refused = estimate_request_need(report.models[0], first.prompt_tokens, 2), 0
     for missing in range(0, 4 * MIB, MIB // 4):
         driver.take(MemoryLimits(8 * GIB, report.memory.current + needed - missing, 0, "dynamic"))
         end = driver.end(driver.ask(prompt, params))

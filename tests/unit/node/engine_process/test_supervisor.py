@@ -20,7 +20,7 @@ from node.illegal_events import IllegalEvents
 from node.settings import NodeSettings, resolve_settings
 from tests import models
 from tests.support.processes import until
-from wire.codec import decode, encode, head_of
+from wire.codec import decode, decode_request_number, encode
 from wire.frames import (
     Admitted,
     Cancel,
@@ -75,7 +75,7 @@ class Agent:
         assert encoded[4] == tag
         frame = decode(tag, encoded[5:])
         assert encode(frame) == encoded
-        assert request == (0 if isinstance(frame, Deltas) else head_of(encoded[5:]))
+        assert request == (0 if isinstance(frame, Deltas) else decode_request_number(encoded[5:]))
         self.frames.append((frame, request))
         self._changed.set()
 

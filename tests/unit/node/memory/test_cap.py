@@ -25,7 +25,7 @@ from node.memory.cap import (
     resolve_margin,
     with_device,
 )
-from wire.capacity.arithmetic import UNREADABLE, default_margin
+from wire.capacity.arithmetic import UNREADABLE, compute_default_margin
 from wire.units import GIB, MIB
 
 SIZES = st.integers(0, 2**40)
@@ -184,7 +184,7 @@ def test_an_impossible_cap_is_refused_by_its_key(setting: str | int):
 
 
 def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
-    assert resolve_margin("auto", 96 * GIB) == Margin(default_margin(96 * GIB), automatic=True)
+    assert resolve_margin("auto", 96 * GIB) == Margin(compute_default_margin(96 * GIB), automatic=True)
     assert resolve_margin("3GiB", 96 * GIB) == Margin(3 * GIB)
     assert resolve_margin("0", 96 * GIB).warning
     assert resolve_margin(0, 96 * GIB).bytes == 0

@@ -18,7 +18,7 @@ from node.memory.enforcer import (
     step,
 )
 from node.memory.reading import POLL_PERIOD_SECONDS
-from wire.capacity.arithmetic import UNREADABLE, headroom
+from wire.capacity.arithmetic import UNREADABLE, compute_headroom
 from wire.frames import ReduceMemory
 from wire.report import Memory, MemoryLevel
 from wire.units import GIB
@@ -269,7 +269,7 @@ def test_ok_means_headroom_and_only_silence_over_the_cap_ends(polls: list[tuple[
         now += passed
         state, actions = step(state, EnforcerInput(1, memory, enforced), now)
         known = memory.phys is not None
-        room = headroom(memory.ceiling, memory.margin, max(memory.active, memory.phys or 0, memory.recent), 0)
+        room = compute_headroom(memory.ceiling, memory.margin, max(memory.active, memory.phys or 0, memory.recent), 0)
         assert room is not None
         assert (state.level is MemoryLevel.OK) == (known and room >= memory.reserved)
         over = over if not known else over + 1 if state.level is MemoryLevel.OVER_HARD else 0

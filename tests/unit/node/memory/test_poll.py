@@ -27,7 +27,7 @@ from node.video import leases
 from tests import models
 from tests.support.readings import Later, failing
 from tests.unit.node.memory.test_limits import SetMachine
-from wire.capacity.arithmetic import UNREADABLE, headroom, profiled_margin
+from wire.capacity.arithmetic import UNREADABLE, compute_headroom, compute_profiled_margin
 from wire.codec import decode, encode
 from wire.frames import (
     Deltas,
@@ -192,8 +192,8 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     await node.until(lambda: node.supervisor.reports.latest and node.supervisor.reports.latest.memory.margin < wide)
     memory, report = node.poll.read_memory(), node.supervisor.reports.latest
     assert report is not None
-    assert memory.margin == report.memory.margin == profiled_margin(2 * GIB, 0)
-    room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
+    assert memory.margin == report.memory.margin == compute_profiled_margin(2 * GIB, 0)
+    room = compute_headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
     assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models can be unloaded"

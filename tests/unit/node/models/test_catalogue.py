@@ -19,7 +19,7 @@ from node.models.memory_prediction import find_unknown_dimensions, predict_kv, p
 from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
-from wire.capacity.arithmetic import prefill_transient
+from wire.capacity.arithmetic import estimate_prefill_transient
 from wire.report import KvParameters, TransientModel
 from wire.units import GIB
 
@@ -402,7 +402,7 @@ def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
     }
     kv, forward = predict_kv(config, 2), predict_transient(config, 2)
     written = kv.per_token * 110_000
-    scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
+    scores = estimate_prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
     assert round((written + scores) / GIB, 3) == 15.557
 
 
@@ -423,7 +423,7 @@ def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Pa
     assert "num_hidden_layers" in line["missing"]
     found = library.find("odd")
     assert found is not None
-    assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)
+    assert (found.kv.per_token, estimate_prefill_transient(found.forward, 256, 10_000)) == (0, 0)
 
 
 # Figures that must be equal in every version

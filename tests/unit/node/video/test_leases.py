@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from node.video import leases
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
-from wire.capacity.arithmetic import Fits, headroom, judge
+from wire.capacity.arithmetic import Fits, compute_headroom, judge
 from wire.frames import LeaseEnded, LeaseRequest
 from wire.refusals import RefusalCode
 from wire.report import Memory, Model
@@ -36,7 +36,7 @@ def test_a_lease_fits_exactly_up_to_the_headroom():
 def test_what_is_granted_leaves_the_headroom_at_least_nothing(size: int, phys: int, reserved: int):
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=phys, reserved=reserved)
     granted = leases.check_fits(ask(size), memory, (), frozenset()) is None
-    after = headroom(memory.ceiling - size, memory.margin, phys, reserved)
+    after = compute_headroom(memory.ceiling - size, memory.margin, phys, reserved)
     assert after is not None
     assert granted == (after >= 0)
     assert granted == isinstance(judge(memory, size), Fits)

@@ -11,12 +11,12 @@ from router.admission.api_keys import (
     SCOPES,
     ApiKey,
     KeyRing,
-    anonymous_key,
-    credential,
-    digest_of,
+    compute_digest,
+    create_anonymous_key,
+    extract_key,
     new_key,
     new_secret,
-    session_of,
+    parse_session,
 )
 from router.admission.rate_limits import KeyLimits
 
@@ -44,7 +44,7 @@ def test_only_a_keyed_digest_is_kept():
     _, key, text = ring()
     assert text.startswith(f"mp_{key.id}_")
     assert len(text.split("_", 2)[2]) == 43
-    assert key.digest == hmac.digest(PEPPER, text.encode(), "sha256") == digest_of(PEPPER, text.encode())
+    assert key.digest == hmac.digest(PEPPER, text.encode(), "sha256") == compute_digest(PEPPER, text.encode())
     assert text not in repr(key)
 
 
@@ -112,7 +112,7 @@ def test_unknown_scopes_are_refused(scopes: tuple[str, ...]):
     ],
 )
 def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], found: bytes | None):
-    assert credential(headers) == found
+    assert extract_key(headers) == found
 
 
 def test_every_key_that_opens_nothing_is_counted_and_no_other():
@@ -145,12 +145,12 @@ def test_a_replaced_key_opens_with_its_new_secret_alone_and_a_dropped_one_leaves
     other, other_text = new_key(PEPPER, "other", ("admin",), created=2.0)
     keys.put(other)
     assert [one.id for one in keys.list()] == [key.id, other.id]
-    assert keys.names() == {key.id: "me", other.id: "other"}
+    assert keys.get_names() == {key.id: "me", other.id: "other"}
     digest, renewed = new_secret(PEPPER, key.id)
     assert keys.check(text) == key
     keys.put(replace(key, digest=digest))
     assert keys.check(text) is None
-    assert keys.check(renewed) == keys.of(key.id)
+    assert keys.check(renewed) == keys.find_key(key.id)
     assert keys.drop(key.id)
     assert keys.check(renewed) is None
     assert keys.check(other_text) == other
@@ -166,18 +166,18 @@ def test_a_ring_finds_keys_by_their_ids_with_their_names_and_limits():
     limited, _ = new_key(PEPPER, "limited", ("infer",), created=2.0, limits=KeyLimits(concurrency=2))
     keys.put(limited)
     ids = (plain.id, limited.id, "anonymous", "aaaaaaaa")
-    assert [keys.of(one) for one in ids] == [plain, limited, None, None]
-    assert [keys.limits(one) for one in ids] == [None, KeyLimits(concurrency=2), None, None]
-    keys.anonymous = nobody = anonymous_key(3.0)
-    assert [keys.of(one) for one in ids] == [plain, limited, nobody, None]
-    assert keys.names() == {plain.id: "me", limited.id: "limited", "anonymous": "anonymous"}
+    assert [keys.find_key(one) for one in ids] == [plain, limited, None, None]
+    assert [keys.get_limits(one) for one in ids] == [None, KeyLimits(concurrency=2), None, None]
+    keys.anonymous = nobody = create_anonymous_key(3.0)
+    assert [keys.find_key(one) for one in ids] == [plain, limited, nobody, None]
+    assert keys.get_names() == {plain.id: "me", limited.id: "limited", "anonymous": "anonymous"}
     keys.put(replace(nobody, name="a key of that id"))
-    assert keys.of("anonymous") == replace(nobody, name="a key of that id")
+    assert keys.find_key("anonymous") == replace(nobody, name="a key of that id")
 
 
 def test_clients_without_a_key_are_anonymous_where_that_is_allowed_and_wrong_keys_stay_wrong():
     keys, key, text = ring()
-    keys.anonymous = nobody = anonymous_key(3.0)
+    keys.anonymous = nobody = create_anonymous_key(3.0)
     assert nobody == ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", 3.0)
     shown = ("", "sk-of-another-server", "mp_", text + "A", text)
     assert [keys.check(one) for one in shown] == [nobody, nobody, None, None, key]
@@ -188,7 +188,7 @@ def test_clients_without_a_key_are_anonymous_where_that_is_allowed_and_wrong_key
 def test_a_text_longer_than_any_key_is_not_compared(length: int, known: bool):
     keys, key, _ = ring()
     text = f"mp_{key.id}_".ljust(length, "A").encode()
-    keys.put(replace(key, digest=digest_of(PEPPER, text)))
+    keys.put(replace(key, digest=compute_digest(PEPPER, text)))
     assert (keys.check(text) is not None, keys.is_valid(text)) == (known, known)
 
 
@@ -217,4 +217,4 @@ def test_wrong_keys_take_no_memory():
     ],
 )
 def test_a_conversation_has_the_name_of_its_header_where_it_is_short_enough(header: bytes | None, session: str):
-    assert session_of(header) == session
+    assert parse_session(header) == session

@@ -17,27 +17,27 @@ def begins(role: str, text: str) -> tuple[Message, ...]:
 
 def test_by_default_each_key_has_its_own():
     scopes = open_scopes(CacheSettings())
-    assert (scopes.scope, scopes.of("alice"), scopes.of("mallory")) == ("", "alice", "mallory")
-    assert not scopes.shares(begins("system", SYSTEM))
-    assert not scopes.shares(())
+    assert (scopes.scope, scopes.get_scope("alice"), scopes.get_scope("mallory")) == ("", "alice", "mallory")
+    assert not scopes.has_shared_prompt(begins("system", SYSTEM))
+    assert not scopes.has_shared_prompt(())
 
 
 def test_an_administrator_may_share_it_in_the_pool():
     scopes = open_scopes(CacheSettings(share="pool"))
-    assert scopes.scope == scopes.of("alice") == scopes.of("mallory") == SHARED_SCOPE
+    assert scopes.scope == scopes.get_scope("alice") == scopes.get_scope("mallory") == SHARED_SCOPE
 
 
 def test_a_system_prompt_is_shared_where_it_is_exactly_the_text_of_a_file(tmp_path: Path):
     file = tmp_path / "clerk.txt"
     file.write_text(SYSTEM + "\n")
     scopes = open_scopes(CacheSettings(shared_prompts=(str(file),)))
-    assert scopes.shares(begins("system", SYSTEM))
-    assert scopes.shares(begins("developer", SYSTEM + "\n"))
-    assert not scopes.shares(begins("user", SYSTEM))
-    assert not scopes.shares(begins("system", SYSTEM + " The code is 1234."))
-    assert not scopes.shares((Message("user", "hello"), Message("system", SYSTEM)))
-    assert not scopes.shares(())
-    assert not CacheScopes("pool").shares(begins("system", SYSTEM))
+    assert scopes.has_shared_prompt(begins("system", SYSTEM))
+    assert scopes.has_shared_prompt(begins("developer", SYSTEM + "\n"))
+    assert not scopes.has_shared_prompt(begins("user", SYSTEM))
+    assert not scopes.has_shared_prompt(begins("system", SYSTEM + " The code is 1234."))
+    assert not scopes.has_shared_prompt((Message("user", "hello"), Message("system", SYSTEM)))
+    assert not scopes.has_shared_prompt(())
+    assert not CacheScopes("pool").has_shared_prompt(begins("system", SYSTEM))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from router.admission.key_scope import visible
+from router.admission.key_scope import filter_view
 from router.admission.rate_limits import KeyLimits
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.loopback_cluster import a_model
@@ -37,4 +37,4 @@ WHOLE = ClusterView((A, B))
     ],
 )
 def test_a_key_sees_its_models_on_nodes_with_its_labels(limits: KeyLimits | None, seen: tuple[NodeView, ...]):
-    assert visible(WHOLE, limits) == ClusterView(seen)
+    assert filter_view(WHOLE, limits) == ClusterView(seen)

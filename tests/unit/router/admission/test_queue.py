@@ -36,15 +36,15 @@ def test_the_line_is_bounded_and_says_when_to_come_back():
 
 def test_the_oldest_wait_is_that_of_the_request_that_came_first_of_all_keys():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    assert queue.oldest(5.0) == 0.0
+    assert queue.get_longest_wait(5.0) == 0.0
     late = offer(queue, "late", "a", now=3.0)
     first = offer(queue, "first", "b", now=1.0)
     offer(queue, "later", "b", now=4.0)
-    assert queue.oldest(5.0) == 4.0
+    assert queue.get_longest_wait(5.0) == 4.0
     queue.remove(first)
-    assert queue.oldest(5.0) == 2.0
+    assert queue.get_longest_wait(5.0) == 2.0
     queue.remove(late)
-    assert (queue.oldest(5.0), queue.depth("a"), queue.depth("b"), len(queue)) == (1.0, 0, 1, 1)
+    assert (queue.get_longest_wait(5.0), queue.count_queued("a"), queue.count_queued("b"), len(queue)) == (1.0, 0, 1, 1)
 
 
 def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved():
@@ -175,9 +175,9 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2)
     assert isinstance(refused, Refused)
     assert (refused.code, refused.status) == (RefusalCode.OVER_SHARE, 429)
-    assert queue.share(100) == 100
-    assert queue.limit(100) == 400
-    assert AdmissionQueue[str](10).share(100) == MIN_KEY_SHARE
+    assert queue.compute_share(100) == 100
+    assert queue.compute_limit(100) == 400
+    assert AdmissionQueue[str](10).compute_share(100) == MIN_KEY_SHARE
     offer(queue, "another key has its own share", "other")
 
 
@@ -200,7 +200,7 @@ def taken(queue: AdmissionQueue[str], patience: float) -> int:
         if isinstance(refused, Refused):
             assert refused.code is RefusalCode.OVER_SHARE
             break
-    return queue.depth("k")
+    return queue.count_queued("k")
 
 
 def test_a_key_that_waits_alone_may_have_more_while_the_line_moves():
@@ -287,12 +287,12 @@ def test_room_is_kept_for_one_request_of_a_key_in_each_round():
 def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entry = offer(queue, "large", now=100.0)
-    assert not queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS - 0.1)
-    assert queue.overdue(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS)
+    assert not queue.needs_room(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS - 0.1)
+    assert queue.needs_room(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS)
     for _ in range(MAX_OVERTAKES):
-        assert not queue.overdue(entry, 100.1)
+        assert not queue.needs_room(entry, 100.1)
         queue.count_overtake()
-    assert queue.overdue(entry, 100.1)
+    assert queue.needs_room(entry, 100.1)
 
 
 def drain(queue: AdmissionQueue[str]) -> list[str]:
@@ -378,7 +378,7 @@ def test_a_request_that_is_removed_while_it_is_placed_leaves_the_others_in_order
     queue: AdmissionQueue[str] = AdmissionQueue()
     entries = {item: offer(queue, item, item) for item in "ab"}
     assert queue.place_waiting(0.1, lambda item, keep: queue.remove(entries[item])) == 2
-    assert (len(queue), queue.depth("a"), queue.depth("b")) == (0, 0, 0)
+    assert (len(queue), queue.count_queued("a"), queue.count_queued("b")) == (0, 0, 0)
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -427,9 +427,9 @@ def test_every_request_is_tried_once_and_the_count_stays_true(requests: list[tup
 
     assert queue.place_waiting(0.0, attempt) == len(fitting)
     assert sorted(tried) == sorted(inside)
-    assert len(queue) == len(inside) - len(fitting) == sum(queue.depth(key) for key in "abc")
+    assert len(queue) == len(inside) - len(fitting) == sum(queue.count_queued(key) for key in "abc")
 
 
 @pytest.mark.parametrize("limit", [1, 10, 1000])
 def test_a_limit_that_is_set_is_the_limit(limit: int):
-    assert AdmissionQueue(limit).limit(50) == limit
+    assert AdmissionQueue(limit).compute_limit(50) == limit

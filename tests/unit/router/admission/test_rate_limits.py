@@ -13,8 +13,8 @@ from router.admission.rate_limits import (
     NO_LIMITS,
     KeyLimits,
     RateLimits,
-    estimate,
-    probable_tokens,
+    estimate_charge,
+    estimate_probable_tokens,
 )
 from router.placement.candidate import ResourceDemand
 from router.settings import RouterSettings
@@ -69,7 +69,7 @@ def test_requests_a_minute():
 def test_tokens_a_minute_are_charged_by_estimate_and_settled_by_what_was_used():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
-    assert charged == estimate(ASK) == 150
+    assert charged == estimate_charge(ASK) == 150
     taken(one)
     assert refused(one).retry_after == pytest.approx(30.0)
     one.record_end("k", ASK, charged, 110, 0.0)
@@ -131,7 +131,7 @@ def test_a_request_that_came_before_its_key_had_limits_takes_nothing_from_those_
     one.record_end("k", ASK, early, 0, 0.0)
     taken(one)
     refused(one)
-    assert one.running("k") == 2
+    assert one.count_open("k") == 2
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 400), st.booleans()), max_size=60))
@@ -148,7 +148,7 @@ def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
             used += spent
     used += sum(running)
     assert used <= 600 + 600 * now / 60 + 1
-    assert one.running("k") == len(running)
+    assert one.count_open("k") == len(running)
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_videos_are_counted_apart_and_one_may_always_wait():
     answer = one.admit_video("k", "wan", 1, 0, 0.0)
     assert isinstance(answer, Refused)
     assert "3 requests per minute" in answer.message
-    assert one.running("k") == 0
+    assert one.count_open("k") == 0
 
 
 def standings(one: RateLimits, now: float) -> list[tuple[str, int, int, float]]:
-    return [(rate.what, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.rates("k", now)]
+    return [(rate.what, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.list_rates("k", now)]
 
 
 def test_a_bucket_fills_at_its_rate_and_never_above_it():
@@ -244,20 +244,20 @@ def test_a_bucket_fills_at_its_rate_and_never_above_it():
 def test_rates_name_both_buckets_and_none_without_limits():
     one = quotas(requests_per_minute=10, tokens_per_minute=600)
     charged = taken(one)
-    requests, tokens = one.rates("k", 0.0)
+    requests, tokens = one.list_rates("k", 0.0)
     assert (requests.what, requests.limit, requests.remaining, requests.reset) == ("requests", 10, 9, 6.0)
     assert (tokens.what, tokens.limit, tokens.remaining, tokens.reset) == ("tokens", 600, 450, 15.0)
     one.record_end("k", ASK, charged, 30, 0.0)
-    assert one.rates("k", 0.0)[1].remaining == 570
-    assert one.rates("other", 0.0) == ()
-    assert quotas(concurrency=3).rates("k", 0.0) == ()
-    assert [rate.what for rate in quotas(tokens_per_minute=5).rates("k", 0.0)] == ["tokens"]
+    assert one.list_rates("k", 0.0)[1].remaining == 570
+    assert one.list_rates("other", 0.0) == ()
+    assert quotas(concurrency=3).list_rates("k", 0.0) == ()
+    assert [rate.what for rate in quotas(tokens_per_minute=5).list_rates("k", 0.0)] == ["tokens"]
 
 
 def test_a_debt_shows_nothing_left_and_the_time_until_all_is_back():
     one = quotas(tokens_per_minute=60)
     taken(one)
-    (rate,) = one.rates("k", 0.0)
+    (rate,) = one.list_rates("k", 0.0)
     assert (rate.remaining, rate.reset) == (0, pytest.approx(150.0))
 
 
@@ -265,10 +265,10 @@ def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_wha
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
     one.record_end("k", ASK, charged, 200, 0.0)
-    assert one.rates("k", 0.0)[0].remaining == 100, "200 used of 150 charged"
+    assert one.list_rates("k", 0.0)[0].remaining == 100, "200 used of 150 charged"
     second = taken(one, 20.0)
     one.record_end("k", ASK, second, 0, 60.0)
-    assert one.rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
+    assert one.list_rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
 
 
 def test_settling_fills_a_bucket_before_it_takes_what_was_used_above_the_charge():
@@ -283,8 +283,8 @@ def test_a_request_over_its_tokens_does_not_use_up_a_request_and_the_other_way_r
     taken(one)
     for _ in range(5):
         refused(one)
-    requests, tokens = one.rates("k", 0.0)
-    assert (requests.remaining, tokens.remaining, one.running("k")) == (9, 50, 1)
+    requests, tokens = one.list_rates("k", 0.0)
+    assert (requests.remaining, tokens.remaining, one.count_open("k")) == (9, 50, 1)
 
 
 def test_two_keys_and_their_buckets_are_apart():
@@ -293,20 +293,20 @@ def test_two_keys_and_their_buckets_are_apart():
     assert isinstance(one.admit("a", ASK, 0.0), int)
     assert isinstance(one.admit("a", ASK, 0.0), Refused)
     assert [isinstance(one.admit("b", ASK, 0.0), int) for _ in range(3)] == [True, True, False]
-    assert (one.running("a"), one.running("b"), one.running("c")) == (1, 2, 0)
+    assert (one.count_open("a"), one.count_open("b"), one.count_open("c")) == (1, 2, 0)
 
 
 def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
-    assert estimate(ResourceDemand("m", prompt_tokens=100, max_tokens=50)) == 150
-    assert estimate(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
-    assert estimate(ResourceDemand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
-    assert estimate(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
+    assert estimate_charge(ResourceDemand("m", prompt_tokens=100, max_tokens=50)) == 150
+    assert estimate_charge(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
+    assert estimate_charge(ResourceDemand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
+    assert estimate_charge(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
     assert (
-        probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=10 * DEFAULT_ANSWER_TOKENS))
+        estimate_probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=10 * DEFAULT_ANSWER_TOKENS))
         == 100 + DEFAULT_ANSWER_TOKENS
     )
-    assert probable_tokens(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
-    assert probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
+    assert estimate_probable_tokens(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
+    assert estimate_probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
 
 
 def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
@@ -324,7 +324,7 @@ def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
 def test_a_key_has_its_limits_and_the_weight_of_its_priority():
     high = KeyLimits(priority="high")
     one = RateLimits({"k": high}.get)
-    assert (one.limits("k"), one.limits("other")) == (high, NO_LIMITS)
+    assert (one.get_limits("k"), one.get_limits("other")) == (high, NO_LIMITS)
     weights = [KeyLimits(priority=name).weight for name in ("low", "normal", "high")]
     assert (weights, NO_LIMITS.weight) == ([1, 4, 16], 4)
 

@@ -241,7 +241,7 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
     one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ask(one, max_tokens=900)
     finish(one)
-    (rate,) = one.dispatcher.quotas.rates("k", one.now)
+    (rate,) = one.dispatcher.quotas.list_rates("k", one.now)
     assert (rate.what, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
 
 
@@ -252,7 +252,7 @@ async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: 
     one.speak()
     assert ticket.tokens.total == 2
     finish(one, prompt_tokens=0, cached_tokens=0, completion_tokens=1, reasoning_tokens=0)
-    (rate,) = one.dispatcher.quotas.rates("k", one.now)
+    (rate,) = one.dispatcher.quotas.list_rates("k", one.now)
     assert rate.remaining == 1000 - 2
 
 

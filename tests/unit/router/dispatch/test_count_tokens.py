@@ -98,4 +98,4 @@ async def test_one_key_does_not_take_all_counts():
     assert not other.done()
     cluster.dispatcher.handle_lost_node(node.id, "cut")
     await asyncio.gather(*counts, other)
-    assert cluster.dispatcher.quotas.running("k") == 0
+    assert cluster.dispatcher.quotas.count_open("k") == 0

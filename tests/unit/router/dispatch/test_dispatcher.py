@@ -993,17 +993,17 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
     assert isinstance(second.outcome, Refused)
     assert second.outcome.code is RefusalCode.RATE_LIMITED
     two.dispatcher.close(first)
-    assert two.dispatcher.quotas.running("k") == 0
+    assert two.dispatcher.quotas.count_open("k") == 0
     third = two.submit()
     two.finish()
     assert isinstance(third.outcome, Finished)
-    assert two.dispatcher.quotas.running("k") == 0
+    assert two.dispatcher.quotas.count_open("k") == 0
     two.memory = dict.fromkeys((A, B), a_memory(0))
     two.report()
     full = two.submit()
     assert isinstance(full.outcome, Refused)
     assert full.outcome.code is RefusalCode.OVER_SHARE, "it may not wait"
-    assert two.dispatcher.quotas.running("k") == 0
+    assert two.dispatcher.quotas.count_open("k") == 0
     used = two.dispatcher.usage.drain()["k", "tiny"]
     assert (used.requests, used.failed, used.prompt_tokens, used.completion_tokens) == (3, 2, 25, 3)
     two.settled()
@@ -1044,7 +1044,7 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
     over = one.submit(max_tokens=1000)
     assert isinstance(over.outcome, Refused)
     assert over.outcome.retry_after == pytest.approx(60 * 230 / 1000)
-    assert one.dispatcher.quotas.running("k") == 0
+    assert one.dispatcher.quotas.count_open("k") == 0
 
 
 async def test_ids_that_are_not_remembered_are_counted(one: Cluster):

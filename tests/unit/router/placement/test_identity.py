@@ -154,7 +154,7 @@ async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
 def test_the_list_of_models_shows_the_one_that_is_served():
     nodes = node("a", "x", context=1000), node("b", "x", context=1000), node("c", "y", context=99)
     view = ClusterView(nodes)
-    assert b'"max_input_tokens":1000' in openai.anthropic_listing(view, 0)
+    assert b'"max_input_tokens":1000' in openai.list_anthropic_models(view, 0)
     assert view.get_served_models()["tiny"].fingerprint == view.get_models()["tiny"].fingerprint == "x"
     assert view.get_loaded_models()["tiny"].fingerprint == "x"
     only: dict[str, Model] = ClusterView((node("c", "y"),)).get_served_models()

@@ -25,7 +25,15 @@ from router.placement.policies import POLICIES, Policy
 from router.placement.refusals import estimate_retry_seconds
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
+from wire.capacity.arithmetic import (
+    KV_GROWTH_TOKENS,
+    UNREADABLE,
+    Fits,
+    estimate_alone_bytes,
+    estimate_request_need,
+    estimate_tokenize_bytes,
+    judge,
+)
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.report import BatchGroup, EngineState, Memory, Model, Sharing
@@ -405,7 +413,7 @@ def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever(
 
 
 def test_weights_count_where_a_model_is_not_loaded():
-    room = request_need(a_model(), 100, 64)
+    room = estimate_request_need(a_model(), 100, 64)
     cold = node("cold", a_memory(room + GIB - 1), a_model(loaded=False, weights=1 * GIB))
     assert why(decide(cold), "cold").startswith("needs 1.1 GiB, headroom is 1.1 GiB")
     assert chosen(decide(node("cold", a_memory(room + GIB), a_model(loaded=False, weights=1 * GIB)))) == "cold"
@@ -413,7 +421,7 @@ def test_weights_count_where_a_model_is_not_loaded():
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_while_a_node_reads_a_model_in_its_weights_count_once(policy: str):
-    room = request_need(a_model(), 100, 64)
+    room = estimate_request_need(a_model(), 100, 64)
     reading = a_model(loaded=False, loading=True, weights=4 * GIB)
     assert chosen(decide(node("a", a_memory(room), reading), policy=policy)) == "a"
     queued = node("a", a_memory(room), reading, a_model("other", loaded=False, loading=True))
@@ -451,7 +459,7 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     more."""
     ask = ResourceDemand("tiny", 0, tokens)
     model = a_model(prefill_speed=prefill, decode_speed=decode)
-    need = request_need(model, tokens, ask.estimate_output_tokens(model, tokens))
+    need = estimate_request_need(model, tokens, ask.estimate_output_tokens(model, tokens))
     warm = node("warm", a_memory(need + spare * MIB, cap=96 * GIB), model)
     unloaded = msgspec.structs.replace(model, loaded=False, load_seconds=load)
     colds = [node(f"cold-{one}", a_memory(40 * GIB, cap=96 * GIB), unloaded) for one in range(1 + extra)]
@@ -533,7 +541,7 @@ def test_an_idle_node_that_could_give_other_models_back_is_asked():
 
 def test_a_node_is_asked_to_give_models_back_only_where_the_request_then_fits():
     ask = ResourceDemand("tiny", 400, max_tokens=64)
-    need = request_need(a_model(), 100, 64)
+    need = estimate_request_need(a_model(), 100, 64)
     for over, name in ((0, "a"), (1, None)):
         weights = 22 * GIB - need + over
         exact = idle("a", 1 * GIB, a_model(loaded=False, weights=weights))
@@ -557,7 +565,7 @@ def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_
 
 NAME = NodeId("a")
 ASK = ResourceDemand("tiny", 400)
-NEED = request_need(a_model(), 100, 64)
+NEED = estimate_request_need(a_model(), 100, 64)
 
 
 def test_a_candidate_at_rest_carries_the_whole_arithmetic():
@@ -626,7 +634,7 @@ def test_a_text_that_takes_more_to_tokenize_than_to_decode_needs_that():
     text = 4 * 100_000
     small = a_model(kv_per_token=1, transient=0, context=100_000)
     (found,) = decide(node("a", None, small), ask=ResourceDemand("tiny", text)).candidates
-    assert found.need == reading_bytes(text, context=100_000) > request_need(small, 100_000, 1)
+    assert found.need == estimate_tokenize_bytes(text, context=100_000) > estimate_request_need(small, 100_000, 1)
 
 
 def test_a_node_without_its_guard_has_the_room_that_a_request_needs():
@@ -700,7 +708,7 @@ def test_the_plain_rank_is_headroom_then_requests_in_flight():
 
 
 def test_room_for_two_beats_speed_and_room_for_more_than_two_does_not():
-    need = request_need(a_model(), 100, 64)
+    need = estimate_request_need(a_model(), 100, 64)
     works = EngineState("scripted", "ready", queued_tokens=1)
     tight = node("tight", a_memory(need + MIB), a_model(prefill_speed=10_000.0), engine=works)
     roomy = node("roomy", a_memory(2 * need), a_model(prefill_speed=100.0))
@@ -926,7 +934,7 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
     for nodes in ((node("a", None, model), small), (small, node("a", None, model))):
         answer = refused(decide(*nodes, ask=ResourceDemand("tiny", 0, 40_000)))
         assert (answer.code, answer.status, answer.node) == (RefusalCode.TOO_LARGE, 400, "a")
-        alone = alone_bytes(model, 40_000, 64) / GIB
+        alone = estimate_alone_bytes(model, 40_000, 64) / GIB
         assert answer.message.startswith(
             f"needs {alone:.1f} GiB on an idle node, the largest node can give 22.0 GiB (a): shorten the prompt"
         )
@@ -1148,7 +1156,7 @@ def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
     if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
         return False
     tokens = ask.estimate_prompt_tokens(model)
-    need = request_need(model, tokens, ask.estimate_output_tokens(model, tokens), ask.choices)
+    need = estimate_request_need(model, tokens, ask.estimate_output_tokens(model, tokens), ask.choices)
     reading = msgspec.structs.replace(one.memory, reserved=one.memory.reserved + promised)
     return isinstance(judge(reading, need), Fits)
 

@@ -17,7 +17,7 @@ from router.placement.sanitize_report import (
     build_node_view,
     sanitize_memory,
 )
-from wire.capacity.arithmetic import Fits, judge, request_need
+from wire.capacity.arithmetic import Fits, estimate_request_need, judge
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.report import BatchGroup, Enforcement, EngineState, Memory, MemoryLevel, Model, SystemMemory, TransientModel
@@ -105,7 +105,7 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
         assert 0 <= model.progress <= 1
         assert 0.25 <= model.bytes_per_token <= 64
         assert 0 < model.expected_output <= 32_768
-        assert request_need(model, 100, 100) >= 0
+        assert estimate_request_need(model, 100, 100) >= 0
 
 
 SIZES = (

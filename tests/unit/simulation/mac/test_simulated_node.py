@@ -7,7 +7,7 @@ from simulation.clock import VirtualLoop
 from simulation.mac.simulated_node import SimulatedNode
 from simulation.scenario import ModelSpec, NodeSpec
 from simulation.workload import ConversationTurn
-from wire.capacity.arithmetic import Fits, judge, request_need
+from wire.capacity.arithmetic import Fits, estimate_request_need, judge
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, GenerationParams, Refusal
 from wire.units import GIB, MIB
@@ -47,7 +47,7 @@ def test_it_admits_what_its_report_says_will_fit(prompt: int):
     mac = Mac()
     mac.ask(1, 2000, 100)
     report = mac.machine.report()
-    fits = isinstance(judge(report.memory, request_need(report.models[0], prompt, 256)), Fits)
+    fits = isinstance(judge(report.memory, estimate_request_need(report.models[0], prompt, 256)), Fits)
     mac.ask(2, prompt, 100)
     assert isinstance(mac.said[-1], Admitted if fits else Refusal)
     mac.machine.stop()

@@ -11,8 +11,8 @@ from wire.capacity.fairness import (
     RunningRequest,
     WaitingRequest,
     WeightedKey,
-    preemption_order,
-    service_order,
+    choose_preemptions,
+    compute_service_order,
 )
 
 ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
@@ -28,7 +28,7 @@ WAITING = st.lists(
 
 
 def order(*waiting: WaitingRequest, **taken: int) -> list[int]:
-    return list(service_order(waiting, taken))
+    return list(compute_service_order(waiting, taken))
 
 
 def test_every_keys_first_request_comes_before_any_second():
@@ -83,8 +83,8 @@ def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, token
     """Run `turns` turns of endless prompts, and return the number of turns of each key."""
     had = Counter[str]()
     for _ in range(turns):
-        owner = waiting[reading.next(waiting)]
-        reading.has_read(owner, tokens)
+        owner = waiting[reading.choose_next(waiting)]
+        reading.count_prefilled(owner, tokens)
         had[owner.name] += 1
     return had
 
@@ -99,8 +99,8 @@ def test_beside_many_requests_each_key_has_as_much_prefilled():
 
 def test_what_is_read_in_other_turns_counts_too():
     reading, waiting = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB]
-    reading.next(waiting)
-    reading.has_read(ADA, 400)
+    reading.choose_next(waiting)
+    reading.count_prefilled(ADA, 400)
     assert read(reading, waiting, 4) == {"bob": 4}
 
 
@@ -124,8 +124,8 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
 ):
     reading, had = PrefillFairness(), Counter[str]()
     for _ in range(60):
-        owner = owners[reading.next(owners)]
-        reading.has_read(owner, data.draw(st.integers(1, 100)))
+        owner = owners[reading.choose_next(owners)]
+        reading.count_prefilled(owner, data.draw(st.integers(1, 100)))
         had[owner.name] += 1
     if max(Counter(one.name for one in owners).values()) > CROWDED_PROMPTS:
         assert set(had) == {one.name for one in owners}
@@ -135,23 +135,23 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
 
 def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_no_less_then():
     a, b = WeightedKey("a", 4), WeightedKey("b", 4)
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
-    assert preemption_order(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
-    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request is not preempted"
-    assert preemption_order(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
-    assert preemption_order(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
-    assert preemption_order(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]
+    assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
+    assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
+    assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
+    assert choose_preemptions(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
+    assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request is not preempted"
+    assert choose_preemptions(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
+    assert choose_preemptions(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
+    assert choose_preemptions(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=12), st.integers(1, 5))
 def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: int):
     held = [RunningRequest(WeightedKey(name, 4), size) for name, size in holding]
-    places = preemption_order(WeightedKey("x", 4), need, need, held)
+    places = choose_preemptions(WeightedKey("x", 4), need, need, held)
     left = [one for place, one in enumerate(held) if place not in places] + [RunningRequest(WeightedKey("x", 4), need)]
     for place in places:
-        back = preemption_order(held[place].owner, held[place].size, held[place].size, left)
+        back = choose_preemptions(held[place].owner, held[place].size, held[place].size, left)
         assert not any(left[one].owner.name == "x" for one in back)
 
 
@@ -162,23 +162,23 @@ def test_a_key_without_rows_goes_before_one_with_a_row():
 def test_the_key_that_holds_most_is_preempted():
     eve = WeightedKey("eve")
     holding = [RunningRequest(BOB, 5), RunningRequest(eve, 2), RunningRequest(BOB, 5), RunningRequest(eve, 2)]
-    assert preemption_order(ADA, 1, 5, holding) == [2]
-    assert preemption_order(ADA, 1, 6, holding) == []
+    assert choose_preemptions(ADA, 1, 5, holding) == [2]
+    assert choose_preemptions(ADA, 1, 6, holding) == []
 
 
 def test_no_request_is_preempted_where_all_of_them_are_too_few():
-    assert preemption_order(ADA, 0, 6, [RunningRequest(BOB, 5)]) == []
-    assert preemption_order(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
+    assert choose_preemptions(ADA, 0, 6, [RunningRequest(BOB, 5)]) == []
+    assert choose_preemptions(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
 
 
 def test_a_key_that_comes_begins_with_the_least_that_another_has_prefilled():
     eve, reading = WeightedKey("eve"), PrefillFairness()
-    reading.has_read(ADA, 1000)
+    reading.count_prefilled(ADA, 1000)
     waiting = [*[ADA] * (CROWDED_PROMPTS + 1), BOB]
-    assert reading.next(waiting) == 0
-    reading.has_read(ADA, 100)
-    assert reading.next(waiting) == CROWDED_PROMPTS + 1
-    reading.has_read(BOB, 10)
-    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 1
-    reading.has_read(BOB, 5)
-    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 2
+    assert reading.choose_next(waiting) == 0
+    reading.count_prefilled(ADA, 100)
+    assert reading.choose_next(waiting) == CROWDED_PROMPTS + 1
+    reading.count_prefilled(BOB, 10)
+    assert reading.choose_next([*waiting, eve]) == CROWDED_PROMPTS + 1
+    reading.count_prefilled(BOB, 5)
+    assert reading.choose_next([*waiting, eve]) == CROWDED_PROMPTS + 2

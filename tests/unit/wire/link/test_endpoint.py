@@ -67,10 +67,10 @@ class End(LinkEndpoint):
         self.reasons: list[str] = []
         self.connection_made(line)
 
-    def received(self, tag: int, body: bytes) -> None:
+    def on_frame(self, tag: int, body: bytes) -> None:
         self.frames.append(decode(tag, body))
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         self.reasons.append(reason)
 
 

@@ -12,7 +12,7 @@ import pytest
 from coordinator.api.routes.requests import WallClock, summarize_request
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.rows import MemberRow
-from router.admission.api_keys import anonymous_key
+from router.admission.api_keys import create_anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from router.dispatch.decision_log import RequestRecord, parse_line
@@ -111,7 +111,7 @@ async def test_over_its_rate_a_key_gets_a_429_with_the_time(built: Application, 
 
 async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, admin: httpx.AsyncClient):
     made = await make(admin)
-    used = built.dispatcher.usage.of(made["id"], "tiny")
+    used = built.dispatcher.usage.get_totals(made["id"], "tiny")
     used.requests, used.prompt_tokens, used.completion_tokens = 2, 100, 30
     rows = (await admin.get("/api/v1/keys/usage")).json()["usage"]
     assert rows == [
@@ -216,7 +216,7 @@ async def test_a_request_that_failed_is_counted_as_such(built: Application):
         ResourceDemand("tiny", 10), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, stream=False
     )
     built.dispatcher.close(built.dispatcher.submit(job))
-    used = built.dispatcher.usage.of("k", "")
+    used = built.dispatcher.usage.get_totals("k", "")
     assert (used.requests, used.failed) == (1, 1)
 
 
@@ -231,7 +231,7 @@ async def test_names_that_clients_make_up_make_no_rows(built: Application, admin
 
 async def test_old_usage_is_dropped(built: Application):
     built.store.usage.add("k", "tiny", "2020-01-01", UsageTotals(1))
-    used = built.dispatcher.usage.of("k", "tiny")
+    used = built.dispatcher.usage.get_totals("k", "tiny")
     used.requests = 1
     built.admin.store_usage(built.dispatcher.usage)
     assert [row.used.requests for row in built.store.usage.list_rows()] == [1]
@@ -351,7 +351,7 @@ async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.
 async def test_without_a_key_nothing_is_answered_unless_it_was_allowed(built: Application):
     async with client(built, "sk-anything") as junk:
         assert (await junk.get("/v1/models")).status_code == 401
-        built.admin.ring.anonymous = anonymous_key(0.0)
+        built.admin.ring.anonymous = create_anonymous_key(0.0)
         assert (await junk.get("/v1/models")).status_code == 200
         assert (await junk.get("/v1/models", headers={"authorization": ""})).status_code == 200
         assert (await junk.get("/api/v1/nodes")).status_code == 403
@@ -390,13 +390,13 @@ async def test_stored_keys_open_with_their_scopes_expiry_and_limits_after_a_rest
         assert key is not None
         assert (key.name, key.scopes, key.limits) == ("app", {"infer"}, limits)
         assert abs((key.expires or 0) - time.time() - 3600) < 60
-        assert ring.check(rotated or "") == ring.of(reader["id"])
+        assert ring.check(rotated or "") == ring.find_key(reader["id"])
         assert [ring.check(text["key"]) for text in (reader, revoked)] == [None, None]
         assert {row["name"]: row["scopes"] for row in second.admin.list_keys()["keys"]} == {
             "app": ["infer"],
             "reader": ["infer", "metrics"],
         }
-        assert ring.names() == {bounded["id"]: "app", reader["id"]: "reader"}
+        assert ring.get_names() == {bounded["id"]: "app", reader["id"]: "reader"}
 
 
 async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
@@ -404,7 +404,7 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     kept, old = (today - timedelta(days=days) for days in (400, 401))
     for day in (kept, old):
         built.store.usage.add("k", "tiny", day.isoformat(), UsageTotals(1))
-    used = built.dispatcher.usage.of("k", "tiny")
+    used = built.dispatcher.usage.get_totals("k", "tiny")
     used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
     for _ in range(2):
         built.admin.store_usage(built.dispatcher.usage)
@@ -424,7 +424,7 @@ async def test_what_is_changed_of_a_key_is_in_the_ring_and_on_the_disk_at_once(b
     assert key is not None
     assert (key.name, key.limits, key.expires) == (row.name, row.limits, row.expires)
     assert (row.name, row.limits) == ("laptop", KeyLimits(concurrency=3))
-    assert ring.limits(made["id"]) == KeyLimits(concurrency=3)
+    assert ring.get_limits(made["id"]) == KeyLimits(concurrency=3)
     assert admin.revoke_key(made["id"])
     assert ring.check(made["key"]) is None
     assert made["id"] not in built.store.keys

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
-from router.errors import Problem, failed, from_refused
+from router.errors import Problem, from_failure, from_refused
 from tests.support.processes import CLI, environment
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB
@@ -39,7 +39,7 @@ class Server:
                 told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
                 told.may.wait(20)
                 problem = told.answer if isinstance(told.answer, Problem) else None
-                body = problem.body("r") if problem else json.dumps(told.answer).encode()
+                body = problem.encode_body("r") if problem else json.dumps(told.answer).encode()
                 self.send_response(problem.status if problem else 200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
@@ -158,8 +158,8 @@ ENDS = [
     (from_refused(Refused(RefusalCode.IN_USE, "2 requests")), REFUSED),
     (from_refused(Refused(RefusalCode.NO_MODEL, "no such model")), NOT_FOUND),
     (from_refused(Refused(RefusalCode.LOAD_FAILED, "truncated")), 1),
-    (failed("node_lost", "studio was lost"), 1),
-    (failed("command_timeout", "nothing for 3600 s"), TIMED_OUT),
+    (from_failure("node_lost", "studio was lost"), 1),
+    (from_failure("command_timeout", "nothing for 3600 s"), TIMED_OUT),
 ]
 
 

@@ -19,7 +19,7 @@ from node.models.memory_prediction import predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
 from tests.support.engine.text_engine import Driver
-from wire.capacity.batches import row_bytes
+from wire.capacity.batches import compute_row_bytes
 from wire.frames import Finished, GenerationParams
 from wire.report import KvParameters, TransientModel
 
@@ -54,7 +54,7 @@ def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: st
         elif tokens >= measured.window:
             assert extent.size == measured.per_token * held + in_window
         assert tokens <= held < tokens + measured.step
-        assert extent.size <= row_bytes(measured, tokens)
+        assert extent.size <= compute_row_bytes(measured, tokens)
 
 
 MLA: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[st
     measured = measure_kv_parameters(written(model, 20))
     assert measured == predict_kv(config, 4)
     cache = written(model, 300)
-    assert measure_extent(cache).size == sum_nbytes(cache) <= row_bytes(measured, 300)
+    assert measure_extent(cache).size == sum_nbytes(cache) <= compute_row_bytes(measured, 300)
 
 
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():

@@ -12,7 +12,7 @@ from router.placement.reservations import ReservationLedger
 from router.placement.sanitize_report import build_node_view
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.capacity.arithmetic import reading_bytes
+from wire.capacity.arithmetic import estimate_tokenize_bytes
 from wire.codec import Splitter, decode, encode
 from wire.frames import Admitted, GenerationParams, MemoryLimits, Message, Refusal, Report
 from wire.identity import NodeId
@@ -123,7 +123,10 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
                 assert answer.refused.code is verdict.refused.code is RefusalCode.NO_ROOM
                 assert answer.refused.numbers is not None
                 assert verdict.refused.numbers is not None
-                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # before or at tokenization
+                asked = (
+                    verdict.refused.numbers.estimate,
+                    estimate_tokenize_bytes(len(content)),
+                )  # before or at tokenization
                 assert answer.refused.numbers.estimate in asked, "the same arithmetic"
                 needed = needed or verdict.refused.numbers.estimate
     assert verdicts == [False, False, True, True] * 4

@@ -14,8 +14,8 @@ from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import request_transient
-from wire.capacity.batches import padded
+from wire.capacity.arithmetic import estimate_request_transient
+from wire.capacity.batches import compute_padded_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits, Refusal
 from wire.refusals import RefusalCode
@@ -54,7 +54,7 @@ def counts(driver: Driver) -> EngineCounters:
 
 def row(driver: Driver, tokens: int) -> int:
     """Return the bytes of a row."""
-    return padded(BatchGroup(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
+    return compute_padded_bytes(BatchGroup(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
 
 
 def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
@@ -74,7 +74,7 @@ def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
 
 def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is_refused_on_the_way(driver: Driver):
     model = driver.engine.report(time.monotonic()).models[0]
-    squeeze(driver, int(2.9 * row(driver, 2100)) + request_transient(model, 2050, 8))
+    squeeze(driver, int(2.9 * row(driver, 2100)) + estimate_request_transient(model, 2050, 8))
     numbers = [driver.ask(f"{one} " + "word " * 680, endless(8), expected=8) for one in range(4)]
     admitted = [number for number in numbers if driver.admitted(number)]
     assert len(admitted) == 2

@@ -14,7 +14,7 @@ from node.engine.memory.transient_estimator import (
     STEPS,
     TransientEstimator,
 )
-from wire.capacity.arithmetic import prefill_transient, step_transient
+from wire.capacity.arithmetic import estimate_prefill_transient, estimate_step_transient
 from wire.report import TransientModel
 
 PRIOR = TransientModel(token=1000, pair=16, seen=400, logits=2048, step_row=4096, step_seen=16)
@@ -40,26 +40,26 @@ def walked(true: TransientModel) -> TransientEstimator:
     estimator = TransientEstimator(PRIOR)
     for tokens, past in [(32, 0), (64, 0), (128, 0), (256, 0), *WALK]:
         grew = past % 256 == 0
-        estimator.observe_prefill(tokens, past, prefill_transient(true, tokens, past, grows=grew), grew=grew)
+        estimator.observe_prefill(tokens, past, estimate_prefill_transient(true, tokens, past, grows=grew), grew=grew)
     estimator.fit()
     return estimator
 
 
 def test_before_the_first_sample_it_is_the_formula():
-    assert TransientEstimator(PRIOR).estimate_chunk(256, 1000) == prefill_transient(PRIOR, 256, 1000)
-    assert TransientEstimator(PRIOR).estimate_step(4, 1000) == step_transient(PRIOR, 4, 1000)
+    assert TransientEstimator(PRIOR).estimate_chunk(256, 1000) == estimate_prefill_transient(PRIOR, 256, 1000)
+    assert TransientEstimator(PRIOR).estimate_step(4, 1000) == estimate_step_transient(PRIOR, 4, 1000)
     assert TransientEstimator(PRIOR).estimate_join(1000, 4) == 250
 
 
 def test_one_sample_above_the_formula_raises_all_of_it_at_once():
     estimator = TransientEstimator(PRIOR)
-    estimator.observe_prefill(256, 1000, 3 * prefill_transient(PRIOR, 256, 1000))
-    assert estimator.estimate_chunk(256, 1000) >= 3 * prefill_transient(PRIOR, 256, 1000)
-    assert estimator.estimate_chunk(256, 8000) >= 3 * prefill_transient(PRIOR, 256, 8000)
+    estimator.observe_prefill(256, 1000, 3 * estimate_prefill_transient(PRIOR, 256, 1000))
+    assert estimator.estimate_chunk(256, 1000) >= 3 * estimate_prefill_transient(PRIOR, 256, 1000)
+    assert estimator.estimate_chunk(256, 8000) >= 3 * estimate_prefill_transient(PRIOR, 256, 8000)
 
 
 def test_a_sample_leaves_room_for_what_the_same_forward_takes_another_time():
-    estimator, taken = TransientEstimator(PRIOR), 3 * prefill_transient(PRIOR, 256, 1000)
+    estimator, taken = TransientEstimator(PRIOR), 3 * estimate_prefill_transient(PRIOR, 256, 1000)
     estimator.observe_prefill(256, 1000, taken)
     assert estimator.estimate_chunk(256, 1000) == pytest.approx(REPEAT_FACTOR * (1 + NOISE_SHARE) * taken, rel=1e-6)
     estimator.observe_step(4, 100, 10**9)
@@ -102,8 +102,8 @@ def test_a_fit_foresees_chunks_that_it_has_not_seen():
         estimator = walked(true)
         for tokens, past in ((96, 0), (48, 300), (700, 0), (384, 3000), (1000, 2000), (200, 6000)):
             for grows in (False, True):
-                taken = prefill_transient(true, tokens, past, grows=grows)
-                least = 1.1 * NOISE_SHARE * prefill_transient(true, 512, 1984)
+                taken = estimate_prefill_transient(true, tokens, past, grows=grows)
+                least = 1.1 * NOISE_SHARE * estimate_prefill_transient(true, 512, 1984)
                 assert taken <= estimator.estimate_chunk(tokens, past, grows=grows) <= 1.25 * taken + least, (
                     tokens,
                     past,
@@ -113,10 +113,10 @@ def test_a_fit_foresees_chunks_that_it_has_not_seen():
 def test_a_fit_foresees_steps_that_it_has_not_seen():
     estimator = walked(TRUE)
     for rows, longest in ((1, 100), (2, 100), (4, 300), (8, 300), (8, 1200), (2, 2000)):
-        estimator.observe_step(rows, longest, step_transient(TRUE, rows, longest, grows=False))
+        estimator.observe_step(rows, longest, estimate_step_transient(TRUE, rows, longest, grows=False))
     estimator.fit()
     for rows, longest in ((3, 500), (16, 1000), (32, 4000)):
-        ratio = estimator.estimate_step(rows, longest) / step_transient(TRUE, rows, longest)
+        ratio = estimator.estimate_step(rows, longest) / estimate_step_transient(TRUE, rows, longest)
         assert 1.0 <= ratio <= 1.25, (rows, longest, ratio)
 
 
@@ -131,7 +131,9 @@ def test_logits_beyond_their_estimate_raise_it():
     estimator = TransientEstimator(PRIOR)
     estimator.observe_prefill(100, 0, 10_000_000, last=True)
     assert estimator.estimate_chunk(100, 0, last=True) >= 10_000_000
-    assert estimator.estimate_chunk(100, 0) == prefill_transient(PRIOR, 100, 0), "the other layers take what they took"
+    assert estimator.estimate_chunk(100, 0) == estimate_prefill_transient(PRIOR, 100, 0), (
+        "the other layers take what they took"
+    )
 
 
 def test_what_a_window_does_not_see_costs_nothing():
@@ -164,7 +166,7 @@ def test_no_step_lies_above_the_estimate_right_after_it(samples: list[tuple[int,
 def test_samples_are_bounded():
     estimator = TransientEstimator(PRIOR)
     for tokens in range(1, 2000, 3):
-        estimator.observe_prefill(tokens, tokens * 7, prefill_transient(TRUE, tokens, tokens * 7))
+        estimator.observe_prefill(tokens, tokens * 7, estimate_prefill_transient(TRUE, tokens, tokens * 7))
     assert estimator.samples[CHUNKS] <= MAX_SAMPLES
 
 

@@ -13,7 +13,7 @@ from node.engine.models import context_search, memory_probe
 from node.engine.models.profile import MemoryProfile
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.capacity.arithmetic import max_context
+from wire.capacity.arithmetic import compute_max_context
 from wire.frames import (
     Cancel,
     Failed,
@@ -182,7 +182,7 @@ def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(mo
     assert len(asked) == 3
     assert asked[0] > asked[1] > asked[2]
     memory = driver.engine.report(time.monotonic()).memory
-    formula = max_context(memory, msgspec.structs.replace(end.measured, max_context=0))
+    formula = compute_max_context(memory, msgspec.structs.replace(end.measured, max_context=0))
     assert end.measured.max_context == pytest.approx(formula * context_search.SHRINK**2, abs=2)
 
 

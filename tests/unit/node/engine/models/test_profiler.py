@@ -13,7 +13,14 @@ from node.engine.memory.transient_estimator import CHUNKS, STEPS
 from node.engine.models import profiler as tested
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.capacity.arithmetic import Fits, alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
+from wire.capacity.arithmetic import (
+    Fits,
+    compute_max_context,
+    compute_most_bytes,
+    compute_profiled_margin,
+    estimate_alone_bytes,
+    estimate_prefill_transient,
+)
 from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits
 from wire.refusals import Refused
 from wire.units import GIB, MIB
@@ -53,7 +60,7 @@ def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
     again = loaded(kept)
     assert again.engine.gate.checks[GateSite.PROBE] == 0, "nothing is measured twice"
     assert resident(again).stats.profile == found
-    assert resident(again).estimator.estimate_chunk(200, 700) == prefill_transient(found.transient, 200, 700)
+    assert resident(again).estimator.estimate_chunk(200, 700) == estimate_prefill_transient(found.transient, 200, 700)
     (model,) = again.engine.report(time.monotonic()).models
     assert model.profiled
     assert model.forward.pair == found.transient.pair
@@ -138,7 +145,7 @@ def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kep
     profile = resident(driver).stats.profile
     assert profile is not None
     margin = driver.engine.report(time.monotonic()).memory.margin
-    assert margin == profiled_margin(GIB, profile.residual) < 512 * MIB
+    assert margin == compute_profiled_margin(GIB, profile.residual) < 512 * MIB
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static"))
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
     driver.take(auto)
@@ -166,7 +173,7 @@ def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
     before = driver.engine.report(time.monotonic())
     resident(driver).estimator.observe_prefill(128, 0, resident(driver).estimator.estimate_prefill(128, 0) + 100 * MIB)
     after = driver.engine.report(time.monotonic())
-    assert after.memory.margin == profiled_margin(GIB, 100 * MIB) > before.memory.margin
+    assert after.memory.margin == compute_profiled_margin(GIB, 100 * MIB) > before.memory.margin
     assert after.models[0].residual == 100 * MIB
 
 
@@ -186,9 +193,9 @@ def test_the_context_that_is_reported_is_the_longest_row_that_fits(kept: Path):
     report = driver.engine.report(time.monotonic())
     (model,) = report.models
     assert 0 < model.max_context < model.context
-    assert model.max_context == max_context(report.memory, model)
-    assert alone_bytes(model, model.max_context - 1, 1) <= most_bytes(report.memory)
-    assert alone_bytes(model, model.max_context, 1) > most_bytes(report.memory)
+    assert model.max_context == compute_max_context(report.memory, model)
+    assert estimate_alone_bytes(model, model.max_context - 1, 1) <= compute_most_bytes(report.memory)
+    assert estimate_alone_bytes(model, model.max_context, 1) > compute_most_bytes(report.memory)
     assert 1 <= model.max_batch <= 4
 
 
@@ -198,5 +205,5 @@ def test_a_context_that_is_set_is_the_models_context(kept: Path):
 
 
 def test_the_margin_of_a_profile_is_the_measured_share_and_never_below_two_percent():
-    assert profiled_margin(100 * GIB, 0) == 2 * GIB
-    assert profiled_margin(100 * GIB, 10 * GIB) == int(10 * GIB * 12 / 10.6)
+    assert compute_profiled_margin(100 * GIB, 0) == 2 * GIB
+    assert compute_profiled_margin(100 * GIB, 10 * GIB) == int(10 * GIB * 12 / 10.6)

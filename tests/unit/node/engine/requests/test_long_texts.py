@@ -6,7 +6,7 @@ from typing import Any, cast
 from node.engine.requests.sequence import Row
 from wire.bounds import LONG_CHARACTERS
 from wire.codec import MAX_DELTAS_BYTES, encode
-from wire.frames import Delta, Deltas, Frame, delta_frames
+from wire.frames import Delta, Deltas, Frame, split_deltas
 
 
 def row(request: int, *pieces: tuple[int, str]) -> Row:
@@ -23,7 +23,7 @@ def test_no_text_makes_a_frame_that_ends_the_link() -> None:
     endless = "\U0001f600" * 2_000_000
     call = '{"arguments":"' + "a" * LONG_CHARACTERS + '"}'
     rows = [row(1, (0, "so "), (0, endless), (2, call)), row(2, (1, endless)), row(3, (0, "short"))]
-    frames = delta_frames([delta for one in rows for delta in one.drain_deltas()])
+    frames = split_deltas([delta for one in rows for delta in one.drain_deltas()])
     assert all(len(encode(frame)) <= MAX_DELTAS_BYTES for frame in frames)
     deltas = sent(frames)
     texts = {1: ["", "", ""], 2: ["", "", ""], 3: ["", "", ""]}
@@ -36,5 +36,5 @@ def test_no_text_makes_a_frame_that_ends_the_link() -> None:
 
 def test_usual_steps_are_one_frame() -> None:
     rows = [row(number, (0, "a "), (0, "word")) for number in range(64)]
-    (frame,) = delta_frames([delta for one in rows for delta in one.drain_deltas()])
+    (frame,) = split_deltas([delta for one in rows for delta in one.drain_deltas()])
     assert [delta.pieces for delta in sent([frame])] == [((0, "a word"),)] * 64

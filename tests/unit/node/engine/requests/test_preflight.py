@@ -91,7 +91,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
     for shape in (RequestShape(3000, 50, 40, 3), RequestShape(4000, 3096, 3000, 1)):
         refused = refuse_too_large(shape, MEMORY, MODEL)
         assert refused is not None
-        needed = arithmetic.alone_bytes(MODEL, shape.prompt, shape.answer_tokens, shape.choices)
+        needed = arithmetic.estimate_alone_bytes(MODEL, shape.prompt, shape.answer_tokens, shape.choices)
         assert refused.code is RefusalCode.TOO_LARGE
         assert refused.numbers is not None
         assert refused.numbers.estimate == needed - MODEL.weights

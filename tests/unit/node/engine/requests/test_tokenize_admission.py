@@ -31,7 +31,7 @@ from wire.capacity.arithmetic import (
     TOKENIZER_GUIDE_FACTOR,
     TOKENIZER_LOAD_FACTOR,
     UNCHECKED_TOKENIZE_BYTES,
-    reading_bytes,
+    estimate_tokenize_bytes,
 )
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
@@ -90,9 +90,15 @@ def test_every_byte_that_reading_takes_is_counted(text: int, files: int):
         + (TOKENIZER_LOAD_FACTOR + TOKENIZER_GUIDE_FACTOR) * files
         + TOKENIZER_CODE_BYTES
     )
-    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > UNCHECKED_TOKENIZE_BYTES else 0)
-    assert reading_bytes(text, files) == reading_bytes(text) <= reading_bytes(text, files, loads=True)
-    assert reading_bytes(text) in (0, TOKENIZE_BYTES_PER_TOKEN * text)
+    assert estimate_tokenize_bytes(text, files, loads=True, guides=True) == (
+        whole if whole > UNCHECKED_TOKENIZE_BYTES else 0
+    )
+    assert (
+        estimate_tokenize_bytes(text, files)
+        == estimate_tokenize_bytes(text)
+        <= estimate_tokenize_bytes(text, files, loads=True)
+    )
+    assert estimate_tokenize_bytes(text) in (0, TOKENIZE_BYTES_PER_TOKEN * text)
 
 
 def test_all_text_of_a_request_is_counted():
@@ -184,7 +190,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     whole = WORDS * (size // len(WORDS) + 4 * context // 10)
     work = unread(driver, whole)
     assert work.is_long
-    assert work.need == reading_bytes(count_text_bytes(work.frame), context=context)
+    assert work.need == estimate_tokenize_bytes(count_text_bytes(work.frame), context=context)
     assert work.need < TOKENIZE_BYTES_PER_TOKEN * (context * 2 + TOKENIZE_SLICE_CHARS) + 16 * len(whole)
     counted: list[int] = []
     tokenizer = driver.tokenizer()

@@ -13,7 +13,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSamp
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import decoded_alone, prefilled
-from wire.capacity.batches import padded
+from wire.capacity.batches import compute_padded_bytes
 from wire.report import BatchGroup
 
 ARCHITECTURES = (
@@ -105,8 +105,8 @@ def test_a_cache_tells_what_a_row_takes(model: TextModel):
     kv = measure_kv_parameters(prefilled(model, prompt(1, 9))[0])
     for length in (300, 700):
         cache, _ = prefilled(model, prompt(1, length))
-        assert sum_nbytes(cache) <= padded(BatchGroup(1, length, length), kv)
-        assert sum_nbytes(cache) >= 0.5 * padded(BatchGroup(1, length, length), kv)
+        assert sum_nbytes(cache) <= compute_padded_bytes(BatchGroup(1, length, length), kv)
+        assert sum_nbytes(cache) >= 0.5 * compute_padded_bytes(BatchGroup(1, length, length), kv)
 
 
 def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
@@ -116,11 +116,15 @@ def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama:
     for number in range(7):
         join(batch, llama, str(number), prompt(number, 40))
     batch.step()
-    said = padded(BatchGroup(8, 6002), kv)
+    said = compute_padded_bytes(BatchGroup(8, 6002), kv)
     assert batch.sum_nbytes() == pytest.approx(said, rel=0.02)
-    assert batch.sum_nbytes() > 7 * padded(BatchGroup(1, 6000), kv), "padding is real: eight times the long row"
+    assert batch.sum_nbytes() > 7 * compute_padded_bytes(BatchGroup(1, 6000), kv), (
+        "padding is real: eight times the long row"
+    )
     batch.drop_rows(["long"])
-    assert batch.sum_nbytes() < padded(BatchGroup(8, 600), kv), "the padding goes with the row that caused it"
+    assert batch.sum_nbytes() < compute_padded_bytes(BatchGroup(8, 600), kv), (
+        "the padding goes with the row that caused it"
+    )
 
 
 def test_joining_and_leaving_free_what_they_replace(llama: TextModel):

@@ -14,7 +14,7 @@ from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
-from wire.capacity.arithmetic import request_need
+from wire.capacity.arithmetic import estimate_request_need
 from wire.frames import Admitted, Channel, Finished, GenerationParams, MemoryLimits, Message, Refusal, UnloadModel
 from wire.units import GIB, KIB, MIB
 
@@ -268,7 +268,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     fill(driver, 10 * MIB)
     release_free_memory()
     driver.engine.parts.footprint.reset_peak()
-    need = request_need(driver.engine.report(0.0).models[0], 500, 2)
+    need = estimate_request_need(driver.engine.report(0.0).models[0], 500, 2)
     room(driver, need + MIB // 2 - driver.engine.parts.prefix_cache.nbytes)
     for number in range(300):
         words = " ".join(

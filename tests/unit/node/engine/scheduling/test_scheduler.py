@@ -15,7 +15,7 @@ from node.engine.scheduling.step_output import build_finished
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
-from wire.capacity.batches import row_bytes, waste_bytes
+from wire.capacity.batches import compute_row_bytes, compute_waste_bytes
 from wire.frames import (
     Admitted,
     Channel,
@@ -216,7 +216,7 @@ def test_requests_that_wait_for_their_model_are_reported_with_their_tokens_and_r
     assert (report.running, report.waiting, report.queued_tokens) == (0, 2, 2 * tokens)
     (model,) = report.models
     assert (model.loaded, model.loading) == (False, True)
-    assert report.memory.reserved == 3 * row_bytes(model.kv, tokens + 4), "one row, and two"
+    assert report.memory.reserved == 3 * compute_row_bytes(model.kv, tokens + 4), "one row, and two"
     assert report.acked_seq == numbers[-1]
     driver.until(lambda: driver.engine.report(time.monotonic()).models[0].loaded)
     report = driver.engine.report(time.monotonic())
@@ -286,7 +286,7 @@ def test_padding_may_waste_what_the_cap_in_force_allows(driver: Driver):
     for cap in (4 * GIB, 64 * GIB, 2 * GIB):
         driver.take(MemoryLimits(cap, cap, 64 * MIB, "static"))
         (model,) = driver.engine.report(time.monotonic()).models
-        assert model.kv.waste == waste_bytes(cap)
+        assert model.kv.waste == compute_waste_bytes(cap)
 
 
 # checks after a forward

@@ -343,7 +343,7 @@ def test_what_does_not_fit_now_is_the_verdicts_own_answer():
     bench.turn()
     memory, model = bench.report().memory, bench.report().models[0]
     refused = bench.refused(bench.ask("x " * 8000, max_tokens=10)).refused
-    assert refused == arithmetic.judge(memory, arithmetic.request_need(model, 8004, 10))
+    assert refused == arithmetic.judge(memory, arithmetic.estimate_request_need(model, 8004, 10))
     assert refused.code is RefusalCode.NO_ROOM
     assert not refused.final
     bench.run()
@@ -531,7 +531,7 @@ def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
         bench.ask("x " * length, max_tokens=output)
         bench.turn()
     report = bench.report()
-    need = arithmetic.request_need(report.models[0], words + 4, 50, choices)
+    need = arithmetic.estimate_request_need(report.models[0], words + 4, 50, choices)
     fits = isinstance(arithmetic.judge(report.memory, need), arithmetic.Fits)
     number = bench.ask("x " * words, max_tokens=50, n=choices)
     assert isinstance(bench.last(number), Admitted) is fits

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.dialects.anthropic.api import CountRequest, MessagesRoute, count
+from router.dialects.anthropic.api import CountRequest, MessagesRoute, parse_count
 from tests.support.answers import CREATED, asked
 from wire.frames import GenerationParams, GrammarSpec, Message
 
@@ -56,7 +56,7 @@ def test_thinking_is_a_switch_of_the_template(thinking: dict[str, object] | None
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():
     body = {"messages": HELLO, "system": "be brief", "tools": [TOOL]}
     _, job = asked(MessagesRoute(), max_tokens=9, **body)
-    found = count(json.dumps({"model": "tiny", **body}).encode(), CREATED)
+    found = parse_count(json.dumps({"model": "tiny", **body}).encode(), CREATED)
     assert isinstance(found, CountRequest)
     assert (found.tokens.messages, found.tokens.tools, found.tokens.template) == (job.messages, job.tools, job.template)
     assert found.tokens.messages[0] == Message("system", "be brief")

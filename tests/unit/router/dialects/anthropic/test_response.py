@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.dialects.anthropic.api import MessagesRoute
-from router.dialects.anthropic.response import error_of
+from router.dialects.anthropic.response import encode_error
 from router.errors import Problem
 from tests.support.answers import CROWDED, CUT, FINISHED, SAID, TEXT_ONLY, events, streamed, whole
 from wire.frames import Channel
@@ -117,7 +117,7 @@ def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
     ],
 )
 def test_an_error_has_the_type_that_its_clients_retry_by(status: int, kind: str):
-    error = json.loads(error_of(Problem(status, "code", "what", "field"), "r1"))
+    error = json.loads(encode_error(Problem(status, "code", "what", "field"), "r1"))
     assert error == {
         "type": "error",
         "error": {"type": kind, "message": "what", "code": "code", "param": "field"},

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
-from router.dialects.ollama.response import error_of
+from router.dialects.ollama.response import encode_error
 from router.dialects.shared.interface import Dialect
 from router.errors import Problem
 from tests.support.answers import CROWDED, CUT, FINISHED, SAID, streamed, whole
@@ -87,4 +87,4 @@ def test_a_stream_that_breaks_ends_with_the_error_and_its_numbers(dialect: Diale
         "r1",
     )
     assert (error["memory"]["headroom"], error["memory"]["ceiling"], error["memory"]["bound_by"]) == (2, 8, "dynamic")
-    assert "memory" not in json.loads(error_of(Problem(500, "x", "y"), "r1"))
+    assert "memory" not in json.loads(encode_error(Problem(500, "x", "y"), "r1"))

@@ -35,8 +35,8 @@ PARSERS: dict[str, tuple[Callable[[bytes, str], object], type]] = {
     "responses": (ResponsesRoute().parse, ResponsesBody),
     "ollama chat": (OllamaChatRoute().parse, OllamaChatBody),
     "ollama generate": (OllamaGenerateRoute().parse, OllamaGenerateBody),
-    "count": (lambda body, _: api.count(body, 0), MessagesBody),
-    "show": (lambda body, _: models.show(ClusterView(), body, 0), OllamaChatBody),
+    "count": (lambda body, _: api.parse_count(body, 0), MessagesBody),
+    "show": (lambda body, _: models.show_model(ClusterView(), body, 0), OllamaChatBody),
 }
 WORDS = st.sampled_from(
     ["user", "assistant", "system", "tool", "text", "tiny", "auto", "function", "", "\0", "x" * 300]
@@ -92,7 +92,7 @@ def test_no_body_makes_a_parser_raise(name: str, data: st.DataObject):
     found = PARSERS[name][0](data.draw(bodies(name)), "k")
     if isinstance(found, Problem):
         assert 400 <= found.status < 500
-        json.loads(found.body("r"))
+        json.loads(found.encode_body("r"))
     elif hasattr(found, "to_specs"):
         for job in cast("ParsedRequest", found).to_specs("k", "r", 0):
             frame = Generate(

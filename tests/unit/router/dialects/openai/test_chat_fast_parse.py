@@ -76,7 +76,7 @@ BODIES = st.fixed_dictionaries(
 
 
 def quick(body: bytes) -> chat_fast_parse.PlainChatBody | None:
-    return chat_fast_parse.read(body, chat.plain_tools)
+    return chat_fast_parse.read(body, chat.encode_plain_tools)
 
 
 def agree(body: bytes) -> None:

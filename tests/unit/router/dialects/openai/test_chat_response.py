@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.dialects.openai.chat import ChatRoute
-from router.dialects.openai.chat_response import DONE, ChatChunks, completion, system_fingerprint
+from router.dialects.openai.chat_response import DONE, ChatChunks, compute_system_fingerprint, encode_completion
 from router.dialects.shared.tool_calls import MAX_CALLS_SENT, MAX_TOKEN_BYTES
 from router.dispatch.answer import CollectedAnswer
 from router.dispatch.request import CompleteAnswer, RequestSpec
@@ -37,8 +37,10 @@ def chunks(raw: bytes) -> list[ChatCompletionChunk]:
 
 def test_a_stream_has_the_shape_that_clients_expect():
     maker = ChatChunks(a_job(2, model='a "model"', include_usage=True))
-    raw = maker.opening() + maker.deltas([Delta(1, 0, (5,), ((0, "hi"),)), Delta(1, 1, (6,), ((1, "hm"), (0, "")))])
-    raw += maker.closing(FINISHED)
+    raw = maker.encode_opening() + maker.encode_deltas(
+        [Delta(1, 0, (5,), ((0, "hi"),)), Delta(1, 1, (6,), ((1, "hm"), (0, "")))]
+    )
+    raw += maker.encode_end(FINISHED)
     assert raw.endswith(DONE)
     role0, role1, text, thought, end0, end1, usage = chunks(raw)
     assert [one.choices[0].delta.role for one in (role0, role1)] == ["assistant", "assistant"]
@@ -55,7 +57,7 @@ def test_a_stream_has_the_shape_that_clients_expect():
 
 def test_usage_is_not_told_unasked():
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (5,), ((0, "hi"),))]) + maker.closing(FINISHED)
+    raw = maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),))]) + maker.encode_end(FINISHED)
     assert all("usage" not in event for event in events(raw))
     assert len(events(raw)) == 2
 
@@ -63,24 +65,25 @@ def test_usage_is_not_told_unasked():
 @given(st.lists(texts, max_size=5))
 def test_every_text_arrives_as_it_was(said: list[str]):
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (), ((0, text),)) for text in said])
+    raw = maker.encode_deltas([Delta(1, 0, (), ((0, text),)) for text in said])
     assert [chunk.choices[0].delta.content for chunk in chunks(raw)] == said
 
 
 def test_what_no_client_asked_for_is_not_sent():
     maker = ChatChunks(a_job())
     assert (
-        maker.deltas([Delta(1, 5, (), ((0, "x"),)), Delta(1, -1, (), ((0, "x"),)), Delta(1, 0, (), ((9, "x"),))]) == b""
+        maker.encode_deltas([Delta(1, 5, (), ((0, "x"),)), Delta(1, -1, (), ((0, "x"),)), Delta(1, 0, (), ((9, "x"),))])
+        == b""
     )
 
 
 def test_reasons_that_a_node_forgot_are_filled():
     maker = ChatChunks(a_job(3))
-    assert [chunk.choices[0].finish_reason for chunk in chunks(maker.closing(Finished(1, (), 0, 0)))] == ["stop"] * 3
+    assert [chunk.choices[0].finish_reason for chunk in chunks(maker.encode_end(Finished(1, (), 0, 0)))] == ["stop"] * 3
 
 
 def test_a_whole_answer_has_the_shape_that_clients_expect():
-    raw = completion(a_job(2), CompleteAnswer({(0, 0): "hello", (1, 0): "ä", (1, 1): "hm"}, {}, {}), FINISHED)
+    raw = encode_completion(a_job(2), CompleteAnswer({(0, 0): "hello", (1, 0): "ä", (1, 1): "hm"}, {}, {}), FINISHED)
     answer = ChatCompletion.model_validate(json.loads(raw), strict=True)
     assert [choice.message.content for choice in answer.choices] == ["hello", "ä"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
@@ -110,8 +113,8 @@ def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
 
 
 def test_the_fingerprint_changes_with_the_files_of_the_model():
-    assert system_fingerprint("") is None
-    known = [system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
+    assert compute_system_fingerprint("") is None
+    known = [compute_system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
     assert len(set(known)) == 2
     assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
     assert "tiny" not in str(known), "the fingerprint has no part of the node's name for the model"
@@ -122,10 +125,10 @@ def test_the_fingerprint_changes_with_the_files_of_the_model():
 
 def test_a_call_is_one_chunk_with_its_place_in_its_choice():
     maker = ChatChunks(a_job(2))
-    raw = maker.deltas(
+    raw = maker.encode_deltas(
         [Delta(1, 0, (), ((0, "see"), (2, CALL))), Delta(1, 0, (), ((2, CALL),)), Delta(1, 1, (), ((2, CALL),))]
     )
-    raw += maker.closing(Finished(1, ("tool_calls", "tool_calls"), 1, 1))
+    raw += maker.encode_end(Finished(1, ("tool_calls", "tool_calls"), 1, 1))
     text, *called, end0, end1 = chunks(raw)
     assert text.choices[0].delta.content == "see"
     found = [(one.choices[0].index, (one.choices[0].delta.tool_calls or [])[0]) for one in called]
@@ -154,38 +157,40 @@ BROKEN = [
 @pytest.mark.parametrize("piece", BROKEN)
 def test_a_broken_call_is_left_out_and_the_stream_goes_on(piece: str):
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (), ((2, piece), (0, "x")))]) + maker.closing(Finished(1, ("tool_calls",), 1, 1))
+    raw = maker.encode_deltas([Delta(1, 0, (), ((2, piece), (0, "x")))]) + maker.encode_end(
+        Finished(1, ("tool_calls",), 1, 1)
+    )
     text, end = chunks(raw)
     assert text.choices[0].delta.content == "x"
     assert end.choices[0].finish_reason == "stop", "a client would look for calls"
     answer = CompleteAnswer({(0, 0): "x"}, {0: [piece]}, {})
-    whole = json.loads(completion(a_job(), answer, Finished(1, ("tool_calls",), 1, 1)))["choices"][0]
+    whole = json.loads(encode_completion(a_job(), answer, Finished(1, ("tool_calls",), 1, 1)))["choices"][0]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("x", "stop")
     assert "tool_calls" not in whole["message"]
 
 
 def test_calls_of_choices_that_are_not_there_are_left_out():
     maker = ChatChunks(a_job())
-    assert maker.deltas([Delta(1, choice, (), ((2, CALL),)) for choice in (-1, 1, 2**40)]) == b""
+    assert maker.encode_deltas([Delta(1, choice, (), ((2, CALL),)) for choice in (-1, 1, 2**40)]) == b""
 
 
 def test_a_choice_makes_a_bounded_number_of_calls():
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MAX_CALLS_SENT + 5))])
+    raw = maker.encode_deltas([Delta(1, 0, (), ((2, CALL),) * (MAX_CALLS_SENT + 5))])
     assert len(events(raw)) == MAX_CALLS_SENT
-    whole = json.loads(completion(a_job(), CompleteAnswer({}, {0: [CALL] * (MAX_CALLS_SENT + 5)}, {}), FINISHED))
+    whole = json.loads(encode_completion(a_job(), CompleteAnswer({}, {0: [CALL] * (MAX_CALLS_SENT + 5)}, {}), FINISHED))
     assert len(whole["choices"][0]["message"]["tool_calls"]) == MAX_CALLS_SENT
 
 
 def test_a_reason_that_clients_do_not_know_is_stop():
     maker = ChatChunks(a_job(2))
-    ends = chunks(maker.closing(Finished(1, ('"} bad', "length"), 1, 1)))
+    ends = chunks(maker.encode_end(Finished(1, ('"} bad', "length"), 1, 1)))
     assert [one.choices[0].finish_reason for one in ends] == ["stop", "length"]
 
 
 def test_a_whole_answer_holds_its_calls_and_no_empty_content():
     answer = CompleteAnswer({(1, 0): "see", (1, 1): "hm"}, {0: [CALL, "broken", CALL], 1: [CALL]}, {})
-    raw = completion(a_job(2), answer, Finished(1, ("tool_calls", "tool_calls"), 1, 1))
+    raw = encode_completion(a_job(2), answer, Finished(1, ("tool_calls", "tool_calls"), 1, 1))
     first, second = ChatCompletion.model_validate(json.loads(raw), strict=True).choices
     assert (first.message.content, second.message.content) == (None, "see")
     assert len(first.message.tool_calls or []) == 2
@@ -211,7 +216,7 @@ def told(chunk: ChatCompletionChunk) -> list[str]:
 
 def test_log_probabilities_go_with_the_text_of_their_tokens():
     maker = ChatChunks(a_job(logprobs=True, top_logprobs=2))
-    (chunk,) = chunks(maker.deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,))]))
+    (chunk,) = chunks(maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,))]))
     assert chunk.choices[0].delta.content == "hi"
     assert chunk.choices[0].logprobs is not None
     (one,) = chunk.choices[0].logprobs.content or []
@@ -235,7 +240,7 @@ def test_log_probabilities_are_told_once_whatever_the_delta_holds(
     pieces: tuple[tuple[int, str], ...], carriers: list[str]
 ):
     maker = ChatChunks(a_job(logprobs=True))
-    found = chunks(maker.deltas([Delta(1, 0, (5,), pieces, (LOGPROB,))]))
+    found = chunks(maker.encode_deltas([Delta(1, 0, (5,), pieces, (LOGPROB,))]))
     fields = [one.choices[0].delta.model_dump(exclude_unset=True) for one in found if told(one)]
     assert [f"{name}={text}" for field in fields for name, text in field.items()] == carriers
     said = "".join((one.choices[0].delta.content or "") for one in found)
@@ -245,17 +250,19 @@ def test_log_probabilities_are_told_once_whatever_the_delta_holds(
 
 def test_log_probabilities_that_were_not_requested_are_not_sent():
     maker = ChatChunks(a_job())
-    (chunk,) = chunks(maker.deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,)), Delta(1, 0, (5,), (), (LOGPROB,))]))
+    (chunk,) = chunks(
+        maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,)), Delta(1, 0, (5,), (), (LOGPROB,))])
+    )
     assert (chunk.choices[0].delta.content, chunk.choices[0].logprobs) == ("hi", None)
     answer = CompleteAnswer({(0, 0): "hi"}, {}, {0: [LOGPROB]})
-    assert json.loads(completion(a_job(), answer, FINISHED))["choices"][0]["logprobs"] is None
-    assert ChatChunks(a_job(logprobs=True)).deltas([Delta(1, 3, (5,), (), (LOGPROB,))]) == b""
+    assert json.loads(encode_completion(a_job(), answer, FINISHED))["choices"][0]["logprobs"] is None
+    assert ChatChunks(a_job(logprobs=True)).encode_deltas([Delta(1, 3, (5,), (), (LOGPROB,))]) == b""
 
 
 def test_numbers_that_are_none_and_parts_of_characters_can_be_told():
     odd = (Logprob(b"\xf0\x9f", float("-inf"), ((b"", float("nan")),)), Logprob(b"x" * 10_000, -1.0))
     maker = ChatChunks(a_job(logprobs=True, top_logprobs=20))
-    (chunk,) = chunks(maker.deltas([Delta(1, 0, (5,), ((0, "hi"),), odd)]))
+    (chunk,) = chunks(maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),), odd)]))
     assert chunk.choices[0].logprobs is not None
     half, long = chunk.choices[0].logprobs.content or []
     assert (half.token, half.bytes, half.logprob) == ("\ufffd", [0xF0, 0x9F], -9999.0)
@@ -265,7 +272,7 @@ def test_numbers_that_are_none_and_parts_of_characters_can_be_told():
 
 def test_a_whole_answer_has_the_log_probabilities_of_each_choice():
     answer = CompleteAnswer({(0, 0): "hihi", (1, 0): "x"}, {}, {0: [LOGPROB, LOGPROB]})
-    raw = completion(a_job(2, logprobs=True, top_logprobs=1), answer, FINISHED)
+    raw = encode_completion(a_job(2, logprobs=True, top_logprobs=1), answer, FINISHED)
     first, second = ChatCompletion.model_validate(json.loads(raw), strict=True).choices
     assert first.logprobs is not None
     assert second.logprobs is not None
@@ -293,8 +300,10 @@ def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bo
     ticket, maker = CollectedAnswer(2, logprobs), ChatChunks(job)
     for delta in said:
         ticket.add(delta)
-    whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.build_answer(), FINISHED)), strict=True)
-    streamed = chunks(maker.deltas(said))
+    whole = ChatCompletion.model_validate(
+        json.loads(encode_completion(job, ticket.build_answer(), FINISHED)), strict=True
+    )
+    streamed = chunks(maker.encode_deltas(said))
     for choice in whole.choices:
         mine = [one for one in streamed if one.choices[0].index == choice.index]
         assert (choice.message.content or "") == "".join(one.choices[0].delta.content or "" for one in mine)

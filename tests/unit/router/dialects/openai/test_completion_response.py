@@ -47,15 +47,15 @@ def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
         "top_logprobs": [{" on": -0.5}, {"e": -0.25}],
         "text_offset": [0, 3],
     }
-    chunks = request.chunks(Reading(job, job.demand))
-    raw = b"".join(chunks.deltas([Delta(7, 0, (1,), ((0, "x"),), (token,))]) for token in TOKENS).decode()
+    chunks = request.create_chunk_encoder(Reading(job, job.demand))
+    raw = b"".join(chunks.encode_deltas([Delta(7, 0, (1,), ((0, "x"),), (token,))]) for token in TOKENS).decode()
     assert [data["choices"][0]["logprobs"]["text_offset"] for _, data in events(raw)] == [[0], [3]]
 
 
 def test_a_stream_says_usage_once_at_its_end_and_null_before():
     request, job = asked(CompletionRoute(), prompt="once", n=2, stream=True, stream_options={"include_usage": True})
-    chunks = request.chunks(Reading(job, job.demand))
-    raw = chunks.opening() + chunks.deltas([Delta(7, 1, (1,), ((0, " two"),))]) + chunks.closing(ENDS)
+    chunks = request.create_chunk_encoder(Reading(job, job.demand))
+    raw = chunks.encode_opening() + chunks.encode_deltas([Delta(7, 1, (1,), ((0, " two"),))]) + chunks.encode_end(ENDS)
     assert raw.endswith(b"data: [DONE]\n\n")
     text, first, second, last = [data for _, data in events(raw.decode())]
     assert [one["usage"] for one in (text, first, second, last)] == [None, None, None, USAGE]
@@ -67,10 +67,10 @@ def test_a_stream_says_usage_once_at_its_end_and_null_before():
 
 def test_a_stream_that_breaks_has_no_done():
     request, job = asked(CompletionRoute(), prompt="once", stream=True)
-    raw = request.chunks(Reading(job, job.demand)).failing(CROWDED).decode()
+    raw = request.create_chunk_encoder(Reading(job, job.demand)).encode_failure(CROWDED).decode()
     assert "[DONE]" not in raw
     ((_, data),) = events(raw)
     assert data["error"]["code"] == "no_headroom"
     assert data["error"]["type"] == "server_error"
     assert data["error"]["memory"]["headroom"] == 2
-    assert json.loads(Problem(429, "x", "y").body("r"))["error"]["type"] == "rate_limit_error"
+    assert json.loads(Problem(429, "x", "y").encode_body("r"))["error"]["type"] == "rate_limit_error"

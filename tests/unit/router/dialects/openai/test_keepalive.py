@@ -21,14 +21,14 @@ SERVER_SENT: dict[str, Chunks] = {
 
 @pytest.mark.parametrize("chunks", SERVER_SENT.values(), ids=SERVER_SENT)
 def test_a_server_sent_sign_of_life_says_in_a_comment_what_is_waited_for(chunks: Chunks):
-    assert chunks.keepalive(WHY).startswith(f": {WHY}\n\n".encode())
-    assert WHY.encode() not in chunks.keepalive("")
+    assert chunks.encode_keepalive(WHY).startswith(f": {WHY}\n\n".encode())
+    assert WHY.encode() not in chunks.encode_keepalive("")
     for why in ("", WHY):
-        shown = [line for line in chunks.keepalive(why).splitlines() if line and not line.startswith(b":")]
+        shown = [line for line in chunks.encode_keepalive(why).splitlines() if line and not line.startswith(b":")]
         assert shown in ([], [b"event: ping", b'data: {"type":"ping"}'])
 
 
 def test_lines_have_no_comments():
-    line = OllamaChunks(AnswerShape(a_job(), chat=True)).keepalive(WHY)
+    line = OllamaChunks(AnswerShape(a_job(), chat=True)).encode_keepalive(WHY)
     assert json.loads(line)["message"]["content"] == ""
     assert WHY.encode() not in line

@@ -38,7 +38,7 @@ def view() -> ClusterView:
 
 
 def test_a_model_in_openai_s_shape_says_what_other_servers_say():
-    listed = json.loads(models.listing(view(), CREATED))
+    listed = json.loads(models.list_models(view(), CREATED))
     assert listed["object"] == "list"
     loaded, on_disk = listed["data"]
     assert loaded == {
@@ -80,13 +80,13 @@ def test_a_model_in_openai_s_shape_says_what_other_servers_say():
     }
     assert (on_disk["id"], on_disk["state"], on_disk["loaded_context_length"]) == ("on-disk", "not-loaded", None)
     assert (on_disk["size"], on_disk["max_context_length"], on_disk["capabilities"]) == (3 * GIB, 8192, [])
-    one = models.one(view(), "on-disk", CREATED)
+    one = models.get_model(view(), "on-disk", CREATED)
     assert isinstance(one, bytes)
     assert json.loads(one) == on_disk
 
 
 def test_a_model_in_anthropic_s_shape():
-    found = json.loads(models.anthropic_listing(view(), CREATED))
+    found = json.loads(models.list_anthropic_models(view(), CREATED))
     assert (found["first_id"], found["last_id"], found["has_more"]) == ("loaded", "on-disk", False)
     assert found["data"][0] == {
         "type": "model",
@@ -97,7 +97,7 @@ def test_a_model_in_anthropic_s_shape():
         "max_input_tokens": 4096,
         "max_tokens": 4096,
     }
-    assert json.loads(models.anthropic_listing(ClusterView(), CREATED)) == {
+    assert json.loads(models.list_anthropic_models(ClusterView(), CREATED)) == {
         "data": [],
         "has_more": False,
         "first_id": None,
@@ -106,7 +106,7 @@ def test_a_model_in_anthropic_s_shape():
 
 
 def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
-    for show in (models.one, models.anthropic_one):
+    for show in (models.get_model, models.get_anthropic_model):
         problem = show(view(), "broken", CREATED)
         assert isinstance(problem, Problem)
         assert (problem.status, problem.code, problem.param) == (404, "model_not_found", "model")
@@ -122,7 +122,7 @@ def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
         "parameter_size": "",
         "quantization_level": "",
     }
-    loaded, on_disk = json.loads(ollama_models.tags(view(), CREATED))["models"]
+    loaded, on_disk = json.loads(ollama_models.list_models(view(), CREATED))["models"]
     row = {
         "name": "loaded",
         "model": "loaded",
@@ -132,20 +132,20 @@ def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
     }
     assert loaded == row | {"modified_at": "2023-11-14T22:13:20Z"}
     assert on_disk["digest"] == hashlib.sha256(b"on-disk").hexdigest(), "without a fingerprint that of its name"
-    (running,) = json.loads(ollama_models.running(view()))["models"]
+    (running,) = json.loads(ollama_models.list_loaded_models(view()))["models"]
     assert running == row | {"size_vram": GIB, "expires_at": "0001-01-01T00:00:00Z", "context_length": 4096}
 
 
 def test_ollama_shows_what_a_model_can():
     for body in (b'{"model": "loaded:latest"}', b'{"name": "loaded"}'):
-        shown = ollama_models.show(view(), body, CREATED)
+        shown = ollama_models.show_model(view(), body, CREATED)
         assert isinstance(shown, bytes)
         found = json.loads(shown)
         assert found["capabilities"] == ["completion", "tools"]
         assert found["model_info"] == {"general.architecture": "mlx", "mlx.context_length": 4096}
-    shown = ollama_models.show(view(), b'{"model": "on-disk"}', CREATED)
+    shown = ollama_models.show_model(view(), b'{"model": "on-disk"}', CREATED)
     assert isinstance(shown, bytes)
     assert json.loads(shown)["capabilities"] == ["completion"]
-    missing = ollama_models.show(view(), b'{"model": "nothing"}', CREATED)
+    missing = ollama_models.show_model(view(), b'{"model": "nothing"}', CREATED)
     assert isinstance(missing, Problem)
     assert (missing.status, missing.code) == (404, "model_not_found")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from router.admission.request_limits import MAX_IGNORED
-from router.dialects.anthropic.api import MessagesRoute, count
+from router.dialects.anthropic.api import MessagesRoute, parse_count
 from router.dialects.ollama.api import OllamaChatRoute
 from router.dialects.openai.chat import ChatRoute
-from router.dialects.openai.chat_response import ChatChunks, tool_call
+from router.dialects.openai.chat_response import ChatChunks, convert_call
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
@@ -214,7 +214,7 @@ def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, 
 
 
 def test_a_count_leaves_out_the_same_tools():
-    counted = count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
+    counted = parse_count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
     assert not isinstance(counted, Problem)
     assert (counted.tokens.tools, counted.ignored) == ("", ("tools[0].type=web_search_20250305",))
 
@@ -246,16 +246,16 @@ def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back(
     assert found.messages[1].tool_calls == (ToolCall("1", "apply_patch", '{"input":"a\\nb"}'),)
     assert found.custom == {"apply_patch"}
     call = json.dumps({"id": "2", "name": "apply_patch", "arguments": '{"input": "x"}'})
-    assert tool_call(call, found.custom) == {
+    assert convert_call(call, found.custom) == {
         "id": "2",
         "type": "custom",
         "custom": {"name": "apply_patch", "input": "x"},
     }
     (job,) = found.to_specs("key", "id", 0)
-    events = ChatChunks(job, found.custom).deltas([Delta(0, 0, (), ((Channel.TOOL_CALL, call),))])
+    events = ChatChunks(job, found.custom).encode_deltas([Delta(0, 0, (), ((Channel.TOOL_CALL, call),))])
     assert b'"type":"custom","custom":{"name":"apply_patch","input":"x"}' in events
     broken = json.dumps({"id": "2", "name": "apply_patch", "arguments": "no JSON"})
-    assert (tool_call(broken, found.custom) or {})["custom"] == {"name": "apply_patch", "input": "no JSON"}
+    assert (convert_call(broken, found.custom) or {})["custom"] == {"name": "apply_patch", "input": "no JSON"}
 
 
 def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():

@@ -22,7 +22,7 @@ from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
-from router.dialects.openai.responses_store import entry
+from router.dialects.openai.responses_store import build_stored_response
 from router.dialects.openai.video_schema import VIDEO
 from router.dialects.shared.field_table import FieldRow, FieldTable
 from router.errors import Problem
@@ -36,12 +36,12 @@ class Clip(msgspec.Struct):
 
 
 def counted(body: bytes) -> object:
-    found = api.count(body, 0)
+    found = api.parse_count(body, 0)
     return found if isinstance(found, Problem) else found.tokens
 
 
 KEPT = ResponsesRoute()
-KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
+KEPT.kept.put("key", "resp_1", build_stored_response(b"{}", (Message("user", "before"),)))
 OPTIONS = "options of /api/chat and /api/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "look"}}
@@ -257,7 +257,7 @@ PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "a
 
 
 def rows(verdict: str) -> list[tuple[str, FieldRow]]:
-    return [(route, row) for route, table in TABLES.items() for row in table.rows() if row.verdict == verdict]
+    return [(route, row) for route, table in TABLES.items() for row in table.list_rows() if row.verdict == verdict]
 
 
 def ask(route: str, /, **fields: object) -> object:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS
-from router.dialects.shared.strict_json import read_object, write
+from router.dialects.shared.strict_json import encode_json, read_object
 from router.errors import Problem
 
 CHARACTERS = MAX_TEXT_BYTES // 4
@@ -115,15 +115,15 @@ def nested(depth: int) -> object:
 
 
 def test_a_part_is_written_compactly_and_within_its_bounds():
-    assert write({"a": [1, "é"], "b": None}, "tools", 24) == '{"a":[1,"é"],"b":null}'
-    assert write({"a": [1, "é"], "b": None}, "tools", 23) == '{"a":[1,"é"],"b":null}'
-    refused = write({"a": [1, "é"], "b": None}, "tools", 22)
+    assert encode_json({"a": [1, "é"], "b": None}, "tools", 24) == '{"a":[1,"é"],"b":null}'
+    assert encode_json({"a": [1, "é"], "b": None}, "tools", 23) == '{"a":[1,"é"],"b":null}'
+    refused = encode_json({"a": [1, "é"], "b": None}, "tools", 22)
     assert isinstance(refused, Problem)
     assert (refused.message, refused.param) == ("tools has 23 bytes of JSON, the limit is 22", "tools")
-    infinite = write([float("inf")], "tools", 99)
+    infinite = encode_json([float("inf")], "tools", 99)
     assert isinstance(infinite, Problem)
     assert infinite.message == "tools has a number that is too large"
-    assert isinstance(write(nested(MAX_JSON_DEPTH), "tools", 10_000), str)
-    deep = write(nested(MAX_JSON_DEPTH + 1), "tools", 10_000)
+    assert isinstance(encode_json(nested(MAX_JSON_DEPTH), "tools", 10_000), str)
+    deep = encode_json(nested(MAX_JSON_DEPTH + 1), "tools", 10_000)
     assert isinstance(deep, Problem)
     assert deep.message == f"tools is nested deeper than {MAX_JSON_DEPTH} levels"

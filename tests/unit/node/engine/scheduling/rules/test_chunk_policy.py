@@ -37,7 +37,7 @@ def test_beside_a_crowd_the_second_turn_goes_by_owners():
     taken = list[int]()
     for turn in range(0, 20, 2):
         place = next_prefill(waiting, turn, reading)
-        reading.has_read(waiting[place][2], 100)
+        reading.count_prefilled(waiting[place][2], 100)
         taken.append(place)
     assert taken == [0, CROWDED_PROMPTS + 1] * 5
 
