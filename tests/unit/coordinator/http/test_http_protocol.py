@@ -1,4 +1,4 @@
-"""The HTTP protocol class extends uvicorn's: the version is pinned, and what it uses of uvicorn exists there."""
+"""Pin of uvicorn, whose HTTP protocol class ours extends: its version, and the attributes that ours uses."""
 
 import ast
 import inspect
