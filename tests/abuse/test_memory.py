@@ -34,6 +34,8 @@ from wire.units import MIB
 pytestmark = pytest.mark.slow
 
 MAX_GROWTH_BYTES = 64 * MIB
+MAX_PROMPTS_GROWTH_BYTES = 90 * MIB
+"""Limit for `send_long_prompts`: four copies of three prompts of 7.5 MiB, which are body, text, message and frame."""
 MAX_LEFT_BYTES = 24 * MIB
 """Bytes that an allocator may keep of an attack after GIVEN_BACK_SECONDS: pages that are partly free."""
 GIVEN_BACK_SECONDS = 30.0
@@ -235,10 +237,8 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
     coordinator = target.pool.coordinator
     assert coordinator is not None
     process = psutil.Process(coordinator.pid)
-    least, growth = (
-        math.inf,
-        MAX_GROWTH_BYTES,
-    )  # the best of up to three runs, because a busy machine makes both larger, never smaller
+    most = MAX_PROMPTS_GROWTH_BYTES if ATTACKS[attack] is send_long_prompts else MAX_GROWTH_BYTES
+    least = growth = math.inf  # the best of up to three runs, because a busy machine makes both larger, never smaller
     for _ in range(3):
         measured = forget_peak(process.pid)
         before = process.memory_info().rss
@@ -257,7 +257,7 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
         assert held.ticks > 1
         least = min(least, held.seconds)
         growth = min(growth, grown if measured else 0)
-        if least < 2 * max_held_seconds() and growth < MAX_GROWTH_BYTES:
+        if least < 2 * max_held_seconds() and growth < most:
             break
     assert least < 2 * max_held_seconds(), "other threads of the process count here, too"
-    assert growth < MAX_GROWTH_BYTES
+    assert growth < most, f"{growth / MIB:.0f} MiB"

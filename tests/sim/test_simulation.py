@@ -112,10 +112,10 @@ def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy
 PRINT_RUN = """
 import hashlib, sys
 from pathlib import Path
-from simulation.run import play
-from simulation.scenario import read
+from simulation.run import run_scenario
+from simulation.scenario import read_scenario
 log = []
-figures, pool = play(read(Path(sys.argv[1]).read_text()), "balanced", 3, Path(), log.append)
+figures, pool = run_scenario(read_scenario(Path(sys.argv[1]).read_text()), "balanced", 3, Path(), log.append)
 print(repr(figures))
 print(hashlib.sha256(repr((log, pool.outcomes)).encode()).hexdigest())
 """
