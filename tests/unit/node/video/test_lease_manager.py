@@ -283,7 +283,7 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     file = node.lender.find_artifact(f"artifact:l-1/{clip.name}")
     assert file is not None
     assert (clip.name, clip.size) == ("video.mp4", file.stat().st_size)
-    assert node.lender.find_artifact("artifact:l-1/events.jsonl") is None, "only what was named is given out"
+    assert node.lender.find_artifact("artifact:l-1/events.jsonl") is None, "only declared artifacts can be fetched"
     assert (node.ceiling, node.limiter.worker) == (before, None)
     assert (place(node) / CLAIM).exists()
     node.release("acknowledged")

@@ -168,19 +168,19 @@ def test_a_ring_finds_keys_by_their_ids_with_their_names_and_limits():
     ids = (plain.id, limited.id, "anonymous", "aaaaaaaa")
     assert [keys.find_key(one) for one in ids] == [plain, limited, None, None]
     assert [keys.get_limits(one) for one in ids] == [None, KeyLimits(concurrency=2), None, None]
-    keys.anonymous = nobody = create_anonymous_key(3.0)
-    assert [keys.find_key(one) for one in ids] == [plain, limited, nobody, None]
+    keys.anonymous = anonymous = create_anonymous_key(3.0)
+    assert [keys.find_key(one) for one in ids] == [plain, limited, anonymous, None]
     assert keys.get_names() == {plain.id: "me", limited.id: "limited", "anonymous": "anonymous"}
-    keys.put(replace(nobody, name="a key of that id"))
-    assert keys.find_key("anonymous") == replace(nobody, name="a key of that id")
+    keys.put(replace(anonymous, name="a key of that id"))
+    assert keys.find_key("anonymous") == replace(anonymous, name="a key of that id")
 
 
 def test_clients_without_a_key_are_anonymous_where_that_is_allowed_and_wrong_keys_stay_wrong():
     keys, key, text = ring()
-    keys.anonymous = nobody = create_anonymous_key(3.0)
-    assert nobody == ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", 3.0)
+    keys.anonymous = anonymous = create_anonymous_key(3.0)
+    assert anonymous == ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", 3.0)
     shown = ("", "sk-of-another-server", "mp_", text + "A", text)
-    assert [keys.check(one) for one in shown] == [nobody, nobody, None, None, key]
+    assert [keys.check(one) for one in shown] == [anonymous, anonymous, None, None, key]
     assert keys.refused == 2
 
 

@@ -126,7 +126,7 @@ def test_a_model_that_leaves_takes_its_own_with_it():
     kept.store(entry(1))
     kept.store(entry(1, model="other"))
     kept.evict_model("m")
-    kept.evict_model("nobody")
+    kept.evict_model("unknown")
     assert kept.find("m", pack([*START, 1, 2]), cut=True).entry is None
     assert kept.find("other", pack([*START, 1, 2]), cut=True).entry is not None
 
@@ -246,7 +246,9 @@ def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
     prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
     assert choose_snapshot_positions(prompt, {2}, 0, 0) == [143]
     assert choose_snapshot_positions(prompt, {2}, 0, 80) == [80, 143]
-    assert choose_snapshot_positions(prompt, {2}, 50, 80) == [143], "too little more than what is there"
+    assert choose_snapshot_positions(prompt, {2}, 50, 80) == [143], (
+        "a position just after the cached part saves too little"
+    )
     assert choose_snapshot_positions(prompt, {2}, 143, 143) == []
     assert choose_snapshot_positions(prompt, {1}, 0, 0) == [len(prompt) - 1 - MAX_TEMPLATE_TOKENS], (
         "no token ends a turn"

@@ -173,4 +173,4 @@ def test_an_empty_batch_gives_nothing():
     batch: DecodeBatch[str] = DecodeBatch(boom)  # type: ignore[arg-type]
     assert batch.step() == []
     assert batch.sum_nbytes() == 0
-    batch.drop_rows(["nobody"])
+    batch.drop_rows(["unknown"])
