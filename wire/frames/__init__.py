@@ -14,6 +14,17 @@ from wire.frames.engine import (
 )
 from wire.frames.enrollment import ENROLLMENT, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart
 from wire.frames.frame import Frame, RequestHead
+from wire.frames.model_files import (
+    CancelModelOrder,
+    ModelOrderCode,
+    ModelOrderEnded,
+    ModelOrderPhase,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    ServeModel,
+    VerifyModel,
+)
 from wire.frames.registry import TAGS
 from wire.frames.requests import (
     MAX_ROWS_IN_STEP,
@@ -69,6 +80,7 @@ __all__ = [
     "AllowVideo",
     "CallConstraint",
     "Cancel",
+    "CancelModelOrder",
     "CertificateRenewed",
     "Channel",
     "CountTokens",
@@ -105,22 +117,30 @@ __all__ = [
     "MemoryLimits",
     "Message",
     "ModelBan",
+    "ModelOrderCode",
+    "ModelOrderEnded",
+    "ModelOrderPhase",
+    "ModelOrderProgress",
     "PauseNode",
     "Ping",
     "Pong",
     "ProfileModel",
+    "PullModel",
     "RayHead",
     "ReclaimMemory",
     "ReduceMemory",
     "Refusal",
+    "RemoveModel",
     "RenewCertificate",
     "Report",
     "RequestHead",
     "RestoreModels",
+    "ServeModel",
     "StopEngine",
     "Timings",
     "ToolCall",
     "UnloadModel",
+    "VerifyModel",
     "Welcome",
     "split_deltas",
 ]

@@ -3,6 +3,15 @@
 from wire.frames.engine import EngineReport, MemoryLimits, ReclaimMemory, ReduceMemory, RestoreModels, StopEngine
 from wire.frames.enrollment import Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart
 from wire.frames.frame import Frame
+from wire.frames.model_files import (
+    CancelModelOrder,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    ServeModel,
+    VerifyModel,
+)
 from wire.frames.requests import (
     Admitted,
     Cancel,
@@ -78,5 +87,12 @@ TAGS: dict[int, type[Frame]] = {
     64: LeaseRefused,
     65: LeaseEnded,
     66: AllowVideo,
+    70: PullModel,
+    71: ServeModel,
+    72: VerifyModel,
+    73: RemoveModel,
+    74: CancelModelOrder,
+    75: ModelOrderProgress,
+    76: ModelOrderEnded,
 }
 """Frame types by tag. A tag is never reused."""
