@@ -116,7 +116,7 @@ def _find_file_fault(file: ModelFile) -> str:
 
 
 def _is_safe_part(part: str) -> bool:
-    return _PART.fullmatch(part.removeprefix(".")) is not None and part not in (".", "..")
+    return _PART.fullmatch(part.removeprefix(".")) is not None
 
 
 def _find_path_conflict(files: Iterable[ModelFile]) -> str:
