@@ -72,7 +72,7 @@ class NodePull:
     retries: int = 0
     """Retries since the last progress."""
     retry_at: float = 0.0
-    """Time before which no order is sent."""
+    """Time before which no order is sent; 0 if an order may be sent now."""
     rejects_mirror: bool = False
     """Whether a mirror failed for this node. The node then gets the files from the hub."""
     code: str = ""
@@ -291,14 +291,14 @@ def _summarize(state: PullState) -> tuple[tuple[PullStage, str], ...]:
 def _apply(state: PullState, event: Event, now: float) -> Step:
     match event:
         case NodeLinked():
-            return _link(state, event.node)
+            return _record_link(state, event.node)
         case NodeUnlinked():
-            return _unlink(state, event.node, now)
+            return _record_unlink(state, event.node, now)
         case NodeRemoved():
             gone = _change(state, event.node, is_linked=False)
             return _end(_drop_mirror_of(gone, event.node), event.node, PullStage.FAILED, "it is no member any more"), ()
         case OrderProgressed():
-            return _progress(state, event.node, event.frame), ()
+            return _record_progress(state, event.node, event.frame), ()
         case OrderEnded():
             return _end_order(state, event.node, event.frame, now)
         case PullCancelled():
@@ -318,7 +318,7 @@ def _end(state: PullState, name: NodeId, stage: PullStage, message: str = "") ->
     return _change(state, name, stage=stage, message=message, phase="", speed=0.0)
 
 
-def _link(state: PullState, name: NodeId) -> Step:
+def _record_link(state: PullState, name: NodeId) -> Step:
     node, linked = state.nodes[name], _change(state, name, is_linked=True)
     linked = _drop_mirror_of(linked, name)
     if not _is_pulling(node):
@@ -331,11 +331,11 @@ def _drop_mirror_of(state: PullState, name: NodeId) -> PullState:
     return replace(state, mirror=None) if state.mirror is not None and state.mirror.node == name else state
 
 
-def _unlink(state: PullState, name: NodeId, now: float) -> Step:
+def _record_unlink(state: PullState, name: NodeId, now: float) -> Step:
     return _drop_mirror_of(_change(state, name, is_linked=False, unlinked_at=now), name), ()
 
 
-def _progress(state: PullState, name: NodeId, frame: ModelOrderProgress) -> PullState:
+def _record_progress(state: PullState, name: NodeId, frame: ModelOrderProgress) -> PullState:
     node, mirror = state.nodes[name], state.mirror
     if mirror is not None and (mirror.node, mirror.order) == (name, frame.order):
         return replace(state, mirror=replace(mirror, addresses=frame.addresses or mirror.addresses))
@@ -419,6 +419,8 @@ def _cancel(state: PullState) -> Step:
 def _expire(state: PullState, now: float) -> Step:
     actions: list[Action] = []
     for name, node in state.nodes.items():
+        if node.stage is PullStage.WAITING and node.retry_at <= now:
+            state = _change(state, name, retry_at=0.0)
         if _is_pulling(node) and not node.is_linked and now >= node.unlinked_at + UNLINKED_SECONDS:
             state = _change(state, name, stage=PullStage.WAITING, retry_at=0.0, phase="", speed=0.0)
     mirror = state.mirror

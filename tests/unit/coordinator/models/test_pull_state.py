@@ -1,4 +1,4 @@
-"""State machine of a pull: which node gets the files from where, and what happens when a node or a source fails."""
+"""State machine of a pull: sources of the files, and the effects of nodes and sources that fail."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -126,6 +126,9 @@ def test_the_node_with_most_of_the_files_replaces_a_downloading_node_that_is_gon
     assert pull.end(B, ModelOrderCode.SOURCE_LOST, message="the mirror is gone") == []
     assert pull.end(C, ModelOrderCode.SOURCE_LOST, message="the mirror is gone") == []
     assert find_deadline(pull.state) == pull.now + 2.0
+    pull.now += 2.0
+    pull.apply(TimePassed())
+    assert find_deadline(pull.state) == pull.now - 2.0 + UNLINKED_SECONDS, "a deadline is due once"
     pull.now += UNLINKED_SECONDS
     sent = pull.apply(TimePassed())
     assert [(one.node, one.source) for one in sent if isinstance(one, SendPull)] == [(C, SourceKind.HUB)]
@@ -283,7 +286,7 @@ class World:
         self.perform(self.pull.apply(event))
 
     def act(self, name: NodeId, *, calm: bool) -> None:
-        """Let one node do one thing: lose or get its link, open a mirror, progress, fail or complete."""
+        """Perform one thing on one node: lose or get its link, open a mirror, progress, fail or complete."""
         node, draw = self.pull.state.nodes[name], self.random.random
         if not node.is_linked:
             self.apply(NodeLinked(name))
