@@ -387,3 +387,13 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Number of times that the engine was above its cap."""
     kills: Natural = 0
     """Number of engine processes that the enforcer ended for that."""
+
+
+class Disk(WireStruct, frozen=True, array_like=True, gc=False):
+    """Disk on which a node stores pulled models."""
+
+    free: Size = 0
+    """Bytes that this user can write; 0 if unknown."""
+    total: Size = 0
+    folder: Text = ""
+    """Folder of the Hugging Face cache."""

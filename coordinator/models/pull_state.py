@@ -1,22 +1,44 @@
 """State machine of a pull, as data: events in, actions out. `pull_controller` performs the actions. Pure.
 
-A pull brings the files of one manifest to several nodes. One node downloads from the hub, and serves the files to the
-others as a mirror while it still downloads. If that node fails, another node takes its place.
+A pull brings the files of one manifest to several nodes. One node downloads from the hub. It is also the mirror from
+which the remaining nodes get the files, while it still downloads. If that node fails, another node takes its place.
 
     waiting ─(order sent)─► pulling ─(completed)─► completed
        ▲                       ├─(source lost, rate limit, node lost)─► waiting
        └───────────────────────┘└─(final fault)─► failed;  cancelled from every open stage
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
+from coordinator.models.pull_values import (
+    ENDED,
+    Action,
+    Event,
+    Mirror,
+    NodeLinked,
+    NodeRemoved,
+    NodeUnlinked,
+    OrderEnded,
+    OrderProgressed,
+    PullCancelled,
+    PullStage,
+    PullState,
+    SendCancel,
+    SendPull,
+    SendServe,
+    Step,
+    StorePull,
+    TimePassed,
+    has_files,
+    is_downloading,
+    is_pulling,
+)
+from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderProgress
 from wire.identity import NodeId
 from wire.model_files import SourceKind
-from wire.state_machine import IllegalEventError, InvariantError
+from wire.state_machine import IllegalEventError
 
 MAX_RETRIES = 8
 """Maximum retries of one node without progress."""
@@ -29,211 +51,8 @@ UNLINKED_SECONDS = 60.0
 """Seconds after which another node takes the place of the downloading node whose link is lost."""
 MIRROR_START_SECONDS = 20.0
 """Longest time in seconds for a node to open its mirror."""
-
-
-class PullStage(StrEnum):
-    """Stage of a pull on one node."""
-
-    WAITING = "waiting"
-    PULLING = "pulling"
-    COMPLETED = "completed"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-
-
-ENDED = frozenset({PullStage.COMPLETED, PullStage.FAILED, PullStage.CANCELLED})
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
 """Faults of the repository, which every node would meet."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodePull:
-    """Pull on one node. Times are seconds of the controller's clock, sizes are bytes."""
-
-    stage: PullStage = PullStage.WAITING
-    order: int = 0
-    """Number of the newest order; 0 before the first."""
-    source: SourceKind = SourceKind.HUB
-    """Source of the newest order."""
-    is_linked: bool = False
-    unlinked_at: float = 0.0
-    """Time at which the link was lost."""
-    phase: str = ""
-    """Phase that the node reported last."""
-    done: int = 0
-    """Bytes on the disk."""
-    total: int = 0
-    speed: float = 0.0
-    """Bytes per second."""
-    fetched: int = 0
-    """Bytes received over the network, in all orders."""
-    earlier: int = 0
-    """Part of `fetched` that belongs to earlier orders."""
-    retries: int = 0
-    """Retries since the last progress."""
-    retry_at: float = 0.0
-    """Time before which no order is sent; 0 if an order may be sent now."""
-    rejects_mirror: bool = False
-    """Whether a mirror failed for this node. The node then gets the files from the hub."""
-    code: str = ""
-    """Code of the newest end of an order."""
-    message: str = ""
-    """Fault with the next step; empty without one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mirror:
-    """Mirror of a pull: the node that serves the files to the others."""
-
-    node: NodeId
-    order: int
-    begun: float
-    addresses: tuple[str, ...] = ()
-    """URLs at which the mirror listens; empty until the node has opened it."""
-
-
-@dataclass(frozen=True, slots=True)
-class PullState:
-    """State of a pull."""
-
-    nodes: Mapping[NodeId, NodePull]
-    """Nodes of the pull, in the order in which they are chosen to download from the hub."""
-    next_order: int
-    """Number of the next order."""
-    mirror: Mirror | None = None
-    no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
-    """Nodes that could not open a mirror."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the pull has ended on every node."""
-        return all(node.stage in ENDED for node in self.nodes.values())
-
-    def check(self) -> None:
-        """Raise `InvariantError` if two values contradict each other."""
-        orders = [node.order for node in self.nodes.values() if node.order]
-        orders += [self.mirror.order] if self.mirror else []
-        wrong = [
-            "an order number twice" * (len(orders) != len(set(orders))),
-            "an order number from the future" * any(order >= self.next_order for order in orders),
-            "pulling without an order" * any(_is_pulling(one) and not one.order for one in self.nodes.values()),
-            "a mirror after the end" * (self.has_ended and self.mirror is not None),
-            "a mirror without files" * (self.mirror is not None and not _has_files(self.nodes[self.mirror.node])),
-            "two nodes download from the hub beside a usable mirror"
-            * (len([one for one in self.nodes.values() if _is_downloading(one) and not one.rejects_mirror]) > 1)
-            * (not self.no_mirror),
-        ]
-        if any(wrong):
-            raise InvariantError(f"{', '.join(filter(None, wrong))}: {self}")
-
-
-def _is_pulling(node: NodePull) -> bool:
-    return node.stage is PullStage.PULLING
-
-
-def _is_downloading(node: NodePull) -> bool:
-    return _is_pulling(node) and node.source is SourceKind.HUB
-
-
-def _has_files(node: NodePull) -> bool:
-    """Return whether a node can serve: it has all files, or downloads them from the hub.
-
-    A node that follows a mirror never serves: two nodes could wait for each other.
-    """
-    return node.stage is PullStage.COMPLETED or (
-        _is_downloading(node) and node.phase in (ModelOrderPhase.DOWNLOADING, ModelOrderPhase.VERIFYING)
-    )
-
-
-# events
-
-
-@dataclass(frozen=True, slots=True)
-class NodeLinked:
-    """Event: a node has a link, also a new one in place of the former."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class NodeUnlinked:
-    """Event: the link of a node is lost."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class NodeRemoved:
-    """Event: a node is no member any more."""
-
-    node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class OrderProgressed:
-    """Event: a node reported progress of an order."""
-
-    node: NodeId
-    frame: ModelOrderProgress
-
-
-@dataclass(frozen=True, slots=True)
-class OrderEnded:
-    """Event: an order of a node has ended."""
-
-    node: NodeId
-    frame: ModelOrderEnded
-
-
-@dataclass(frozen=True, slots=True)
-class PullCancelled:
-    """Event: an administrator cancels the pull."""
-
-
-@dataclass(frozen=True, slots=True)
-class TimePassed:
-    """Event: a time of `find_deadline` has come."""
-
-
-Event = NodeLinked | NodeUnlinked | NodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
-
-
-# actions
-
-
-@dataclass(frozen=True, slots=True)
-class SendPull:
-    """Action: send PullModel to a node with the source `source`; from `mirror` if that is a mirror."""
-
-    node: NodeId
-    order: int
-    source: SourceKind
-    mirror: Mirror | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SendServe:
-    """Action: send ServeModel to a node."""
-
-    node: NodeId
-    order: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendCancel:
-    """Action: send CancelModelOrder to a node."""
-
-    node: NodeId
-    order: int
-
-
-@dataclass(frozen=True, slots=True)
-class StorePull:
-    """Action: write the pull to the disk."""
-
-
-Action = SendPull | SendServe | SendCancel | StorePull
-Step = tuple[PullState, tuple[Action, ...]]
 
 
 def restore_pull(state: PullState, next_order: int) -> PullState:
@@ -262,7 +81,7 @@ def _list_deadlines(state: PullState) -> Iterator[float]:
     for node in state.nodes.values():
         if node.stage is PullStage.WAITING and node.is_linked and node.retry_at:
             yield node.retry_at
-        if _is_pulling(node) and not node.is_linked:
+        if is_pulling(node) and not node.is_linked:
             yield node.unlinked_at + UNLINKED_SECONDS
     if state.mirror is not None and not state.mirror.addresses:
         yield state.mirror.begun + MIRROR_START_SECONDS
@@ -321,7 +140,7 @@ def _end(state: PullState, name: NodeId, stage: PullStage, message: str = "") ->
 def _record_link(state: PullState, name: NodeId) -> Step:
     node, linked = state.nodes[name], _change(state, name, is_linked=True)
     linked = _drop_mirror_of(linked, name)
-    if not _is_pulling(node):
+    if not is_pulling(node):
         return linked, ()
     # The node attaches the order to the download in progress, or resumes it. A mirror may have ended meanwhile.
     return _change(linked, name, stage=PullStage.WAITING, retry_at=0.0), ()
@@ -339,7 +158,7 @@ def _record_progress(state: PullState, name: NodeId, frame: ModelOrderProgress) 
     node, mirror = state.nodes[name], state.mirror
     if mirror is not None and (mirror.node, mirror.order) == (name, frame.order):
         return replace(state, mirror=replace(mirror, addresses=frame.addresses or mirror.addresses))
-    if frame.order != node.order or not _is_pulling(node):
+    if frame.order != node.order or not is_pulling(node):
         return state
     return _change(
         state,
@@ -359,7 +178,7 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
     if mirror is not None and (mirror.node, mirror.order) == (name, frame.order):
         failed = frame.code not in (ModelOrderCode.COMPLETED, ModelOrderCode.CANCELLED)
         return replace(state, mirror=None, no_mirror=state.no_mirror | ({name} if failed else set())), ()
-    if frame.order != node.order or not _is_pulling(node):
+    if frame.order != node.order or not is_pulling(node):
         return state, ()
     fetched = max(node.fetched, node.earlier + frame.fetched)
     state = _change(state, name, code=str(frame.code), fetched=fetched, earlier=fetched, speed=0.0)
@@ -377,13 +196,13 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
 
 def _fail_all(state: PullState, message: str) -> PullState:
     for name, node in state.nodes.items():
-        if node.stage is PullStage.WAITING or _is_downloading(node):
+        if node.stage is PullStage.WAITING or is_downloading(node):
             state = _end(state, name, PullStage.FAILED, message)
     return state
 
 
 def _retry(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -> PullState:
-    """Let a node wait for its next order after a fault, or end the pull there if a retry is useless."""
+    """Postpone the next order of a node after a fault, or end the pull there if a retry is useless."""
     node = state.nodes[name]
     from_mirror = node.source is SourceKind.MIRROR
     wait = frame.retry_after or min(FIRST_RETRY_SECONDS * 2**node.retries, MAX_RETRY_SECONDS)
@@ -410,7 +229,7 @@ def _retry(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -
 
 
 def _cancel(state: PullState) -> Step:
-    orders = [(name, node.order) for name, node in state.nodes.items() if _is_pulling(node)]
+    orders = [(name, node.order) for name, node in state.nodes.items() if is_pulling(node)]
     for name in state.nodes:
         state = _end(state, name, PullStage.CANCELLED)
     return state, tuple(SendCancel(name, order) for name, order in orders)
@@ -421,7 +240,7 @@ def _expire(state: PullState, now: float) -> Step:
     for name, node in state.nodes.items():
         if node.stage is PullStage.WAITING and node.retry_at <= now:
             state = _change(state, name, retry_at=0.0)
-        if _is_pulling(node) and not node.is_linked and now >= node.unlinked_at + UNLINKED_SECONDS:
+        if is_pulling(node) and not node.is_linked and now >= node.unlinked_at + UNLINKED_SECONDS:
             state = _change(state, name, stage=PullStage.WAITING, retry_at=0.0, phase="", speed=0.0)
     mirror = state.mirror
     if mirror is not None and not mirror.addresses and now >= mirror.begun + MIRROR_START_SECONDS:
@@ -449,7 +268,7 @@ def _plan(state: PullState, now: float) -> Step:
 def _close_empty_mirror(state: PullState) -> Step:
     """Close the mirror of a node whose own download has failed."""
     mirror = state.mirror
-    if mirror is None or _has_files(state.nodes[mirror.node]):
+    if mirror is None or has_files(state.nodes[mirror.node]):
         return state, ()
     return replace(state, mirror=None), (SendCancel(mirror.node, mirror.order),)
 
@@ -463,8 +282,8 @@ def _list_due(state: PullState, now: float) -> list[NodeId]:
 
 
 def _plan_download(state: PullState, now: float) -> Step:
-    """Let one node download from the hub if no node does, and none has all files."""
-    has_source = any(_is_downloading(node) or _can_serve(state, name) for name, node in state.nodes.items())
+    """Start the download from the hub on one node, if no node downloads and none has all files."""
+    has_source = any(is_downloading(node) or _can_serve(state, name) for name, node in state.nodes.items())
     due = _list_due(state, now)
     if has_source or not due:
         return state, ()
@@ -486,9 +305,7 @@ def _plan_mirror(state: PullState, now: float) -> Step:
     if state.mirror is not None or not wanting:
         return state, ()
     able = [
-        name
-        for name, node in state.nodes.items()
-        if node.is_linked and name not in state.no_mirror and _has_files(node)
+        name for name, node in state.nodes.items() if node.is_linked and name not in state.no_mirror and has_files(node)
     ]
     if not able:
         return state, ()
@@ -513,7 +330,7 @@ def _plan_followers(state: PullState, now: float) -> Step:
 
 def _has_no_mirror(state: PullState) -> bool:
     """Return whether no node with files can open a mirror."""
-    holders = [name for name, node in state.nodes.items() if node.is_linked and _has_files(node)]
+    holders = [name for name, node in state.nodes.items() if node.is_linked and has_files(node)]
     return state.mirror is None and bool(holders) and state.no_mirror.issuperset(holders)
 
 

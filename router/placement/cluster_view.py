@@ -14,6 +14,7 @@ from wire.identity import NodeId
 from wire.model_version import UNKNOWN_VERSION, ModelVersion
 from wire.node_state import NodeState
 from wire.report import (
+    Disk,
     Enforcement,
     EngineState,
     Memory,
@@ -59,6 +60,7 @@ class NodeView:
     sharing: Sharing = field(default_factory=Sharing)
     illegal_events: int = 0
     """Events that the state machines of the agent refused since its start."""
+    disk: Disk = field(default_factory=Disk)
 
     @cached_property
     def headroom(self) -> int | None:

@@ -19,6 +19,7 @@ from wire.identity import NodeId, is_valid_model, is_valid_name
 from wire.report import (
     BatchGroup,
     CacheState,
+    Disk,
     Enforcement,
     EngineCounters,
     EngineState,
@@ -99,6 +100,7 @@ def build_node_view(
         video=sanitize_video(report.video),
         sharing=_sanitize_sharing(report.sharing),
         illegal_events=report.illegal_events,
+        disk=Disk(report.disk.free, report.disk.total, _make_printable(report.disk.folder)),
     )
 
 

@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.models.pull_state import (
-    ENDED,
     MAX_RETRIES,
     MIRROR_START_SECONDS,
     UNLINKED_SECONDS,
+    find_deadline,
+    restore_pull,
+    step,
+)
+from coordinator.models.pull_values import (
+    ENDED,
     Action,
     Event,
     NodeLinked,
@@ -28,9 +33,6 @@ from coordinator.models.pull_state import (
     SendServe,
     StorePull,
     TimePassed,
-    find_deadline,
-    restore_pull,
-    step,
 )
 from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
 from wire.identity import NodeId
