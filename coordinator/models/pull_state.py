@@ -18,11 +18,11 @@ from coordinator.models.pull_values import (
     Event,
     Mirror,
     NodeLinked,
-    NodeRemoved,
     NodeUnlinked,
     OrderEnded,
     OrderProgressed,
     PullCancelled,
+    PullNodeRemoved,
     PullStage,
     PullState,
     SendCancel,
@@ -113,7 +113,7 @@ def _apply(state: PullState, event: Event, now: float) -> Step:
             return _record_link(state, event.node)
         case NodeUnlinked():
             return _record_unlink(state, event.node, now)
-        case NodeRemoved():
+        case PullNodeRemoved():
             gone = _change(state, event.node, is_linked=False)
             return _end(_drop_mirror_of(gone, event.node), event.node, PullStage.FAILED, "it is no member any more"), ()
         case OrderProgressed():

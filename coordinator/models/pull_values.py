@@ -142,7 +142,7 @@ class NodeUnlinked:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRemoved:
+class PullNodeRemoved:
     """Event: a node is no member any more."""
 
     node: NodeId
@@ -174,7 +174,7 @@ class TimePassed:
     """Event: a time of `find_deadline` has come."""
 
 
-Event = NodeLinked | NodeUnlinked | NodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
+Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
 
 
 # actions

@@ -21,11 +21,11 @@ from coordinator.models.pull_values import (
     Event,
     NodeLinked,
     NodePull,
-    NodeRemoved,
     NodeUnlinked,
     OrderEnded,
     OrderProgressed,
     PullCancelled,
+    PullNodeRemoved,
     PullStage,
     PullState,
     SendCancel,
@@ -236,7 +236,7 @@ def test_cancel_ends_every_order_and_the_mirror() -> None:
 def test_a_removed_node_ends_and_an_unknown_one_is_illegal() -> None:
     pull = Pull(A, B)
     follow(pull)
-    pull.apply(NodeRemoved(A))
+    pull.apply(PullNodeRemoved(A))
     assert pull.stages() == [PullStage.FAILED, PullStage.PULLING]
     with pytest.raises(IllegalEventError, match="does not belong"):
         pull.apply(NodeLinked(NodeId("z")))
