@@ -51,6 +51,8 @@ class ModelManifest(WireStruct, frozen=True, array_like=True, gc=False):
     commit: Word
     """Commit, 40 hex digits."""
     files: Annotated[tuple[ModelFile, ...], Meta(max_length=MAX_ITEMS)]
+    revision: Word = ""
+    """Branch or tag that named the commit, which becomes a reference of the cache; empty for `main`."""
 
     @property
     def size(self) -> int:
@@ -98,8 +100,16 @@ def find_manifest_fault(manifest: ModelManifest) -> str:
         return f"the commit {manifest.commit!r} is not 40 hex digits"
     if not manifest.files:
         return f"{manifest.repo} has no files"
+    if manifest.revision and not is_valid_path(manifest.revision):
+        return f"the revision {manifest.revision[:MAX_PATH_CHARACTERS]!r} is not the name of a branch or tag"
     faults = (_find_file_fault(file) for file in manifest.files)
     return next((fault for fault in faults if fault), "") or _find_path_conflict(manifest.files)
+
+
+def is_valid_path(path: str) -> bool:
+    """Return whether a text is a plain relative path of bounded length, which stays below its folder."""
+    parts = path.split("/")
+    return len(path) <= MAX_PATH_CHARACTERS and len(parts) <= MAX_PATH_PARTS and all(map(_is_safe_part, parts))
 
 
 def _find_file_fault(file: ModelFile) -> str:

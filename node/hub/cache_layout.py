@@ -13,7 +13,7 @@ Rules
 import fcntl
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class RepositoryFolder:
             _create_real_folder(folder)
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Generator[None]:
         """Hold the lock of the repository. Raise ModelFileError with `in_use` if another process holds it."""
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while (descriptor := self._try_lock()) is None and time.monotonic() < deadline:
@@ -104,7 +104,7 @@ class RepositoryFolder:
             return None
         return descriptor
 
-    def link_snapshot(self, manifest: ModelManifest) -> None:
+    def create_snapshot(self, manifest: ModelManifest) -> None:
         """Create the links of a commit, of which every file is verified. Existing entries are replaced one by one.
 
         Raise ModelFileError if a folder below the snapshot is a link or a file, OSError on failure.

@@ -109,10 +109,10 @@ class HubServer:
         match parts:
             case ["api", "models", publisher, name]:
                 repository = await self._get_repository(f"{publisher}/{name}", "main")
-                await _send_json(send, scope, describe_repository(repository))
+                await _send_json(send, scope, describe_repository(repository, blobs=_needs_blobs(scope)))
             case ["api", "models", publisher, name, "revision", revision]:
                 repository = await self._get_repository(f"{publisher}/{name}", revision)
-                await _send_json(send, scope, describe_repository(repository, blobs=_requests_blobs(scope)))
+                await _send_json(send, scope, describe_repository(repository, blobs=_needs_blobs(scope)))
             case ["api", "models", publisher, name, "tree", revision]:
                 repository = await self._get_repository(f"{publisher}/{name}", revision)
                 await _send_json(send, scope, list_tree(repository))
@@ -233,7 +233,7 @@ def _describe_digests(file: ModelFile, git: str, sha256: str) -> dict[str, Any]:
     return facts
 
 
-def _requests_blobs(scope: Scope) -> bool:
+def _needs_blobs(scope: Scope) -> bool:
     query = parse_qs(bytes(scope.get("query_string", b"")).decode("ascii", "replace"))
     return query.get("blobs", [""])[0].lower() in ("true", "1")
 
