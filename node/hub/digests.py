@@ -131,7 +131,7 @@ def record_digest(path: Path, sha256: str) -> FileDigest:
     return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256)
 
 
-def hash_file(path: Path, add: Callable[[bytes], None]) -> FileDigest | None:
+def hash_file(path: Path, add: Callable[[bytes], object]) -> FileDigest | None:
     """Read a file and return its entry; call `add` with each block. None if the file changed meanwhile.
 
     Raise OSError if the file cannot be read.
