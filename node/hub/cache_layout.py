@@ -1,0 +1,160 @@
+"""Folder of one repository in the Hugging Face cache: its paths, its lock, its links and references.
+
+The layout is that of `huggingface_hub`: `models--P--N/blobs/ETAG`, links `snapshots/COMMIT/PATH` to the blobs, and
+`refs/NAME` with a commit. Other tools use the same cache.
+
+Rules
+- Nothing is written through a symbolic link. A folder of the layout that is a link is refused.
+- A blob gets its name only after its content was verified (`node.hub.part_file`).
+- Links are created only after all blobs of the manifest are verified, and references after the links.
+- One process at a time changes a repository. The lock is released by the system when its process ends.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from node.hub.errors import ModelFileError
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import ModelManifest
+
+PART_SUFFIX = ".macpool-part"
+JOURNAL_SUFFIX = ".macpool-journal"
+_NEW_SUFFIX = ".macpool-new"
+LOCK_NAME = "macpool.lock"
+LOCK_TIMEOUT_SECONDS = 0.5
+"""Seconds to wait for a lock, because a mirror takes it for an instant to find out whether a download runs."""
+
+
+class RepositoryFolder:
+    """Folder of the repository `repo` (`publisher/name`) in the cache folder `hub`."""
+
+    def __init__(self, hub: Path, repo: str) -> None:
+        self.hub = hub
+        self.repo = repo
+        self.root = hub / f"models--{repo.replace('/', '--')}"
+        """Folder of the repository."""
+        self.blobs = self.root / "blobs"
+        self.snapshots = self.root / "snapshots"
+        self.refs = self.root / "refs"
+
+    def get_blob(self, etag: str) -> Path:
+        """Return the path of a complete file."""
+        return self.blobs / etag
+
+    def get_part(self, etag: str) -> Path:
+        """Return the path of a partial file."""
+        return self.blobs / f"{etag}{PART_SUFFIX}"
+
+    def get_journal(self, etag: str) -> Path:
+        """Return the path of the journal of a partial file."""
+        return self.blobs / f"{etag}{JOURNAL_SUFFIX}"
+
+    def get_snapshot(self, commit: str) -> Path:
+        """Return the folder of the links of a commit."""
+        return self.snapshots / commit
+
+    @property
+    def lock_file(self) -> Path:
+        """File of the lock, outside of the folder, because the folder can be removed under the lock."""
+        return self.hub / ".locks" / self.root.name / LOCK_NAME
+
+    def prepare(self) -> None:
+        """Create the folders. Raise ModelFileError if one of them is a link or a file, OSError if it cannot be
+        created."""
+        self.hub.mkdir(parents=True, exist_ok=True)
+        for folder in (self.root, self.blobs, self.snapshots, self.refs):
+            _create_real_folder(folder)
+
+    @contextmanager
+    def lock(self) -> Generator[None]:
+        """Hold the lock of the repository. Raise ModelFileError with `in_use` if another process holds it."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while (descriptor := self._try_lock()) is None and time.monotonic() < deadline:
+            time.sleep(LOCK_TIMEOUT_SECONDS / 10)
+        if descriptor is None:
+            raise ModelFileError(
+                ModelOrderCode.IN_USE, f"another process works on {self.repo} in {self.hub}: wait for its end"
+            )
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+    def is_locked(self) -> bool:
+        """Return whether another process holds the lock."""
+        if not self.lock_file.exists():
+            return False
+        descriptor = self._try_lock()
+        if descriptor is None:
+            return True
+        os.close(descriptor)
+        return False
+
+    def _try_lock(self) -> int | None:
+        self.lock_file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    def create_snapshot(self, manifest: ModelManifest) -> None:
+        """Create the links of a commit, of which every file is verified. Existing entries are replaced one by one.
+
+        Raise ModelFileError if a folder below the snapshot is a link or a file, OSError on failure.
+        """
+        snapshot = self.get_snapshot(manifest.commit)
+        _create_real_folder(snapshot)
+        for file in manifest.files:
+            parts = file.path.split("/")
+            folder = snapshot
+            for part in parts[:-1]:
+                folder = folder / part
+                _create_real_folder(folder)
+            target = "/".join([*[".."] * (len(parts) + 1), "blobs", file.etag])
+            _replace_link(folder / parts[-1], target)
+
+    def write_references(self, commit: str, names: tuple[str, ...]) -> None:
+        """Write `refs/NAME` for each name, atomically."""
+        for name in names:
+            parts = name.split("/")
+            folder = self.refs
+            for part in parts[:-1]:
+                folder = folder / part
+                _create_real_folder(folder)
+            new = folder / f".{parts[-1]}{_NEW_SUFFIX}"
+            new.unlink(missing_ok=True)
+            new.write_text(commit, encoding="ascii")
+            new.replace(folder / parts[-1])
+
+    def remove_parts(self) -> None:
+        """Remove partial files of this program, also those of abandoned downloads. Files of other tools stay."""
+        with suppress(FileNotFoundError):
+            for path in tuple(self.blobs.iterdir()):
+                if path.name.endswith((PART_SUFFIX, JOURNAL_SUFFIX, _NEW_SUFFIX)):
+                    path.unlink(missing_ok=True)
+
+
+def _create_real_folder(folder: Path) -> None:
+    with suppress(FileExistsError):
+        folder.mkdir()
+    if folder.is_symlink() or not folder.is_dir():
+        raise ModelFileError(
+            ModelOrderCode.INVALID,
+            f"{folder} is a link or a file, and files are written only into real folders: move it",
+        )
+
+
+def _replace_link(path: Path, target: str) -> None:
+    if path.is_symlink() and os.readlink(path) == target:
+        return
+    new = path.with_name(f".{path.name}{_NEW_SUFFIX}")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target)
+    new.replace(path)

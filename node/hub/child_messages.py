@@ -1,0 +1,154 @@
+"""Messages between the agent and its children for model files: one JSON document a line.
+
+The first line of the standard input is the order. The end of the standard input ends the child, because the agent has
+ended. Each line of the standard output is a `ChildProgress`, the last one a `ChildEnd`. Tokens are in orders only.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeVar
+
+import msgspec
+
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import PIECE_BYTES, ModelManifest, ModelSource
+
+T = TypeVar("T")
+
+
+class ClusterFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of this node's identity, for TLS between nodes."""
+
+    cluster: str = ""
+    """Id of the cluster."""
+    ca: bytes = b""
+    """Certificate of the cluster's CA in DER."""
+    certificate: str = ""
+    """File with the key and the certificate of this node in PEM."""
+
+
+class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order of `node.hub.downloader`."""
+
+    manifest: ModelManifest
+    sources: tuple[ModelSource, ...]
+    hub: str
+    """Folder of the Hugging Face cache."""
+    digests: str
+    """File of the digest store."""
+    cluster: ClusterFiles = ClusterFiles()
+    piece_bytes: int = PIECE_BYTES
+    connections: int = 4
+    """Number of parallel ranges."""
+    reserve_bytes: int = -1
+    """Bytes of disk that stay free; -1 for 5 GiB or 5 % of the disk, whichever is less."""
+    source_timeout_seconds: float = 0.0
+    """Seconds without progress after which a source is lost; 0 for the default of its kind."""
+
+
+class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order of `node.hub.mirror`."""
+
+    manifest: ModelManifest
+    hub: str
+    """Folder of the Hugging Face cache."""
+    token: str
+    cluster: ClusterFiles
+    hosts: tuple[str, ...]
+    """Addresses of this machine at which the mirror listens."""
+    idle_seconds: float
+
+
+class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order of `node.hub.verifier`."""
+
+    folder: str
+    """Folder of the model."""
+    digests: str
+    """File of the digest store."""
+    max_bytes_per_second: int = 0
+    """Maximum read rate; 0 for no limit."""
+
+
+class RemoveOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order of `node.hub.remover`."""
+
+    model: str
+    folder: str
+    """Folder of the model, as the catalogue found it."""
+    root: str
+    """Folder that must contain it: a model folder of the settings, or the Hugging Face cache."""
+    hub: bool
+    """Whether `root` is the Hugging Face cache."""
+
+
+class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):
+    """Progress of an order, with the fields of `ModelOrderProgress`."""
+
+    phase: str
+    done: int = 0
+    total: int = 0
+    speed: float = 0.0
+    source: str = ""
+    addresses: tuple[str, ...] = ()
+    fetched: int = 0
+    message: str = ""
+
+
+class ChildEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end", omit_defaults=True):
+    """End of an order, with the fields of `ModelOrderEnded`."""
+
+    code: str
+    message: str = ""
+    content: str = ""
+    fetched: int = 0
+    freed: int = 0
+    retry_after: float = 0.0
+
+
+ChildMessage = ChildProgress | ChildEnd
+
+
+class ChildChannel:
+    """Standard input and output of a child. `stop` is set when the agent has ended, or on SIGTERM."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+    def read_order(self, kind: type[T]) -> T:
+        """Read the order. Raise msgspec.DecodeError if it is invalid."""
+        return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+
+    def stop_on_sigterm(self) -> None:
+        """Set `stop` on SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stop.set()
+
+    def watch_agent(self, on_end: Callable[[], object] | None = None) -> None:
+        """Set `stop`, and call `on_end` in a thread, when the standard input ends."""
+        threading.Thread(target=self._watch, args=(on_end or self.stop.set,), daemon=True).start()
+
+    def _watch(self, on_end: Callable[[], object]) -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        self.stop.set()
+        on_end()
+
+    def send(self, message: ChildMessage) -> None:
+        """Write a message. Set `stop` if the agent no longer reads."""
+        try:
+            sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            self.stop.set()
+
+
+def build_end(code: ModelOrderCode, message: str = "") -> ChildEnd:
+    """Return the end of an order with a code."""
+    return ChildEnd(code=code, message=message)

@@ -1,0 +1,153 @@
+"""SHA-256 of model files, stored by path, size, time of change and inode, and the content hash of a model.
+
+The store is one private JSON file of this node. Child processes write it, the agent reads it. An entry is valid as long
+as size, time of change and inode of its file are the same. The content hash of a model is the SHA-256 over path and
+SHA-256 of each file that changes answers: `IDENTITY_FILES` and all safetensors files.
+"""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from host.private_files import create_private_folder, write_private
+from node.models.identity_files import IDENTITY_FILES
+from wire.model_files import ModelFile
+
+READ_BYTES = 1024 * 1024
+STORE_NAME = "digests.json"
+
+
+class FileDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """SHA-256 of a file in one state."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+
+_FileState = tuple[int, int, int]
+
+
+class ContentHasher:
+    """Hash of a file's content, as its bytes arrive in order: SHA-256, and the SHA-1 of git if the manifest has no
+    other digest."""
+
+    def __init__(self, file: ModelFile) -> None:
+        self._expected = file.etag
+        self._sha256 = hashlib.sha256()
+        self._git = None if file.sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+
+    def update(self, data: bytes) -> None:
+        """Add the next bytes."""
+        self._sha256.update(data)
+        if self._git is not None:
+            self._git.update(data)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the bytes so far."""
+        return self._sha256.hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """Digest of the bytes so far, of the kind that the manifest has."""
+        return self.sha256 if self._git is None else self._git.hexdigest()
+
+    def is_expected(self) -> bool:
+        """Return whether the bytes so far have the digest of the manifest."""
+        return self.digest == self._expected
+
+
+class DigestStore:
+    """Store of digests in a file. `find` reads the file again after another process has replaced it."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._state: _FileState = (-1, -1, -1)
+        self._digests: Mapping[str, FileDigest] = {}
+
+    def find(self, path: Path) -> str:
+        """Return the SHA-256 of a file; empty if it is unknown or the file has changed or is missing."""
+        self._refresh()
+        found = self._digests.get(os.path.realpath(path))
+        if found is None or _read_state(path) != (found.size, found.mtime_ns, found.inode):
+            return ""
+        return found.sha256
+
+    def add(self, digests: Mapping[Path, FileDigest]) -> None:
+        """Add digests, and remove entries of files that are missing. Wait for other writers. Raise OSError on
+        failure."""
+        create_private_folder(self._file.parent)
+        lock = os.open(self._file.with_name(f"{self._file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._refresh()
+            after = {path: found for path, found in self._digests.items() if os.path.exists(path)}
+            after |= {os.path.realpath(path): found for path, found in digests.items()}
+            write_private(self._file, msgspec.json.encode(after))
+        finally:
+            os.close(lock)
+
+    def _refresh(self) -> None:
+        state = _read_state(self._file)
+        if state == self._state:
+            return
+        self._digests = {}
+        with suppress(OSError, msgspec.DecodeError):
+            self._digests = msgspec.json.decode(self._file.read_bytes(), type=dict[str, FileDigest])
+        self._state = state
+
+
+def list_content_files(folder: Path) -> list[str]:
+    """Return the sorted paths, below a model folder, of the files that change answers."""
+    named = {name for name in IDENTITY_FILES if (folder / name).exists()}
+    return sorted(named | {file.name for file in folder.glob("*.safetensors")})
+
+
+def find_content(folder: Path, store: DigestStore) -> str:
+    """Return the content hash of a model folder, 64 hex digits; empty if the digest of a file is unknown."""
+    return compute_content({path: store.find(folder / path) for path in list_content_files(folder)})
+
+
+def compute_content(digests: Mapping[str, str]) -> str:
+    """Return the content hash of files, given the SHA-256 by path; empty without files or if a digest is empty."""
+    if not digests or not all(digests.values()):
+        return ""
+    content = hashlib.sha256()
+    for path, sha256 in sorted(digests.items()):
+        content.update(f"{path}\0{sha256}\n".encode())
+    return content.hexdigest()
+
+
+def record_digest(path: Path, sha256: str) -> FileDigest:
+    """Return the entry of a file whose SHA-256 is known, in its state now. Raise OSError if it cannot be read."""
+    stat = path.stat()
+    return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256)
+
+
+def hash_file(path: Path, add: Callable[[bytes], object]) -> FileDigest | None:
+    """Read a file and return its entry; call `add` with each block. None if the file changed meanwhile.
+
+    Raise OSError if the file cannot be read.
+    """
+    sha256 = hashlib.sha256()
+    before = _read_state(path)
+    with path.open("rb", buffering=0) as opened:
+        while block := opened.read(READ_BYTES):
+            sha256.update(block)
+            add(block)
+    return FileDigest(*before, sha256.hexdigest()) if _read_state(path) == before else None
+
+
+def _read_state(path: Path) -> _FileState:
+    try:
+        stat = path.stat()
+    except OSError:
+        return (0, 0, 0)
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ino)

@@ -1,0 +1,35 @@
+"""Free disk space for downloads, with a reserve that stays free for the system."""
+
+import shutil
+from pathlib import Path
+
+from node.hub.errors import ModelFileError
+from wire.frames.model_files import ModelOrderCode
+from wire.units import GIB, show_size
+
+RESERVE_BYTES = 5 * GIB
+RESERVE_SHARE = 0.05
+
+
+def compute_reserve(total: int, wanted: int) -> int:
+    """Return the bytes that stay free on a disk with `total` bytes: `wanted`, or the default if that is negative."""
+    return wanted if wanted >= 0 else min(RESERVE_BYTES, int(total * RESERVE_SHARE))
+
+
+class DiskSpace:
+    """Disk of a folder. `reserve` is that of `compute_reserve`."""
+
+    def __init__(self, folder: Path, reserve: int) -> None:
+        self._folder = folder
+        self._reserve = reserve
+
+    def check(self, needed: int) -> None:
+        """Raise ModelFileError with `disk_full` if `needed` more bytes do not fit."""
+        usage = shutil.disk_usage(self._folder)
+        reserve = compute_reserve(usage.total, self._reserve)
+        if usage.free - reserve < needed:
+            raise ModelFileError(
+                ModelOrderCode.DISK_FULL,
+                f"the disk of {self._folder} has {show_size(usage.free)} free and keeps {show_size(reserve)}, "
+                f"and the download needs {show_size(needed)} more: remove files or models",
+            )

@@ -1,0 +1,185 @@
+"""Child process that downloads the files of a manifest into the Hugging Face cache: `python -m node.hub.downloader`.
+
+The order is a line of the standard input (`DownloadOrder`). The snapshot and its references appear only after every
+file is verified. Received pieces stay on the disk after any end but success, and the next download continues there.
+"""
+
+import errno
+import os
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, DownloadOrder, build_end
+from node.hub.digests import ContentHasher, DigestStore, FileDigest, find_content, hash_file
+from node.hub.disk_space import DiskSpace
+from node.hub.errors import ModelFileError
+from node.hub.source_pool import SourcePool
+from node.hub.transfer import Transfer
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+from wire.model_files import ModelFile, find_manifest_fault
+
+REPORT_SECONDS = 0.5
+SPEED_SECONDS = 5.0
+NICENESS = 10
+
+
+class _Stopped(Exception):
+    """Error that ends a download that was stopped."""
+
+
+class Download:
+    """One download, from the check of the present files to the references."""
+
+    def __init__(self, order: DownloadOrder, channel: ChildChannel) -> None:
+        self._order = order
+        self._channel = channel
+        self._folder = RepositoryFolder(Path(os.path.realpath(order.hub)), order.manifest.repo)
+        self._store = DigestStore(Path(order.digests))
+        self._files = tuple({file.etag: file for file in order.manifest.files}.values())
+        self._present_bytes = 0
+        self._digests: dict[Path, FileDigest] = {}
+        self._reported_at = 0.0
+        self._samples: deque[tuple[float, int]] = deque()
+        self.fetched = 0
+        """Bytes received over the network."""
+
+    def run(self) -> str:
+        """Download all files and return the content hash of the model. Raise ModelFileError or OSError."""
+        fault = find_manifest_fault(self._order.manifest)
+        if fault:
+            raise ModelFileError(ModelOrderCode.INVALID, fault)
+        self._folder.hub.mkdir(parents=True, exist_ok=True)
+        with self._folder.lock():
+            self._folder.prepare()
+            missing = [file for file in self._files if not self._is_present(file)]
+            if missing:
+                self._fetch(missing)
+            self._store.add(self._digests)
+            return self._publish()
+
+    def _is_present(self, file: ModelFile) -> bool:
+        """Return whether the blob of a file has the content of the manifest. Names are not trusted."""
+        path = self._folder.get_blob(file.etag)
+        if not path.is_file() or path.stat().st_size != file.size:
+            return False
+        if not (file.sha256 and self._store.find(path) == file.sha256):
+            hasher, done = ContentHasher(file), self._present_bytes
+
+            def add(block: bytes) -> None:
+                nonlocal done
+                if self._channel.stop.is_set():
+                    raise _Stopped
+                hasher.update(block)
+                done += len(block)
+                self._report(ChildProgress(phase=ModelOrderPhase.CHECKING, done=done, total=self._total))
+
+            found = hash_file(path, add)
+            if found is None or not hasher.is_expected():
+                return False
+            self._digests[path] = found
+        self._present_bytes += file.size
+        return True
+
+    @property
+    def _total(self) -> int:
+        return sum(file.size for file in self._files)
+
+    def _fetch(self, missing: list[ModelFile]) -> None:
+        order = self._order
+        pool = SourcePool.open(order.sources, order.cluster, order.source_timeout_seconds, order.connections)
+        transfer = Transfer(
+            self._folder,
+            order.manifest,
+            missing,
+            pool,
+            DiskSpace(self._folder.root, order.reserve_bytes),
+            self._channel.stop,
+            piece_bytes=order.piece_bytes,
+            connections=order.connections,
+        )
+        try:
+            if not transfer.run(lambda: self._report_transfer(transfer, pool)):
+                raise _Stopped
+        finally:
+            self.fetched = pool.fetched
+            pool.close()
+            self._digests |= {self._folder.get_blob(etag): one for etag, one in transfer.list_digests().items()}
+
+    def _publish(self) -> str:
+        """Create the links and references, remove partial files, and return the content hash."""
+        manifest = self._order.manifest
+        self._folder.create_snapshot(manifest)
+        names = ("main", manifest.revision) if manifest.revision not in ("", "main", manifest.commit) else ("main",)
+        self._folder.write_references(manifest.commit, names)
+        self._folder.remove_parts()
+        return find_content(self._folder.get_snapshot(manifest.commit), self._store)
+
+    def _report_transfer(self, transfer: Transfer, pool: SourcePool) -> None:
+        self.fetched = pool.fetched
+        done = self._present_bytes + transfer.received_bytes
+        self._report(
+            ChildProgress(
+                phase=ModelOrderPhase.VERIFYING if done == self._total else ModelOrderPhase.DOWNLOADING,
+                done=done,
+                total=self._total,
+                speed=self._measure_speed(),
+                source=pool.current.client.url if pool.current is not None else "",
+                fetched=pool.fetched,
+                message=pool.describe_faults(),
+            )
+        )
+
+    def _measure_speed(self) -> float:
+        now = time.monotonic()
+        self._samples.append((now, self.fetched))
+        while now - self._samples[0][0] > SPEED_SECONDS:
+            self._samples.popleft()
+        since, before = self._samples[0]
+        return (self.fetched - before) / (now - since) if now > since else 0.0
+
+    def _report(self, progress: ChildProgress) -> None:
+        """Send progress, at most every REPORT_SECONDS."""
+        now = time.monotonic()
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            self._channel.send(progress)
+
+
+def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
+    """Perform an order and return its end."""
+    download = Download(order, channel)
+    try:
+        content = download.run()
+    except _Stopped:
+        return ChildEnd(code=ModelOrderCode.CANCELLED, fetched=download.fetched)
+    except ModelFileError as error:
+        return ChildEnd(code=error.code, message=error.message, fetched=download.fetched, retry_after=error.retry_after)
+    except OSError as error:
+        code = ModelOrderCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ModelOrderCode.FAILED
+        text = f"the cache {order.hub} cannot be written: {error.strerror or type(error).__name__}"
+        return ChildEnd(code=code, message=text, fetched=download.fetched)
+    return ChildEnd(code=ModelOrderCode.COMPLETED, content=content, fetched=download.fetched)
+
+
+def main() -> None:
+    """Perform the order of the standard input, and end the process."""
+    os.nice(NICENESS)
+    channel = ChildChannel()
+    channel.stop_on_sigterm()
+    try:
+        order = channel.read_order(DownloadOrder)
+    except msgspec.DecodeError:
+        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
+        sys.exit(2)
+    channel.watch_agent()
+    channel.send(run_download(order, channel))
+    os._exit(0)  # threads may wait for a source
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""TLS between nodes: both ends show the certificate of their node, which the CA of the cluster has signed.
+
+The URI in the SAN identifies a node, not its address. The client checks it before it sends a request.
+"""
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+from node.hub.child_messages import ClusterFiles
+from wire.certificate import read_certificate
+from wire.identity import NodeId, build_node_uri
+
+
+class _NodeContext(ssl.SSLContext):
+    """TLS 1.3 with the certificate of this node. The other end must have a certificate of the cluster's CA."""
+
+    def load(self, files: ClusterFiles) -> None:
+        """Load the certificates. Raise OSError, ValueError or ssl.SSLError if they cannot be used."""
+        self.minimum_version = ssl.TLSVersion.TLSv1_3
+        self.check_hostname = False
+        self.verify_mode = ssl.CERT_REQUIRED
+        self.verify_flags |= ssl.VERIFY_X509_STRICT
+        self.load_verify_locations(cadata=files.ca)
+        self.load_cert_chain(Path(files.certificate))
+
+
+class NodeServerContext(_NodeContext):
+    """Context of a server that accepts all nodes of the cluster."""
+
+    @classmethod
+    def create(cls, files: ClusterFiles) -> "NodeServerContext":
+        """Return a context with the certificates of `files`. Raise OSError, ValueError or ssl.SSLError."""
+        context = cls(ssl.PROTOCOL_TLS_SERVER)
+        context.load(files)
+        return context
+
+
+class NodeClientContext(_NodeContext):
+    """Context of a client that accepts one node."""
+
+    _uri = ""
+
+    @classmethod
+    def create(cls, files: ClusterFiles, node: str) -> "NodeClientContext":
+        """Return a context that accepts the node with the id `node`. Raise OSError, ValueError or ssl.SSLError."""
+        context = cls(ssl.PROTOCOL_TLS_CLIENT)
+        context.load(files)
+        context.accept_only(build_node_uri(files.cluster, NodeId(node)))
+        return context
+
+    def accept_only(self, uri: str) -> None:
+        """Accept only servers whose certificate has this URI."""
+        self._uri = uri
+
+    def wrap_socket(self, *args: Any, **named: Any) -> ssl.SSLSocket:
+        """Perform the handshake. Raise SSLCertVerificationError if the server is another node."""
+        wrapped = super().wrap_socket(*args, **named)
+        shown = wrapped.getpeercert(binary_form=True)
+        if not shown or not self._uri or read_certificate(shown).uri != self._uri:
+            wrapped.close()
+            raise ssl.SSLCertVerificationError(f"the certificate is not that of {self._uri}")
+        return wrapped

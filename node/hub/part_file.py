@@ -1,0 +1,120 @@
+"""Partial file of a download: its pieces on the disk, with their journal.
+
+A piece is written, then recorded in the journal. After an interruption the checksum of every recorded piece is compared
+with its content, and a piece that differs is fetched again. The file gets its final name by `finish` only, after the
+caller has verified the digest of the content.
+"""
+
+import os
+from contextlib import suppress
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.piece_journal import (
+    compute_piece_checksum,
+    count_pieces,
+    encode_header,
+    encode_record,
+    parse_journal,
+)
+from wire.model_files import ModelFile
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_MODE = 0o644
+
+
+class PartFile:
+    """Partial file of a repository. The caller holds the lock of the repository.
+
+    `open` must be called first. Then one thread writes each piece, and any thread reads.
+    """
+
+    def __init__(self, folder: RepositoryFolder, file: ModelFile, piece_bytes: int) -> None:
+        self._folder = folder
+        self._file = file
+        self._piece_bytes = piece_bytes
+        self._part = -1
+        self._journal = -1
+        self._checksums: dict[int, int] = {}
+        self._received_bytes = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the pieces that are on the disk."""
+        return self._received_bytes
+
+    def has_piece(self, piece: int) -> bool:
+        """Return whether a piece is on the disk."""
+        return piece in self._checksums
+
+    def get_extent(self, piece: int) -> tuple[int, int]:
+        """Return the bytes of a piece: its start, and its end (without it)."""
+        start = piece * self._piece_bytes
+        return start, min(self._file.size, start + self._piece_bytes)
+
+    def open(self) -> None:
+        """Open the file and keep the pieces of an earlier download whose checksums are right. Raise OSError."""
+        self._part = os.open(self._folder.get_part(self._file.etag), _FLAGS, _MODE)
+        self._checksums = self._read_valid_pieces()
+        self._received_bytes = sum(end - start for start, end in map(self.get_extent, self._checksums))
+        os.ftruncate(self._part, self._file.size)
+        content = encode_header(self._file.size, self._piece_bytes)
+        content += b"".join(encode_record(piece, checksum) for piece, checksum in sorted(self._checksums.items()))
+        path = self._folder.get_journal(self._file.etag)
+        new = path.with_name(f"{path.name}.macpool-new")
+        new.unlink(missing_ok=True)
+        new.write_bytes(content)
+        new.replace(path)
+        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def _read_valid_pieces(self) -> dict[int, int]:
+        with suppress(OSError):
+            journal = parse_journal(self._folder.get_journal(self._file.etag).read_bytes())
+            if journal is not None and (journal.size, journal.piece_bytes) == (self._file.size, self._piece_bytes):
+                return {piece: one for piece, one in journal.pieces.items() if self._has_checksum(piece, one)}
+        return {}
+
+    def _has_checksum(self, piece: int, checksum: int) -> bool:
+        start, end = self.get_extent(piece)
+        content = os.pread(self._part, end - start, start)
+        return len(content) == end - start and compute_piece_checksum(content) == checksum
+
+    def write_piece(self, piece: int, content: bytes | bytearray) -> None:
+        """Write a piece and record it. Raise OSError on failure; the piece is not recorded then."""
+        view, at = memoryview(content), self.get_extent(piece)[0]
+        while view:
+            written = os.pwrite(self._part, view, at)
+            view, at = view[written:], at + written
+        checksum = compute_piece_checksum(content)
+        os.write(self._journal, encode_record(piece, checksum))
+        self._checksums[piece] = checksum
+        self._received_bytes += len(content)
+
+    def read_piece(self, piece: int) -> bytes:
+        """Return the content of a received piece. Raise OSError on failure."""
+        start, end = self.get_extent(piece)
+        return os.pread(self._part, end - start, start)
+
+    def count_pieces(self) -> int:
+        """Return the number of pieces of the complete file."""
+        return count_pieces(self._file.size, self._piece_bytes)
+
+    def finish(self) -> None:
+        """Rename the file to its blob. The content must be complete and verified. Raise OSError."""
+        os.fsync(self._part)
+        self._folder.get_part(self._file.etag).replace(self._folder.get_blob(self._file.etag))
+        self._folder.get_journal(self._file.etag).unlink(missing_ok=True)
+        self.close()
+
+    def discard(self) -> None:
+        """Delete the file, because its content is wrong, and begin again with an empty file. Raise OSError."""
+        self.close()
+        self._folder.get_part(self._file.etag).unlink(missing_ok=True)
+        self._folder.get_journal(self._file.etag).unlink(missing_ok=True)
+        self.open()
+
+    def close(self) -> None:
+        """Close the descriptors. The files stay."""
+        for descriptor in (self._part, self._journal):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._part = self._journal = -1

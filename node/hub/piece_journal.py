@@ -1,0 +1,70 @@
+"""Journal of the pieces of a partial file: which pieces are on the disk, each with its checksum. Pure.
+
+A journal is a header followed by records of a fixed size, which are only appended. A power cut can lose data whose
+record is on the disk. The checksum of each piece therefore decides after a restart, not the record. Other processes
+read the journal while it grows. A record that is torn ends the journal.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+_HEADER = struct.Struct("<8sQII")
+_RECORD = struct.Struct("<III")
+_MAGIC = b"macpool1"
+HEADER_BYTES = _HEADER.size
+RECORD_BYTES = _RECORD.size
+
+
+@dataclass(frozen=True, slots=True)
+class PieceJournal:
+    """Content of a journal."""
+
+    size: int
+    """Bytes of the complete file."""
+    piece_bytes: int
+    """Bytes of each piece except the last."""
+    pieces: dict[int, int] = field(default_factory=dict[int, int])
+    """CRC-32 of each received piece, by its number from 0."""
+
+
+def count_pieces(size: int, piece_bytes: int) -> int:
+    """Return the number of pieces of a file with `size` bytes."""
+    return -(-size // piece_bytes)
+
+
+def compute_piece_checksum(data: bytes | bytearray | memoryview) -> int:
+    """Return the CRC-32 of a piece. It detects lost writes; the digest of the file detects everything else."""
+    return zlib.crc32(data)
+
+
+def encode_header(size: int, piece_bytes: int) -> bytes:
+    """Encode the header of a journal for a file with `size` bytes."""
+    head = _HEADER.pack(_MAGIC, size, piece_bytes, 0)
+    return _HEADER.pack(_MAGIC, size, piece_bytes, zlib.crc32(head))
+
+
+def encode_record(piece: int, checksum: int) -> bytes:
+    """Encode the record of a received piece."""
+    return _RECORD.pack(piece, checksum, _compute_record_check(piece, checksum))
+
+
+def parse_journal(content: bytes) -> PieceJournal | None:
+    """Parse a journal up to the first torn record. Return None if the header is missing or damaged."""
+    if len(content) < HEADER_BYTES:
+        return None
+    _, size, piece_bytes, _ = _HEADER.unpack_from(content)
+    if content[:HEADER_BYTES] != encode_header(size, piece_bytes) or piece_bytes == 0:
+        return None
+    pieces: dict[int, int] = {}
+    count = count_pieces(size, piece_bytes)
+    for at in range(HEADER_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
+        piece, checksum, check = _RECORD.unpack_from(content, at)
+        if check != _compute_record_check(piece, checksum) or piece >= count:
+            break
+        pieces[piece] = checksum
+    return PieceJournal(size, piece_bytes, pieces)
+
+
+def _compute_record_check(piece: int, checksum: int) -> int:
+    return zlib.crc32(struct.pack("<II", piece, checksum)) ^ 0x6D70

@@ -1,0 +1,121 @@
+"""Prediction of a model from its metadata, before its weights are downloaded.
+
+The small files and the headers of the weights are put into a temporary folder. The weights are sparse files of the full
+size, whose tensors read as zeros. The catalogue describes that folder as it will describe the downloaded model.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from node.hub.supported_models import find_unsupported
+from node.models.catalogue import describe_folder
+from node.models.folders import MODEL, has_gguf
+from node.models.weight_files import parse_json_object
+from wire.model_files import ModelManifest
+from wire.report import KvParameters, TransientModel
+
+
+class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a model that is not downloaded. Sizes are bytes."""
+
+    architecture: str = ""
+    """`model_type` of its config."""
+    quantization: str = ""
+    """Quantization of its weights, such as `4-bit`, or else the type of its numbers."""
+    weights: int = 0
+    """Bytes of its tensors once loaded."""
+    stored: int = 0
+    """Bytes of its tensors on the disk."""
+    context: int = 0
+    """Maximum tokens of a row."""
+    kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
+    """Parameters of the bytes of a row."""
+    transient: TransientModel = msgspec.field(default_factory=TransientModel)
+    """Coefficients of the transient bytes of a forward."""
+    cause: str = ""
+    """Why it cannot be served; empty if it can."""
+
+
+def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: list[str]) -> ModelPrediction:
+    """Describe the model whose small files and weight headers are in `folder`.
+
+    `all_names` has the paths of all files of the repository, also of those that are not needed. Raise OSError if the
+    folder cannot be read.
+    """
+    names = {file.path for file in manifest.files}
+    if MODEL not in names:
+        return ModelPrediction(cause=_explain_missing_config(all_names))
+    found = describe_folder(name, folder)
+    config = _read_config(folder)
+    architecture, quantization = str(config.get("model_type", "")), describe_quantization(config)
+    if found is None:
+        return ModelPrediction(
+            architecture=architecture,
+            quantization=quantization,
+            cause="it is not a text model: its config.json names no causal language model",
+        )
+    cause = _find_code_cause(folder, config, names)
+    if not any(path.endswith(".safetensors") for path in names):
+        cause = _explain_missing_weights(all_names)
+    return ModelPrediction(
+        architecture=architecture,
+        quantization=quantization,
+        weights=found.weights,
+        stored=found.stored,
+        context=found.context,
+        kv=found.kv,
+        transient=found.forward,
+        cause=cause or found.cause,
+    )
+
+
+def _explain_missing_config(all_names: list[str]) -> str:
+    if has_gguf(all_names):
+        return _explain_missing_weights(all_names)
+    return "it has no config.json, and is not a model in the format of Hugging Face"
+
+
+def _explain_missing_weights(all_names: list[str]) -> str:
+    if has_gguf(all_names):
+        return "it has weights in GGUF only, the format of llama.cpp: pull its MLX or safetensors build"
+    return "it has no safetensors weights: pull its MLX or safetensors build"
+
+
+def _find_code_cause(folder: Path, config: Mapping[str, Any], names: set[str]) -> str:
+    """Return why a model cannot be served without code from its repository; empty if it can."""
+    unsupported = find_unsupported(config)
+    if unsupported and "auto_map" in config:
+        return (
+            f"its architecture {unsupported!r} needs code from the repository (trust_remote_code), which is never run"
+        )
+    if unsupported:
+        return f"its architecture {unsupported!r} is not supported by this version of mlx-lm"
+    tokenizer = _read_json(folder / "tokenizer_config.json")
+    if "auto_map" in tokenizer and "tokenizer.json" not in names:
+        return "its tokenizer needs code from the repository (trust_remote_code), which is never run"
+    return ""
+
+
+def describe_quantization(config: Mapping[str, Any]) -> str:
+    """Return the quantization of a config as text: `4-bit`, `fp8`, or the type of its numbers; empty if unknown."""
+    for key in ("quantization", "quantization_config"):
+        found = config.get(key)
+        if isinstance(found, dict):
+            method = cast("Mapping[str, Any]", found)
+            bits = method.get("bits")
+            return f"{bits}-bit" if isinstance(bits, int) else str(method.get("quant_method", ""))
+    return str(config.get("torch_dtype") or config.get("dtype") or "")
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    return _read_json(folder / MODEL)
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        return parse_json_object(file.read_bytes())
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,257 @@
+"""Child process that looks up a repository on the hub: `python -m node.hub.query`.
+
+The standard input has one JSON document (`HubQuery`), the standard output gets `HubAnswer` or `HubRefusal`.
+Nothing is written to the cache. The library of the hub is imported here only. It reads the environment at import.
+"""
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from node.hub.child_messages import ClusterFiles
+from node.hub.errors import ModelFileError, describe_refusal
+from node.hub.file_selection import is_weight_file, select_files
+from node.hub.prediction import ModelPrediction, predict_model
+from node.hub.retry_rules import compute_backoff, compute_retry_after
+from node.hub.source_client import SourceClient
+from node.hub.source_errors import SourceError, SourceLimited, SourceRefusal
+from node.models.weight_files import MAX_HEADER_BYTES
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind, find_manifest_fault, is_valid_repo
+
+QUERY_TIMEOUT_SECONDS = 60.0
+REQUEST_TIMEOUT_SECONDS = 20.0
+PARALLEL_REQUESTS = 8
+MAX_ATTEMPTS = 5
+MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
+"""Maximum bytes of a JSON file that is read for the prediction."""
+FIRST_HEADER_BYTES = 128 * 1024
+"""Bytes of a weight file that are read at first: the headers of most files are shorter."""
+_READ_FIRST = ("config.json", "tokenizer_config.json", "model.safetensors.index.json")
+
+T = TypeVar("T")
+
+
+class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Question for a repository."""
+
+    endpoint: str
+    """Base URL of the hub."""
+    repo: str
+    token: str = ""
+    revision: str = ""
+    """Branch, tag or commit; empty for `main`."""
+    timeout_seconds: float = QUERY_TIMEOUT_SECONDS
+
+
+class SkippedFile(msgspec.Struct, frozen=True):
+    """File of a repository that serving does not need."""
+
+    path: str
+    size: int
+
+
+class HubAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a query."""
+
+    manifest: ModelManifest
+    """Files that serving needs, at the commit of the revision."""
+    model: ModelPrediction
+    skipped: tuple[SkippedFile, ...] = ()
+
+
+class HubRefusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer to a query that failed."""
+
+    code: str
+    """A `ModelOrderCode`."""
+    message: str
+    retry_after: float = 0.0
+    """Minimum seconds before the next try; 0 if unknown."""
+
+
+class RepositoryQuery:
+    """One query. `deadline` is in monotonic seconds."""
+
+    def __init__(self, query: HubQuery, deadline: float) -> None:
+        self._query = query
+        self._deadline = deadline
+        self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
+
+    def run(self) -> HubAnswer:
+        """Query the repository. Raise ModelFileError if it cannot be pulled, OSError for faults of this machine."""
+        if not is_valid_repo(self._query.repo):
+            raise ModelFileError(
+                ModelOrderCode.INVALID,
+                f"{self._query.repo[:200]!r} is not the name of a repository: use publisher/name",
+            )
+        info = self._retry(self._fetch_info)
+        files = [_build_file(sibling) for sibling in info.siblings or ()]
+        needed, skipped = select_files(files)
+        manifest = ModelManifest(self._query.repo, str(info.sha), needed, self._query.revision)
+        fault = find_manifest_fault(manifest) if needed else ""
+        if fault:
+            raise ModelFileError(ModelOrderCode.INVALID, fault)
+        with tempfile.TemporaryDirectory(prefix="macpool-query-") as folder:
+            self._fetch_metadata(manifest, Path(folder))
+            model = predict_model(self._query.repo, Path(folder), manifest, [file.path for file in files])
+        return HubAnswer(
+            manifest=manifest, model=model, skipped=tuple(SkippedFile(file.path, file.size) for file in skipped)
+        )
+
+    def _fetch_info(self) -> Any:
+        """Request the metadata of the repository by the library of the hub."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        api: Any = HfApi(endpoint=self._query.endpoint.rstrip("/"), token=self._query.token or False)
+        try:
+            return api.model_info(
+                self._query.repo,
+                revision=self._query.revision or None,
+                files_metadata=True,
+                timeout=REQUEST_TIMEOUT_SECONDS,
+            )
+        except HfHubHTTPError as error:
+            raise self._convert_refusal(error.response) from None
+        except HFValidationError:
+            raise ModelFileError(ModelOrderCode.INVALID, f"{self._subject} is not a valid name") from None
+
+    def _convert_refusal(self, response: Any) -> Exception:
+        """Return the error for an HTTP answer that is not a success."""
+        status, headers = int(response.status_code), response.headers
+        if status == 429:
+            return SourceLimited("the hub limits the rate of requests", compute_retry_after(headers, time.time()))
+        refusal = describe_refusal(
+            status, headers.get("x-error-code", ""), self._subject, has_token=bool(self._query.token)
+        )
+        return refusal or SourceError(f"the hub answered {status}")
+
+    def _fetch_metadata(self, manifest: ModelManifest, folder: Path) -> None:
+        """Write the small files that the prediction reads, and the weights as sparse files, into a folder."""
+        client = SourceClient(
+            ModelSource(SourceKind.HUB, self._query.endpoint, self._query.token),
+            ClusterFiles(),
+            connections=PARALLEL_REQUESTS,
+        )
+
+        def fetch(file: ModelFile) -> None:
+            target = folder / file.path
+            if is_weight_file(file.path):
+                content = self._read_header(client, manifest, file)
+            else:
+                content = self._read(client, manifest, file, file.size)
+            target.write_bytes(content)
+            os.truncate(target, file.size)
+
+        small = [file for file in manifest.files if file.path in _READ_FIRST and file.size <= MAX_SMALL_FILE_BYTES]
+        try:
+            _run_parallel(fetch, small)
+            _run_parallel(fetch, [file for file in manifest.files if is_weight_file(file.path)])
+        finally:
+            client.close()
+
+    def _read_header(self, client: SourceClient, manifest: ModelManifest, file: ModelFile) -> bytes:
+        """Return the begin of a weight file, at least its complete header unless the header is invalid."""
+        begin = self._read(client, manifest, file, min(file.size, FIRST_HEADER_BYTES))
+        wanted = 8 + int.from_bytes(begin[:8], "little")
+        if len(begin) >= wanted or wanted > min(file.size, MAX_HEADER_BYTES):
+            return begin
+        return self._read(client, manifest, file, wanted)
+
+    def _read(self, client: SourceClient, manifest: ModelManifest, file: ModelFile, size: int) -> bytes:
+        """Return the first bytes of a file."""
+
+        def read() -> bytes:
+            with client.open_range(manifest, file, 0, size) as blocks:
+                content = b"".join(blocks)
+            if len(content) < size:
+                raise SourceError(f"the hub ended {file.path} early")
+            return content
+
+        return self._retry(read) if size else b""
+
+    def _retry(self, request: Callable[[], T]) -> T:
+        """Repeat a request after faults that can pass. Raise ModelFileError if it fails for good."""
+        for attempt in range(MAX_ATTEMPTS):
+            try:
+                return request()
+            except SourceRefusal as error:
+                raise ModelFileError(error.code, str(error)) from None
+            except SourceLimited as error:
+                if time.monotonic() + error.seconds > self._deadline or attempt == MAX_ATTEMPTS - 1:
+                    text = f"{error} for {error.seconds:.0f} s: try again after that time, or set a token"
+                    raise ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds) from None
+                time.sleep(error.seconds)
+            except (SourceError, httpx2.HTTPError) as error:
+                reason = str(error) if isinstance(error, SourceError) else type(error).__name__
+                wait = compute_backoff(attempt, 1.0)
+                if time.monotonic() + wait > self._deadline or attempt == MAX_ATTEMPTS - 1:
+                    raise ModelFileError(
+                        ModelOrderCode.SOURCE_LOST, f"the hub cannot be reached for {self._subject}: {reason}"
+                    ) from None
+                time.sleep(wait)
+        raise AssertionError  # the last attempt returns or raises
+
+
+def _run_parallel(work: Callable[[ModelFile], None], files: Iterable[ModelFile]) -> None:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as threads:
+        for _ in threads.map(work, files):
+            pass
+
+
+def _build_file(sibling: Any) -> ModelFile:
+    """Return a file of a manifest from the library's description."""
+    lfs = sibling.lfs
+    return ModelFile(
+        str(sibling.rfilename),
+        int((lfs.size if lfs is not None else sibling.size) or 0),
+        str(lfs.sha256) if lfs is not None else "",
+        str(sibling.blob_id or "") if lfs is None else "",
+    )
+
+
+def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
+    """Perform a query within its timeout, and return its answer."""
+    answers = list[HubAnswer | HubRefusal]()
+
+    def run() -> None:
+        try:
+            answers.append(RepositoryQuery(query, time.monotonic() + query.timeout_seconds).run())
+        except ModelFileError as error:
+            answers.append(HubRefusal(code=error.code, message=error.message, retry_after=error.retry_after))
+        except Exception as error:
+            text = f"the metadata of {query.repo} cannot be read: {type(error).__name__}"
+            answers.append(HubRefusal(code=ModelOrderCode.FAILED, message=text))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(query.timeout_seconds)
+    text = f"{query.repo}: the hub did not answer within {query.timeout_seconds:.0f} s: try again"
+    return answers[0] if answers else HubRefusal(code=ModelOrderCode.SOURCE_LOST, message=text)
+
+
+def main() -> None:
+    """Answer the query of the standard input."""
+    os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    try:
+        query = msgspec.json.decode(sys.stdin.buffer.read(), type=HubQuery)
+        answer = answer_query(query)
+    except msgspec.DecodeError:
+        answer = HubRefusal(code=ModelOrderCode.INVALID, message="the query cannot be read")
+    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+    sys.stdout.buffer.flush()
+    os._exit(0)  # a request may still be in progress
+
+
+if __name__ == "__main__":
+    main()

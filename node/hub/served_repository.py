@@ -1,0 +1,161 @@
+"""Repository that this node serves to other nodes: a snapshot of the Hugging Face cache, or a download in progress.
+
+A file that is complete is served from its blob. A file that another process still downloads is served from its partial
+file, as far as the journal records its pieces. The reader of the file verifies the content.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.piece_journal import PieceJournal, parse_journal
+from wire.model_files import ModelFile, ModelManifest
+
+
+class ServedFile(Protocol):
+    """Open file of a repository. Its methods block, and are called by one thread at a time."""
+
+    def count_available(self, start: int) -> int:
+        """Return the number of bytes that can be read from `start` without a gap; 0 if there are none yet."""
+        ...
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return at most `size` bytes from `start`. Raise OSError on failure."""
+        ...
+
+    def close(self) -> None:
+        """Release the file."""
+        ...
+
+
+class ServedRepository(Protocol):
+    """Repository at one commit, as a server offers it."""
+
+    @property
+    def manifest(self) -> ModelManifest:
+        """Files of the repository."""
+        ...
+
+    def open(self, file: ModelFile) -> ServedFile:
+        """Open a file of the manifest. Raise OSError if it cannot be opened."""
+        ...
+
+    def is_growing(self) -> bool:
+        """Return whether files that are missing now are still being downloaded."""
+        ...
+
+
+class OpenFile:
+    """Complete file."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def count_available(self, start: int) -> int:
+        """Return the bytes from `start` to the end of the file."""
+        return max(0, self._size - start)
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return at most `size` bytes from `start`."""
+        return os.pread(self._descriptor, size, start)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._descriptor)
+
+
+class CacheRepository:
+    """Repository in the Hugging Face cache folder `hub`, with the files of `manifest`."""
+
+    def __init__(self, hub: Path, manifest: ModelManifest) -> None:
+        self._folder = RepositoryFolder(hub, manifest.repo)
+        self._manifest = manifest
+
+    @property
+    def manifest(self) -> ModelManifest:
+        """Files of the repository."""
+        return self._manifest
+
+    def find(self, repo: str, revision: str) -> "CacheRepository | None":
+        """Return this repository if a client requests it: by its name, and its commit or `main`."""
+        return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
+
+    def open(self, file: ModelFile) -> ServedFile:
+        """Open a file, complete or not."""
+        return _GrowingFile(file, self._find_complete, self._folder)
+
+    def is_growing(self) -> bool:
+        """Return whether a download of the repository is in progress."""
+        return self._folder.is_locked()
+
+    def _find_complete(self, file: ModelFile) -> Path | None:
+        """Return the path of a complete file; None if it is missing or has another size."""
+        paths = (self._folder.get_blob(file.etag), self._folder.get_snapshot(self._manifest.commit) / file.path)
+        return next((path for path in paths if _has_size(path, file.size)), None)
+
+
+class _GrowingFile:
+    """File that is complete, or whose pieces another process writes. The journal is read again when it has changed."""
+
+    def __init__(
+        self, file: ModelFile, find_complete: Callable[[ModelFile], Path | None], folder: RepositoryFolder
+    ) -> None:
+        self._file = file
+        self._find_complete = find_complete
+        self._part = folder.get_part(file.etag)
+        self._journal = folder.get_journal(file.etag)
+        self._journal_state: tuple[int, int] = (0, 0)
+        self._pieces: PieceJournal | None = None
+        self._opened: OpenFile | None = None
+        self._complete = False
+
+    def count_available(self, start: int) -> int:
+        """Return the bytes that can be read from `start` without a gap."""
+        if not self._complete:
+            self._refresh()
+        if self._complete:
+            return max(0, self._file.size - start)
+        if self._pieces is None or self._opened is None:
+            return 0
+        piece = first = start // self._pieces.piece_bytes
+        while piece in self._pieces.pieces:
+            piece += 1
+        return 0 if piece == first else min(self._file.size, piece * self._pieces.piece_bytes) - start
+
+    def read(self, start: int, size: int) -> bytes:
+        """Return at most `size` bytes from `start`."""
+        return b"" if self._opened is None else self._opened.read(start, size)
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _refresh(self) -> None:
+        complete = self._find_complete(self._file)
+        if complete is not None:
+            self.close()
+            self._opened, self._complete = OpenFile(complete), True
+            return
+        with suppress(FileNotFoundError):
+            stat = self._journal.stat()
+            state = (stat.st_ino, stat.st_size)
+            if state == self._journal_state:
+                return
+            if state[0] != self._journal_state[0]:
+                self.close()
+            if self._opened is None:
+                self._opened = OpenFile(self._part)
+            self._pieces, self._journal_state = parse_journal(self._journal.read_bytes()), state
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False

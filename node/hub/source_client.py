@@ -1,0 +1,185 @@
+"""HTTP client of one source of model files: the hub, or the mirror of another node.
+
+Rules
+- The token goes to the scheme, host and port of the source only. A redirect to another host does not get it.
+- A redirect leads from `https` to `https`. A source with `http` may redirect to both.
+- Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
+  address is not checked, because addresses change. A mirror never redirects.
+- Errors never contain a token or the query of a URL, which can be a signature.
+"""
+
+import ssl
+import time
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from http import HTTPStatus
+from urllib.parse import quote
+
+import httpx2
+
+from node.hub.child_messages import ClusterFiles
+from node.hub.errors import describe_refusal
+from node.hub.node_tls import NodeClientContext
+from node.hub.retry_rules import compute_retry_after, find_range_fault
+from node.hub.server import PENDING
+from node.hub.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+READ_TIMEOUT_SECONDS = 30.0
+MAX_REDIRECTS = 5
+USER_AGENT = "macpool"
+_PORTS = {"http": 80, "https": 443}
+
+
+class SourceClient:
+    """Client of a source. Its methods may be called by several threads at once."""
+
+    def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:
+        self._source = source
+        self._base = httpx2.URL(source.url.rstrip("/") + "/")
+        self._is_mirror = source.kind == SourceKind.MIRROR
+        self._http = httpx2.Client(
+            verify=NodeClientContext.create(cluster, source.node) if self._is_mirror else True,
+            trust_env=not self._is_mirror,
+            follow_redirects=False,
+            timeout=httpx2.Timeout(READ_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS),
+            limits=httpx2.Limits(max_connections=2 * connections, max_keepalive_connections=2 * connections),
+        )
+
+    @property
+    def url(self) -> str:
+        """Address of the source, for people."""
+        return f"{self._base.scheme}://{self._base.netloc.decode('ascii', 'replace')}"
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    @contextmanager
+    def open_range(self, manifest: ModelManifest, file: ModelFile, start: int, end: int) -> Generator[Iterator[bytes]]:
+        """Request the bytes `start` to `end` (without `end`) of a file, and yield an iterator over blocks of them.
+
+        The iterator can end early. Raise SourceError for faults and refusals, also from the iterator.
+        """
+        path = f"{manifest.repo}/resolve/{manifest.commit}/{quote(file.path)}"
+        subject = f"{file.path} of {manifest.repo}"
+        with _convert_errors(self.url):
+            response = self._send(path, subject, {"range": f"bytes={start}-{end - 1}"})
+            try:
+                skipped = self._check_answer(response, subject, start, end, file.size)
+                yield _read_blocks(response, skipped, end - start, self.url)
+            finally:
+                response.close()
+
+    def _send(self, path: str, subject: str, headers: Mapping[str, str]) -> httpx2.Response:
+        url = self._base.join(path)
+        for _ in range(MAX_REDIRECTS):
+            request = self._http.build_request("GET", url, headers={**headers, **self._build_headers(url)})
+            response = self._http.send(request, stream=True)
+            if response.status_code not in (301, 302, 303, 307, 308):
+                return response
+            response.close()
+            url = self._follow(url, response.headers.get("location", ""), subject)
+        raise SourceRefusal(ModelOrderCode.FAILED, f"{self.url} redirects {subject} more than {MAX_REDIRECTS} times")
+
+    def _build_headers(self, url: httpx2.URL) -> dict[str, str]:
+        headers = {"accept-encoding": "identity", "user-agent": USER_AGENT}
+        if self._source.token and _get_origin(url) == _get_origin(self._base):
+            headers["authorization"] = f"Bearer {self._source.token}"
+        return headers
+
+    def _follow(self, url: httpx2.URL, location: str, subject: str) -> httpx2.URL:
+        """Return the address to which a redirect leads. Raise SourceRefusal if it must not be followed."""
+        try:
+            target = url.join(location)
+        except (httpx2.InvalidURL, ValueError):
+            raise SourceRefusal(
+                ModelOrderCode.FAILED, f"{self.url} redirects {subject} to an invalid address"
+            ) from None
+        allowed = ("https",) if url.scheme == "https" else ("https", "http")
+        if self._is_mirror or target.scheme not in allowed or not location:
+            raise SourceRefusal(
+                ModelOrderCode.FAILED,
+                f"{self.url} redirects {subject} to {target.scheme}://{target.host}, which is not allowed",
+            )
+        return target
+
+    def _check_answer(self, response: httpx2.Response, subject: str, start: int, end: int, size: int) -> int:
+        """Check status and range of an answer. Return the number of bytes before `start` in its body."""
+        status = response.status_code
+        if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+            raise self._build_refusal(response, subject, size)
+        if status == HTTPStatus.PARTIAL_CONTENT:
+            fault = find_range_fault(response.headers.get("content-range", ""), start, end, size)
+            if fault:
+                raise SourceRefusal(ModelOrderCode.CONTENT_MISMATCH, f"{self.url}: {subject}: {fault}")
+            return 0
+        sent = response.headers.get("content-length", str(size))
+        if sent != str(size):
+            raise SourceRefusal(
+                ModelOrderCode.CONTENT_MISMATCH,
+                f"{self.url}: {subject} has {sent[:20]} bytes there, and {size} in the manifest",
+            )
+        return start
+
+    def _build_refusal(self, response: httpx2.Response, subject: str, size: int) -> SourceError:
+        """Return the error for an answer without content."""
+        status, code = response.status_code, response.headers.get("x-error-code", "")
+        if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return SourceRefusal(
+                ModelOrderCode.CONTENT_MISMATCH,
+                f"{self.url}: {subject} is shorter there than its {size} bytes in the manifest",
+            )
+        seconds = compute_retry_after(response.headers, time.time())
+        if status == HTTPStatus.TOO_MANY_REQUESTS:
+            return SourceLimited(f"{self.url} limits the rate of requests for {seconds:.0f} s", seconds)
+        if status == HTTPStatus.SERVICE_UNAVAILABLE and code == PENDING:
+            return SourcePending(f"{self.url} still downloads {subject}", seconds)
+        moved = _get_origin(response.request.url) != _get_origin(self._base)
+        refusal = None if moved else describe_refusal(status, code, subject, has_token=bool(self._source.token))
+        if refusal is not None:
+            return SourceRefusal(refusal.code, refusal.message)
+        return SourceFault(f"{self.url} answered {status} for {subject}")
+
+
+def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    return url.scheme, url.host, url.port or _PORTS.get(url.scheme)
+
+
+def _read_blocks(response: httpx2.Response, skipped: int, wanted: int, url: str) -> Iterator[bytes]:
+    """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes."""
+    with _convert_errors(url):
+        for block in response.iter_raw():
+            if skipped >= len(block):
+                skipped -= len(block)
+                continue
+            used, skipped = block[skipped : skipped + wanted], 0
+            wanted -= len(used)
+            yield used
+            if not wanted:
+                return
+
+
+@contextmanager
+def _convert_errors(url: str) -> Generator[None]:
+    """Raise errors of the HTTP library as SourceError, with their kind only, because texts can quote headers."""
+    try:
+        yield
+    except httpx2.InvalidURL:
+        raise SourceRefusal(ModelOrderCode.INVALID, "the address of the source is invalid") from None
+    except httpx2.RequestError as error:
+        refused = _find_certificate_error(error)
+        if refused:
+            raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"{url} does not prove its identity: {refused}") from None
+        raise SourceFault(f"the connection to {url} failed: {type(error).__name__}") from None
+
+
+def _find_certificate_error(error: BaseException | None) -> str:
+    """Return the text of the certificate error behind an error; None if there is none."""
+    if error is None:
+        return ""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return str(error)[:200]
+    return _find_certificate_error(error.__cause__ or error.__context__)

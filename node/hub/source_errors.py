@@ -1,0 +1,35 @@
+"""Errors of a source of model files, by their effect on the download."""
+
+from wire.frames.model_files import ModelOrderCode
+
+
+class SourceError(Exception):
+    """Error of one request to a source. The text is a sentence without secrets."""
+
+
+class SourceFault(SourceError):
+    """Fault that can pass: a lost connection, a body that ended early, a status from 500."""
+
+
+class SourcePending(SourceError):
+    """The source does not have the range yet, because it still downloads the file."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class SourceLimited(SourceError):
+    """The source limits the rate of requests. `seconds` is the time to wait."""
+
+    def __init__(self, message: str, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class SourceRefusal(SourceError):
+    """Refusal that does not pass: the source cannot be used for this download."""
+
+    def __init__(self, code: ModelOrderCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,137 @@
+"""Sources of a download in their order, with the faults of each. The first source that is not lost is used.
+
+A source is lost when it refuses, or when it makes no progress for a time that depends on the fault.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from node.hub.child_messages import ClusterFiles
+from node.hub.errors import ModelFileError
+from node.hub.retry_rules import MAX_WAIT_SECONDS, compute_backoff
+from node.hub.source_client import SourceClient
+from node.hub.source_errors import SourceError, SourceLimited, SourcePending, SourceRefusal
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import ModelSource, SourceKind
+
+HUB_TIMEOUT_SECONDS = 60.0
+"""Seconds without progress after which the hub is lost."""
+MIRROR_TIMEOUT_SECONDS = 15.0
+PENDING_TIMEOUT_SECONDS = 600.0
+"""Seconds for which a mirror may wait for its own download."""
+_TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
+"""Codes of a source that say more than that it is lost."""
+
+
+@dataclass(slots=True, eq=False)
+class DownloadSource:
+    """Source of a download. Times are monotonic seconds."""
+
+    client: SourceClient
+    timeout: float
+    """Seconds without progress after which the source is lost."""
+    progressed_at: float = 0.0
+    """Time of the last progress, or of the first request; 0 before."""
+    failures: int = 0
+    """Faults since the last progress."""
+    lost: ModelFileError | None = None
+    """Reason for which the source is not used any more."""
+    waiting: str = ""
+    """Fault of the last request; empty after progress."""
+
+
+@dataclass(slots=True)
+class SourcePool:
+    """Sources of a download. All methods may be called by several threads."""
+
+    sources: Sequence[DownloadSource]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    fetched: int = 0
+    """Bytes received over the network."""
+    current: DownloadSource | None = None
+
+    @classmethod
+    def open(
+        cls, sources: Sequence[ModelSource], cluster: ClusterFiles, timeout: float, connections: int
+    ) -> "SourcePool":
+        """Create the clients of all sources whose kind is known. `timeout` of 0 selects the default of each kind.
+
+        Raise OSError or ValueError if the certificates of this node cannot be used for a mirror.
+        """
+        opened = list[DownloadSource]()
+        for source in sources:
+            if source.kind not in (SourceKind.HUB, SourceKind.MIRROR):
+                continue
+            default = HUB_TIMEOUT_SECONDS if source.kind == SourceKind.HUB else MIRROR_TIMEOUT_SECONDS
+            client = SourceClient(source, cluster, connections=connections)
+            opened.append(DownloadSource(client, timeout or default))
+        return cls(opened)
+
+    def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
+        """Return the source for the next request; None if all are lost or excluded."""
+        with self.lock:
+            found = next((one for one in self.sources if one.lost is None and one not in excluded), None)
+            if found is not None:
+                self.current, found.progressed_at = found, found.progressed_at or time.monotonic()
+            return found
+
+    def record_progress(self, source: DownloadSource, size: int) -> None:
+        """Count `size` received bytes of a source."""
+        with self.lock:
+            self.fetched += size
+            source.progressed_at, source.failures, source.waiting = time.monotonic(), 0, ""
+
+    def record_error(self, source: DownloadSource, error: SourceError) -> float:
+        """Count an error of a source, which may then be lost. Return the seconds to wait before the next request."""
+        with self.lock:
+            if source.lost is not None:
+                return 0.0
+            source.failures += 1
+            source.waiting = str(error)
+            silent = time.monotonic() - source.progressed_at
+            source.lost = _judge(source, error, silent)
+            if source.lost is not None:
+                return 0.0
+            if isinstance(error, SourceLimited | SourcePending):
+                return error.seconds
+            return compute_backoff(source.failures - 1, random.random())  # noqa: S311  no secret
+
+    def describe_faults(self) -> str:
+        """Return the faults of the sources that are lost or wait, as text; empty without faults."""
+        with self.lock:
+            faults = [str(one.lost) if one.lost is not None else one.waiting for one in self.sources]
+        return "; ".join(fault for fault in faults if fault)
+
+    def build_error(self) -> ModelFileError:
+        """Return the error of a download without any source left."""
+        lost = [one.lost for one in self.sources if one.lost is not None]
+        if not self.sources:
+            return ModelFileError(ModelOrderCode.SOURCE_LOST, "the order has no source that this node can use")
+        telling = next((one for one in reversed(lost) if one.code in _TELLING), None)
+        if telling is not None or len(lost) == 1:
+            return telling or lost[0]
+        reasons = "; ".join(str(one) for one in lost)
+        return ModelFileError(ModelOrderCode.SOURCE_LOST, f"all sources are lost, the received pieces stay: {reasons}")
+
+    def close(self) -> None:
+        """Close all connections."""
+        for source in self.sources:
+            source.client.close()
+
+
+def _judge(source: DownloadSource, error: SourceError, silent: float) -> ModelFileError | None:
+    """Return why a source is lost after an error; None if it is not. `silent` is the seconds without progress."""
+    if isinstance(error, SourceRefusal):
+        return ModelFileError(error.code, str(error))
+    if isinstance(error, SourceLimited):
+        if max(error.seconds, silent) <= MAX_WAIT_SECONDS:
+            return None
+        text = f"{error}: pull again after that time, or set a token with a higher limit"
+        return ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds)
+    limit = max(PENDING_TIMEOUT_SECONDS, source.timeout) if isinstance(error, SourcePending) else source.timeout
+    if silent <= limit:
+        return None
+    return ModelFileError(ModelOrderCode.SOURCE_LOST, f"{error}, without progress for {silent:.0f} s")

@@ -1,0 +1,45 @@
+"""Architectures that the installed mlx-lm can build, read from its files without an import.
+
+An import of mlx-lm loads MLX, which the agent and the coordinator must not do.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+_RENAMED, _RENAMED_ARCHITECTURES = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPPING"
+
+
+def find_unsupported(config: Mapping[str, Any]) -> str:
+    """Return the `model_type` of a config if mlx-lm cannot build it; empty if it can, or if mlx-lm is not installed."""
+    folder = _find_library()
+    kind = config.get("model_type")
+    if folder is None or not isinstance(kind, str):
+        return ""
+    tables = _read_tables(folder / "utils.py")
+    found = config.get("architectures")
+    names = cast("Sequence[object]", found) if isinstance(found, list) else ()
+    renamed = next((to for name in names if (to := tables[_RENAMED_ARCHITECTURES].get((kind, name)))), None)
+    module = renamed or tables[_RENAMED].get(kind, kind)
+    is_name = str(module).isidentifier() or str(module).replace("-", "_").isidentifier()
+    models = folder / "models"
+    return "" if is_name and ((models / f"{module}.py").exists() or (models / str(module)).is_dir()) else kind
+
+
+@cache
+def _find_library() -> Path | None:
+    spec = find_spec("mlx_lm")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+@cache
+def _read_tables(file: Path) -> dict[str, dict[object, str]]:
+    """Return the tables of renamed architectures in a module of mlx-lm; empty tables if they cannot be read."""
+    tables: dict[str, dict[object, str]] = {_RENAMED: {}, _RENAMED_ARCHITECTURES: {}}
+    for part in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name) and part.targets[0].id in tables:
+            tables[part.targets[0].id] = cast("dict[object, str]", ast.literal_eval(part.value))
+    return tables

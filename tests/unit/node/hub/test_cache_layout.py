@@ -1,0 +1,102 @@
+"""The layout of a repository in the cache: nothing is written outside of its folder."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.errors import ModelFileError
+from wire.frames.model_files import ModelOrderCode
+from wire.model_files import ModelFile, ModelManifest
+
+COMMIT = "c" * 40
+CONTENT = b"{}"
+ETAG = hashlib.sha256(CONTENT).hexdigest()
+MANIFEST = ModelManifest("a/b", COMMIT, (ModelFile("config.json", 2, ETAG), ModelFile("x/y/z.json", 2, ETAG)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RepositoryFolder:
+    made = RepositoryFolder(tmp_path / "hub", "a/b")
+    made.prepare()
+    made.get_blob(ETAG).write_bytes(CONTENT)
+    return made
+
+
+def test_create_snapshot_links_every_file(folder: RepositoryFolder):
+    for _ in range(2):
+        folder.create_snapshot(MANIFEST)
+    for file in MANIFEST.files:
+        link = folder.get_snapshot(COMMIT) / file.path
+        assert link.resolve() == folder.get_blob(ETAG)
+        assert not link.readlink().is_absolute()
+        assert link.read_bytes() == CONTENT
+
+
+def test_create_snapshot_replaces_files_and_links_without_following_them(folder: RepositoryFolder, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    snapshot = folder.get_snapshot(COMMIT)
+    snapshot.mkdir()
+    (snapshot / "config.json").symlink_to(outside)
+    folder.create_snapshot(MANIFEST)
+    assert (snapshot / "config.json").read_bytes() == CONTENT
+    assert outside.read_text() == "kept"
+
+
+@pytest.mark.parametrize("place", ["", "blobs", "snapshots", "refs"])
+def test_prepare_refuses_folders_that_are_links(tmp_path: Path, place: str):
+    folder = RepositoryFolder(tmp_path / "hub", "a/b")
+    (tmp_path / "outside").mkdir()
+    link = folder.root / place
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelFileError, match="link or a file") as caught:
+        folder.prepare()
+    assert caught.value.code == ModelOrderCode.INVALID
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["", "x", "x/y"])
+def test_create_snapshot_refuses_folders_that_are_links(folder: RepositoryFolder, tmp_path: Path, place: str):
+    (tmp_path / "outside").mkdir()
+    link = folder.get_snapshot(COMMIT) / place
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelFileError):
+        folder.create_snapshot(MANIFEST)
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_write_references_replaces_each_and_follows_no_link(folder: RepositoryFolder, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (folder.refs / "main").symlink_to(outside)
+    folder.write_references(COMMIT, ("main", "pr/1"))
+    assert (folder.refs / "main").read_text() == (folder.refs / "pr" / "1").read_text() == COMMIT
+    assert outside.read_text() == "kept"
+    assert sorted(path.name for path in folder.refs.iterdir()) == ["main", "pr"]
+
+
+def test_lock_excludes_a_second_holder(folder: RepositoryFolder):
+    other = RepositoryFolder(folder.hub, "a/b")
+    assert not other.is_locked()
+    with folder.lock():
+        assert other.is_locked()
+        with pytest.raises(ModelFileError, match="another process works on a/b") as caught, other.lock():
+            pass
+        assert caught.value.code == ModelOrderCode.IN_USE
+        with RepositoryFolder(folder.hub, "a/c").lock():
+            pass
+    with other.lock():
+        pass
+
+
+def test_remove_parts_leaves_files_of_other_tools(folder: RepositoryFolder):
+    folder.get_part(ETAG).touch()
+    folder.get_journal(ETAG).touch()
+    other = folder.blobs / f"{ETAG}.1a2b3c4d.incomplete"
+    other.touch()
+    folder.remove_parts()
+    assert sorted(path.name for path in folder.blobs.iterdir()) == [ETAG, other.name]

@@ -1,0 +1,46 @@
+"""Files that serving needs."""
+
+from node.hub.file_selection import select_files
+from wire.model_files import ModelFile
+
+
+def split(*paths: str) -> tuple[list[str], list[str]]:
+    needed, skipped = select_files([ModelFile(path, 1, "a" * 64) for path in paths])
+    return [file.path for file in needed], [file.path for file in skipped]
+
+
+def test_select_files_skips_code_other_formats_and_pictures():
+    needed, skipped = split(
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "consolidated.safetensors",
+        "pytorch_model.bin",
+        "model.Q4.gguf",
+        "modeling_x.py",
+        "picture.png",
+        "original/model.safetensors",
+        "onnx/config.json",
+        "1_Pooling/config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+    )
+    assert needed == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "1_Pooling/config.json",
+        "tokenizer.model",
+        "chat_template.jinja",
+        "merges.txt",
+    ]
+    assert len(skipped) == 9
+
+
+def test_select_files_keeps_other_safetensors_without_weights_of_the_usual_name():
+    assert split("config.json", "weights.safetensors") == (["config.json", "weights.safetensors"], [])

@@ -1,0 +1,109 @@
+"""Partial files: after an interruption only pieces with the right checksum count."""
+
+import hashlib
+import random
+from pathlib import Path
+
+import pytest
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.part_file import PartFile
+from wire.model_files import ModelFile
+
+PIECE = 1000
+CONTENT = random.Random(5).randbytes(3500)
+FILE = ModelFile("model.safetensors", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RepositoryFolder:
+    made = RepositoryFolder(tmp_path / "hub", "a/b")
+    made.prepare()
+    return made
+
+
+def open_part(folder: RepositoryFolder, piece_bytes: int = PIECE) -> PartFile:
+    part = PartFile(folder, FILE, piece_bytes)
+    part.open()
+    return part
+
+
+def write(part: PartFile, *pieces: int) -> None:
+    for piece in pieces:
+        start, end = part.get_extent(piece)
+        part.write_piece(piece, CONTENT[start:end])
+
+
+def list_pieces(part: PartFile) -> list[int]:
+    return [piece for piece in range(part.count_pieces()) if part.has_piece(piece)]
+
+
+def test_received_pieces_survive_the_process(folder: RepositoryFolder):
+    write(open_part(folder), 3, 1)
+    part = open_part(folder)
+    assert list_pieces(part) == [1, 3]
+    assert part.received_bytes == 1500
+    assert part.read_piece(3) == CONTENT[3000:]
+    write(part, 0, 2)
+    part.finish()
+    assert folder.get_blob(FILE.etag).read_bytes() == CONTENT
+    assert [path.name for path in folder.blobs.iterdir()] == [FILE.etag]
+
+
+def test_pieces_that_were_lost_are_fetched_again(folder: RepositoryFolder):
+    write(open_part(folder), 0, 1, 2)
+    with folder.get_part(FILE.etag).open("r+b") as file:
+        file.seek(1500)
+        file.write(bytes(10))
+    assert list_pieces(open_part(folder)) == [0, 2]
+
+
+def test_pieces_beyond_the_end_of_a_shortened_file_are_fetched_again(folder: RepositoryFolder):
+    write(open_part(folder), 0, 1, 3)
+    with folder.get_part(FILE.etag).open("r+b") as file:
+        file.truncate(1999)
+    assert list_pieces(open_part(folder)) == [0]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage of another program"])
+def test_a_damaged_journal_begins_again(folder: RepositoryFolder, content: bytes):
+    write(open_part(folder), 0)
+    folder.get_journal(FILE.etag).write_bytes(content)
+    part = open_part(folder)
+    assert list_pieces(part) == []
+    write(part, 2)
+    assert list_pieces(open_part(folder)) == [2]
+
+
+def test_pieces_of_another_size_begin_again(folder: RepositoryFolder):
+    write(open_part(folder), 0, 1)
+    assert list_pieces(open_part(folder, 500)) == []
+
+
+def test_open_never_writes_through_a_link(folder: RepositoryFolder, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    folder.get_part(FILE.etag).symlink_to(outside)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_part(folder)
+    assert outside.read_text() == "kept"
+
+
+def test_finish_replaces_a_blob_that_is_a_link(folder: RepositoryFolder, tmp_path: Path):
+    shared = tmp_path / "shared"
+    shared.write_text("wrong content")
+    folder.get_blob(FILE.etag).symlink_to(shared)
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    part.finish()
+    assert not folder.get_blob(FILE.etag).is_symlink()
+    assert folder.get_blob(FILE.etag).read_bytes() == CONTENT
+    assert shared.read_text() == "wrong content"
+
+
+def test_discard_begins_with_an_empty_file(folder: RepositoryFolder):
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    part.discard()
+    assert (list_pieces(part), part.received_bytes) == ([], 0)
+    assert list_pieces(open_part(folder)) == []
