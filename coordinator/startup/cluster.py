@@ -12,7 +12,9 @@ from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster.assembly import NodePool, assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.links.link_table import LinkTable
+from coordinator.cluster.model_operations import ModelOperations
 from coordinator.http.listen import list_cluster_addresses
+from coordinator.models.wish_runner import WishRunner
 from coordinator.startup.options import RunOptions
 from coordinator.startup.state import CoordinatorState, Credentials
 from coordinator.video.controller import VideoController
@@ -28,11 +30,13 @@ log = structlog.get_logger("coordinator.run")
 
 @dataclass(frozen=True, slots=True)
 class ClusterSide:
-    """Nodes, with the dispatchers of requests and of video jobs."""
+    """Nodes, with the dispatchers of requests and of video jobs, and the loop of the wishes."""
 
     nodes: NodePool
     dispatcher: Dispatcher
     video_controller: VideoController
+    operations: ModelOperations
+    wishes: WishRunner
     port: int
     """The cluster port."""
 
@@ -53,6 +57,8 @@ async def start_cluster(
     video_controller = VideoController(
         state.state, options.settings.video, links.table.send, links.fetches.fetch_source
     )
+    operations = ModelOperations(dispatcher, time.monotonic)
+    wishes = WishRunner(state.store.wishes, dispatcher, operations, time.monotonic)
     nodes = assemble_pool(
         state.store,
         state.fence,
@@ -60,7 +66,7 @@ async def start_cluster(
         access.tokens,
         access.approvals,
         links,
-        ListenerFanout(dispatcher, video_controller),
+        ListenerFanout(dispatcher, video_controller, wishes.wake),
         wall=time.time,
         on_superseded=on_superseded,
     )
@@ -69,7 +75,7 @@ async def start_cluster(
     port = await nodes.server.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(nodes.server.close)
     nodes.admission.set_addresses(list_cluster_addresses(options.cluster_listen[0], port))
-    return ClusterSide(nodes, dispatcher, video_controller, port)
+    return ClusterSide(nodes, dispatcher, video_controller, operations, wishes, port)
 
 
 def _create_dispatcher(options: RunOptions, epoch: int, links: LinkTable, ring: KeyRing) -> Dispatcher:

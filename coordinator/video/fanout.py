@@ -1,4 +1,6 @@
-"""Forwards the registry's callbacks to both the dispatcher and the video controller."""
+"""Forwards the registry's callbacks to the dispatcher, the video controller and the loop of the wishes."""
+
+from collections.abc import Callable
 
 from coordinator.cluster.registry import RegistryListener
 from coordinator.video.controller import LEASE_FRAMES, VideoController
@@ -10,17 +12,22 @@ from wire.identity import NodeId
 class ListenerFanout:
     """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and the video controller.
 
-    The video controller receives frames about leases, the dispatcher all other frames.
+    The video controller receives frames about leases, the dispatcher all other frames. `on_view` is called after each
+    new view.
     """
 
-    def __init__(self, dispatcher: RegistryListener, controller: VideoController) -> None:
+    def __init__(
+        self, dispatcher: RegistryListener, controller: VideoController, on_view: Callable[[], object]
+    ) -> None:
         self._dispatcher = dispatcher
         self._controller = controller
+        self._on_view = on_view
 
     def set_view(self, view: ClusterView) -> None:
         """Pass a new cluster view to the dispatcher and the video controller."""
         self._dispatcher.set_view(view)
         self._controller.apply_view(view)
+        self._on_view()
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Pass a frame about a lease to the video controller, any other frame to the dispatcher."""
