@@ -22,6 +22,7 @@ from node.engine.memory.wired_limit import WireMode
 from node.engine.model_commands import ModelCommands
 from node.engine.model_describer import DescriberRules, ModelDescriber
 from node.engine.model_report import LoadFacts, ModelFacts, compute_longest_row, describe_loaded, describe_unloaded
+from node.engine.models.last_use import LastUse
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.loaded_model import LoadedModel
@@ -167,6 +168,7 @@ def compose(
         gate=gate,
         times=times,
         profiler=profiler,
+        last_use=LastUse(profiles),
         rules=DescriberRules(limits, preparer.list_features, find_cause, pinned, floor),
     )
     forwards = GatedForwards(
