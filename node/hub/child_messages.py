@@ -74,18 +74,6 @@ class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum read rate; 0 for no limit."""
 
 
-class RemoveOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order of `node.hub.remover`."""
-
-    model: str
-    folder: str
-    """Folder of the model, as the catalogue found it."""
-    root: str
-    """Folder that must contain it: a model folder of the settings, or the Hugging Face cache."""
-    hub: bool
-    """Whether `root` is the Hugging Face cache."""
-
-
 class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):
     """Progress of an order, with the fields of `ModelOrderProgress`."""
 
