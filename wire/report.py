@@ -27,6 +27,7 @@ from wire.bounds import (
     Tokens,
     Word,
 )
+from wire.model_version import ModelVersion
 from wire.units import MIB
 
 CACHE_STEP_TOKENS = 256
@@ -161,7 +162,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
 
     name: Word
     fingerprint: Word = ""
-    """Hash of the model's files. Nodes with the same fingerprint have the same model."""
+    """Hash of the headers and of samples of the model's files (`version`)."""
     loaded: bool = False
     weights: Estimate = 0
     """Bytes of the weights."""
@@ -221,6 +222,21 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     force covers all widths."""
     pinned: bool = False
     """Whether the model is preloaded and never unloaded for another one."""
+    content: Word = ""
+    """Hash of the content of the model's files; empty until they are hashed."""
+    quantization: Word = ""
+    """Quantization of the weights, such as `4-bit`, or the type of unquantized weights, such as `bf16`."""
+    stored: Size = 0
+    """Bytes of the model's files on the disk."""
+    used: Seconds = 0.0
+    """Unix time in seconds of the last request for this model on this node; 0 if unknown."""
+    removable: bool = False
+    """Whether the node can delete the files: they are in the Hugging Face cache or in a model folder."""
+
+    @property
+    def version(self) -> ModelVersion:
+        """Identity of the model's files."""
+        return ModelVersion(self.fingerprint, self.content)
 
     @property
     def kv(self) -> "KvParameters":
@@ -371,3 +387,13 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Number of times that the engine was above its cap."""
     kills: Natural = 0
     """Number of engine processes that the enforcer ended for that."""
+
+
+class Disk(WireStruct, frozen=True, array_like=True, gc=False):
+    """Disk on which a node stores pulled models."""
+
+    free: Size = 0
+    """Bytes that this user can write; 0 if unknown."""
+    total: Size = 0
+    folder: Text = ""
+    """Folder of the Hugging Face cache."""

@@ -26,6 +26,7 @@ from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.page import PageRoutes
 from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.prometheus import PrometheusRoutes
+from coordinator.api.routes.pulls import PullRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
 from coordinator.api.server_info import ServerInfo
@@ -33,6 +34,7 @@ from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
+from coordinator.models.pull_controller import PullController
 from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
 from coordinator.state.access_admin import AccessAdmin
@@ -76,6 +78,7 @@ class ControlApi:
         traffic: DispatcherApi,
         loads: ModelOperations,
         controller: VideoController,
+        pulls: PullController,
         facts: ServerInfo,
         paths: Mapping[str, Any],
         sessions: BrowserSessions,
@@ -101,6 +104,7 @@ class ControlApi:
             models,
             joins,
             VideoRoutes(nodes.registry, controller, ring),
+            PullRoutes(nodes, pulls),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),

@@ -21,6 +21,7 @@ SECTIONS = {
         "status": ("coordinator.cli.commands.nodes:status", "Print the state of the pool in a few lines."),
         "nodes": ("coordinator.cli.commands.nodes:nodes", "List the nodes with their memory."),
         "models": ("coordinator.cli.commands.models:models", "List the models and the nodes that have them."),
+        "pull": ("coordinator.cli.commands.pulls:pull", "Get a model from the hub onto the nodes."),
         "chat": ("coordinator.cli.commands.use:chat", "Send a prompt to a model and print the answer."),
         "top": ("coordinator.cli.commands.logs_and_top:top", "Show the pool live."),
         "open": ("coordinator.cli.commands.use:open_page", "Open the pool's page in a browser."),
@@ -32,12 +33,19 @@ SECTIONS = {
     "Groups": {
         "node": ("coordinator.cli.commands.nodes:node", "List, show, cordon, drain, label or remove nodes."),
         "model": ("coordinator.cli.commands.models:model", "List, show, load, unload or measure models."),
+        "pulls": (
+            "coordinator.cli.commands.pulls:pulls",
+            "List, follow or cancel pulls.",
+        ),
         "key": (
             "coordinator.cli.commands.tokens_and_keys:key",
             "Create, list, limit, rotate or revoke API keys; show usage.",
         ),
         "token": ("coordinator.cli.commands.tokens_and_keys:token", "Create, list or revoke join tokens."),
-        "video": ("coordinator.cli.commands.video:video", "Create, list or fetch videos; prepare machines for them."),
+        "video": (
+            "coordinator.cli.commands.video.machines:video",
+            "Create, list or fetch videos; prepare machines for them.",
+        ),
         "service": (
             "coordinator.cli.commands.service:service",
             "Run this machine's part of the pool as a system service.",

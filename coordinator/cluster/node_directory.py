@@ -30,6 +30,11 @@ class NodeDirectory:
         matches = [node for node in members if text in (node, self._store.members[node].name)]
         return min(matches, key=lambda node: members[node].state == NodeState.LEFT, default=None)
 
+    def get_name(self, node: NodeId) -> str:
+        """Return the display name of a node that ever joined; its id for an unknown node."""
+        row = self._store.members.get(node)
+        return str(node) if row is None else row.name
+
     def describe_host(self, node: NodeId) -> tuple[str, str, str]:
         """Return a member's chip, operating system and macpool version. The version is empty before its first link."""
         hardware = self._store.members[node].hardware

@@ -13,6 +13,8 @@ from coordinator.cluster.assembly import NodePool, assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.http.listen import list_cluster_addresses
+from coordinator.models.hub_client import HubClient
+from coordinator.models.pull_controller import PullController
 from coordinator.startup.options import RunOptions
 from coordinator.startup.state import CoordinatorState, Credentials
 from coordinator.video.controller import VideoController
@@ -28,11 +30,12 @@ log = structlog.get_logger("coordinator.run")
 
 @dataclass(frozen=True, slots=True)
 class ClusterSide:
-    """Nodes, with the dispatchers of requests and of video jobs."""
+    """Nodes, with the dispatchers of requests and of video jobs, and the controller of pulls."""
 
     nodes: NodePool
     dispatcher: Dispatcher
     video_controller: VideoController
+    pulls: PullController
     port: int
     """The cluster port."""
 
@@ -53,6 +56,7 @@ async def start_cluster(
     video_controller = VideoController(
         state.state, options.settings.video, links.table.send, links.fetches.fetch_source
     )
+    pulls = PullController(state.state, HubClient(options.settings.hub), links.table.send, state.epoch)
     nodes = assemble_pool(
         state.store,
         state.fence,
@@ -60,16 +64,17 @@ async def start_cluster(
         access.tokens,
         access.approvals,
         links,
-        ListenerFanout(dispatcher, video_controller),
+        ListenerFanout(dispatcher, video_controller, pulls),
         wall=time.time,
         on_superseded=on_superseded,
     )
     stack.callback(nodes.registry.close)
     stack.push_async_callback(video_controller.close)
+    stack.callback(pulls.close)
     port = await nodes.server.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(nodes.server.close)
     nodes.admission.set_addresses(list_cluster_addresses(options.cluster_listen[0], port))
-    return ClusterSide(nodes, dispatcher, video_controller, port)
+    return ClusterSide(nodes, dispatcher, video_controller, pulls, port)
 
 
 def _create_dispatcher(options: RunOptions, epoch: int, links: LinkTable, ring: KeyRing) -> Dispatcher:

@@ -89,6 +89,7 @@ async def serve_http(
         dispatcher,
         ModelOperations(dispatcher, time.monotonic),
         cluster.video_controller,
+        cluster.pulls,
         _build_server_info(options, state, endpoint),
         build_openapi_paths(),
         BrowserSessions(ring, access.pepper, time.time),

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coordinator.models.settings import HubSettings
 from coordinator.video.settings import VideoSettings
 from host.settings_loader import Section
 from router.admission.cache_scope import CacheSettings
@@ -92,3 +93,4 @@ class CoordinatorSettings(Section, frozen=True, kw_only=True):
     cache: CacheSettings = CacheSettings()
     alerts: AlertSettings = AlertSettings()
     video: VideoSettings = VideoSettings()
+    hub: HubSettings = HubSettings()

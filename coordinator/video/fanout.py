@@ -1,6 +1,7 @@
-"""Forwards the registry's callbacks to both the dispatcher and the video controller."""
+"""Forwards the registry's callbacks to the dispatcher, the video controller and the pull controller."""
 
 from coordinator.cluster.registry import RegistryListener
+from coordinator.models.pull_controller import MODEL_ORDER_FRAMES, PullController
 from coordinator.video.controller import LEASE_FRAMES, VideoController
 from router.placement.cluster_view import ClusterView
 from wire.frames import Frame
@@ -8,33 +9,40 @@ from wire.identity import NodeId
 
 
 class ListenerFanout:
-    """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and the video controller.
+    """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and to two controllers.
 
-    The video controller receives frames about leases, the dispatcher all other frames.
+    The video controller receives frames about leases, the pull controller frames about orders for model files, and the
+    dispatcher all other frames.
     """
 
-    def __init__(self, dispatcher: RegistryListener, controller: VideoController) -> None:
+    def __init__(self, dispatcher: RegistryListener, controller: VideoController, pulls: PullController) -> None:
         self._dispatcher = dispatcher
         self._controller = controller
+        self._pulls = pulls
 
     def set_view(self, view: ClusterView) -> None:
-        """Pass a new cluster view to the dispatcher and the video controller."""
+        """Pass a new cluster view to the dispatcher and the controllers."""
         self._dispatcher.set_view(view)
         self._controller.apply_view(view)
+        self._pulls.apply_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Pass a frame about a lease to the video controller, any other frame to the dispatcher."""
+        """Pass a frame to the controller of its subject, or to the dispatcher."""
         if isinstance(frame, LEASE_FRAMES):
             self._controller.handle_frame(node, frame)
+        elif isinstance(frame, MODEL_ORDER_FRAMES):
+            self._pulls.handle_frame(node, frame)
         else:
             self._dispatcher.receive(node, frame)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Report the end of a node's link to the dispatcher, with its reason, and to the video controller."""
+        """Report the end of a node's link to the dispatcher, with its reason, and to the controllers."""
         self._dispatcher.handle_lost_node(node, reason)
         self._controller.handle_node_gone(node)
+        self._pulls.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """Delete the data of a former member from the dispatcher and the video controller."""
+        """Delete the data of a former member from the dispatcher and the controllers."""
         self._dispatcher.remove_node(node)
         self._controller.delete_node_data(node)
+        self._pulls.remove_node(node)

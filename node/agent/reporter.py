@@ -1,7 +1,10 @@
 """Reports of this node to the coordinator: their content, and when they are sent."""
 
 import asyncio
+import os
+import shutil
 import time
+from pathlib import Path
 
 import structlog
 from msgspec.structs import replace
@@ -12,6 +15,7 @@ from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.timer import Timer
+from node.models.folders import get_hub_folder
 from node.settings import NodeSettings
 from node.sharing.controller import SharingController
 from node.video.lease_manager import LeaseManager
@@ -19,7 +23,7 @@ from node.video.ray.local_ray import LocalRay
 from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, encode
 from wire.frames import Report
-from wire.report import Hardware, Memory, Model
+from wire.report import Disk, Hardware, Memory, Model
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2
@@ -91,6 +95,7 @@ class Reporter:
                     video=self._build_video_state(),
                     sharing=self._sharing.to_report(),
                     illegal_events=self._illegal_events.count,
+                    disk=measure_disk(get_hub_folder(os.environ)),
                 )
             )
         )
@@ -174,6 +179,16 @@ class Reporter:
         if self._sharing.sharing_state.shared:
             return ()
         return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
+
+
+def measure_disk(folder: Path) -> Disk:
+    """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
+    existing = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return Disk(folder=str(folder))
+    return Disk(usage.free, usage.total, str(folder))
 
 
 def shorten_report(report: Report) -> Report:

@@ -8,6 +8,7 @@ from node.engine.requests.prepared import PreparedRequest
 from wire.capacity.arithmetic import estimate_request_transient
 from wire.capacity.batches import compute_row_bytes
 from wire.frames import Generate
+from wire.model_version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 
@@ -67,7 +68,9 @@ def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescri
 def refuse_other_model(request: Generate, descriptor: ModelDescriptor | None) -> Refused | None:
     """Refuse to resume an answer that another model of this name started, because the router knows only the last
     report."""
-    if not request.fingerprint or descriptor is None or descriptor.fingerprint == request.fingerprint:
+    if not request.fingerprint or descriptor is None:
+        return None
+    if descriptor.version.is_same(ModelVersion(request.fingerprint, request.content)):
         return None
     return Refused(
         RefusalCode.NOT_READY, f"the model {request.model} of this node differs from the one that began the answer"

@@ -65,6 +65,10 @@ def describe_unloaded(descriptor: ModelDescriptor, facts: ModelFacts, load: Load
     return Model(
         name=descriptor.name,
         fingerprint=descriptor.fingerprint,
+        content=descriptor.content,
+        quantization=descriptor.quantization,
+        stored=descriptor.stored,
+        removable=descriptor.removable,
         loaded=False,
         weights=load.weights,
         kv_per_token=descriptor.kv.per_token,
@@ -96,6 +100,10 @@ def describe_loaded(
     return Model(
         name=descriptor.name,
         fingerprint=descriptor.fingerprint,
+        content=descriptor.content,
+        quantization=descriptor.quantization,
+        stored=descriptor.stored,
+        removable=descriptor.removable,
         loaded=True,
         weights=loaded_model.weights,
         kv_per_token=kv.per_token,

@@ -29,6 +29,7 @@ from node.models.memory_prediction import (
     estimate_loaded_bytes,
     find_unknown_dimensions,
     get_context_tokens,
+    name_quantization,
     predict_kv,
     predict_transient,
 )
@@ -115,7 +116,7 @@ class ModelCatalogue:
         Return None if the files are the same or missing, or the new model cannot be loaded.
         """
         newest = self._known.get(descriptor.name)
-        return None if newest is None or newest.cause or newest.fingerprint == descriptor.fingerprint else newest
+        return None if newest is None or newest.cause or newest.version.is_same(descriptor.version) else newest
 
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
@@ -214,15 +215,17 @@ def describe_folder(name: str, folder: Path) -> ModelDescriptor | None:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     context = get_context_tokens(config)
     return ModelDescriptor(
-        name,
-        folder,
-        digest.hexdigest()[:32],
-        estimate_loaded_bytes(config, weights),
-        context,
-        predict_kv(config, weights.float_size),
-        weights.cause,
-        predict_transient(config, weights.float_size),
-        weights.size,
+        name=name,
+        folder=folder,
+        fingerprint=digest.hexdigest()[:32],
+        weights=estimate_loaded_bytes(config, weights),
+        context=context,
+        kv=predict_kv(config, weights.float_size),
+        cause=weights.cause,
+        forward=predict_transient(config, weights.float_size),
+        quantization=name_quantization(config, weights.float_size),
+        removable=folder != EMBEDDED,
+        stored=weights.size,
     )
 
 

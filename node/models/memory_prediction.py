@@ -8,6 +8,8 @@ from node.models.weight_files import NUMBER_BYTES, Config, WeightHeaders
 from wire.report import CACHE_STEP_TOKENS, KvParameters, TransientModel
 
 DEFAULT_CONTEXT = 4096
+MAX_METHOD_CHARACTERS = 20
+"""Maximum characters of a quantization method, which a config may name freely."""
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _NESTED = ("text_config", "language_config", "llm_config")
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
@@ -44,6 +46,19 @@ def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
         method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
     )
     return weights.size + (0 if packed or "quantization" in config else weights.fp8)
+
+
+def name_quantization(config: Config, float_size: int) -> str:
+    """Return the quantization of the weights for display: `4-bit`, a method such as `fp8`, or `16-bit floats`.
+
+    `float_size` is the bytes of one unquantized number.
+    """
+    found: object = config.get("quantization") or config.get("quantization_config")
+    method: Config = cast("Config", found) if isinstance(found, dict) else {}
+    bits, named = method.get("bits"), method.get("quant_method")
+    if isinstance(bits, int):
+        return f"{bits}-bit"
+    return str(named)[:MAX_METHOD_CHARACTERS] if named else f"{8 * float_size}-bit floats"
 
 
 def _get_text_config(config: Config) -> Config:

@@ -37,7 +37,7 @@ class NodeSettings(Section, frozen=True):
 
 SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings))
 """Sections of the node. The coordinator skips them, and passes them to its local node."""
-COORDINATOR_SECTIONS = frozenset({"alerts", "cache", "cluster", "http", "router", "video"})
+COORDINATOR_SECTIONS = frozenset({"alerts", "cache", "cluster", "http", "hub", "router", "video"})
 """Sections of the coordinator in the same config.toml, which the node skips."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {

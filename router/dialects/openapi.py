@@ -80,6 +80,7 @@ REASONS = {
     502: "the node was lost, and no other node could resume the answer",
     503: "no capacity now; retry after Retry-After",
     504: "the node did not answer in time",
+    507: "no disk or no node has the room that is needed",
 }
 
 

@@ -19,6 +19,7 @@ from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, GenerationParams
 from wire.identity import NodeId
+from wire.model_version import UNKNOWN_VERSION, ModelVersion
 from wire.refusals import Refused
 
 _STREAMING = RequestState.STREAMING
@@ -79,7 +80,6 @@ class ActiveRequest:
         "demand",
         "entry",
         "estimated_tokens",
-        "fingerprint",
         "life",
         "node",
         "number",
@@ -92,6 +92,7 @@ class ActiveRequest:
         "swap",
         "tokens",
         "tried",
+        "version",
         "weighted_key",
     )
 
@@ -131,7 +132,7 @@ class ActiveRequest:
         """Node of the current attempt, as in `life`: read for every token."""
         self.streaming = False
         """Whether the current attempt has its first token, as in `life`: read for every token."""
-        self.fingerprint = ""
+        self.version = UNKNOWN_VERSION
         """Fingerprint of the model that generates the answer."""
         self.prompt_counts: tuple[int, int] = (0, 0)
         """Prompt tokens and the cached tokens among them, for usage."""
@@ -195,8 +196,8 @@ class ActiveRequest:
         if not self.life.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
         tried = self.tried
-        fingerprint = self.fingerprint if self.tokens.longest else ""
-        return AttemptHistory(tried.refused, tried.never, tried.lost, self.number, fingerprint)
+        version = self.version if self.resumable else None
+        return AttemptHistory(tried.refused, tried.never, tried.lost, self.number, version)
 
     def remove_node(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member."""
@@ -206,9 +207,14 @@ class ActiveRequest:
     # tokens
 
     @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that began the answer; empty before."""
+        return self.version.fingerprint
+
+    @property
     def resumable(self) -> bool:
         """Whether another node that has the same model could resume the answer."""
-        return bool(self.fingerprint) and self.tokens.longest > 0
+        return bool(self.version.fingerprint) and self.tokens.longest > 0
 
     def add_delta(self, delta: Delta) -> bool:
         """Store one delta from the node. Return True if the answer must be flushed after the last delta of its frame.
@@ -235,9 +241,9 @@ class ActiveRequest:
 
     # facts from nodes
 
-    def set_fingerprint(self, fingerprint: str) -> None:
-        """Record the fingerprint of the model that begins the answer."""
-        self.fingerprint = fingerprint
+    def set_version(self, version: ModelVersion) -> None:
+        """Record the version of the model that begins the answer."""
+        self.version = version
 
     def set_prompt_tokens(self, tokens: int) -> None:
         """Set the exact number of prompt tokens."""

@@ -7,6 +7,7 @@ import msgspec
 
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, compute_most_bytes, compute_occupied
 from wire.identity import NodeId
+from wire.model_version import ModelVersion
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory, Model
 
@@ -157,8 +158,8 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     """Nodes that were lost with the request."""
     waiting: int = -1
     """Number of the queued request, whose own hold does not count against it; -1 for none."""
-    fingerprint: str = ""
-    """Fingerprint of the only model that may take the request; empty allows any.
+    version: ModelVersion | None = None
+    """Only version of the model that may take the request; None allows any.
 
     It is the model that began the answer, or the served model of a name with several.
     """

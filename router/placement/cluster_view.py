@@ -4,14 +4,17 @@
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from wire.capacity.arithmetic import compute_headroom, compute_occupied
 from wire.identity import NodeId
+from wire.model_version import UNKNOWN_VERSION, ModelVersion
 from wire.node_state import NodeState
 from wire.report import (
+    Disk,
     Enforcement,
     EngineState,
     Memory,
@@ -57,6 +60,7 @@ class NodeView:
     sharing: Sharing = field(default_factory=Sharing)
     illegal_events: int = 0
     """Events that the state machines of the agent refused since its start."""
+    disk: Disk = field(default_factory=Disk)
 
     @cached_property
     def headroom(self) -> int | None:
@@ -79,12 +83,13 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """Fingerprints that members have under one model name."""
+    """Versions that members have under one model name."""
 
-    fingerprint: str = ""
-    """Fingerprint that serves new requests; empty without any."""
-    holders: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Number of members that have each fingerprint."""
+    version: ModelVersion = UNKNOWN_VERSION
+    """Version that serves new requests; empty without any."""
+    holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
+    """Number of members that have each version. A member that has not hashed its files counts for the version with the
+    same samples that most members have."""
 
     @property
     def has_conflict(self) -> bool:
@@ -103,10 +108,10 @@ class ClusterView:
     )
 
     def identify(self, name: str) -> ModelIdentity:
-        """Return the fingerprint that serves a name, and the number of members of each fingerprint.
+        """Return the version that serves a name, and the number of members of each version.
 
-        Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
-        fingerprint that some member can serve now comes before a fingerprint that no member can serve.
+        Of several versions, the one held by most members is served; a tie goes to the lexicographically smallest. A
+        version that some member can serve now comes before a version that no member can serve.
 
         Sleeping members count. The choice therefore changes only when the last member that can serve it goes
         (docs/decisions/0020-one-name-one-model.md).
@@ -135,16 +140,16 @@ class ClusterView:
         return sorted(name for name in self.get_served_models() if self.identify(name).has_conflict)
 
     def get_models(self) -> dict[str, Model]:
-        """Return every model that some member knows, by name. Of several fingerprints the served one is returned."""
+        """Return every model that some member knows, by name. Of several versions the served one is returned."""
         return self._select_models(lambda _: True)
 
     def get_served_models(self) -> dict[str, Model]:
-        """Return every model that some member has loaded or can load, by name. Of several fingerprints the served one
-        is returned."""
+        """Return every model that some member has loaded or can load, by name. Of several versions the served one is
+        returned."""
         return self._select_models(lambda model: not model.cause)
 
     def get_loaded_models(self) -> dict[str, Model]:
-        """Return every model that some member has loaded, by name. Of several fingerprints the served one is
+        """Return every model that some member has loaded, by name. Of several versions the served one is
         preferred."""
         return self._select_models(lambda model: model.loaded)
 
@@ -152,7 +157,7 @@ class ClusterView:
         models: dict[str, Model] = {}
         for node in self.nodes:
             for name, model in node.models.items():
-                if is_selected(model) and (name not in models or model.fingerprint == self.identify(name).fingerprint):
+                if is_selected(model) and (name not in models or model.version.is_same(self.identify(name).version)):
                     models[name] = model
         return models
 
@@ -162,18 +167,29 @@ class ClusterView:
 
 
 def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
-    holders: dict[str, int] = {}
-    able: set[str] = set()
-    for node in nodes:
-        model = node.models.get(name)
-        if model is not None and not model.cause and node.state != NodeState.LEFT:
-            holders[model.fingerprint] = holders.get(model.fingerprint, 0) + 1
-            if _can_serve(node):
-                able.add(model.fingerprint)
-    chosen = min(
-        able or holders, key=lambda fingerprint: (not fingerprint, -holders[fingerprint], fingerprint), default=""
-    )
+    versions = _list_versions(nodes, name)
+    counted = Counter(version for version, _ in versions)
+    if len(counted) == 1:
+        return ModelIdentity(versions[0][0], counted)
+    hashed: dict[str, ModelVersion] = {}
+    for version in sorted(counted, key=lambda one: (counted[one], one)):
+        if version.content:
+            hashed[version.fingerprint] = version
+    holders: Counter[ModelVersion] = Counter()
+    able: set[ModelVersion] = set()
+    for version, serves in versions:
+        known = version if version.content else hashed.get(version.fingerprint, version)
+        holders[known] += 1
+        if serves:
+            able.add(known)
+    chosen = min(able or holders, key=lambda one: (not one.fingerprint, -holders[one], one), default=UNKNOWN_VERSION)
     return ModelIdentity(chosen, holders)
+
+
+def _list_versions(nodes: tuple[NodeView, ...], name: str) -> list[tuple[ModelVersion, bool]]:
+    """Return the version of a model on each member that can load it, and whether the member can serve it now."""
+    found = ((node, node.models.get(name)) for node in nodes if node.state != NodeState.LEFT)
+    return [(model.version, _can_serve(node)) for node, model in found if model is not None and not model.cause]
 
 
 def _can_serve(node: NodeView) -> bool:

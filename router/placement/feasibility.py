@@ -2,6 +2,7 @@
 
 from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView
+from wire.model_version import ModelVersion
 from wire.node_state import NodeState
 from wire.refusals import RefusalCode
 from wire.report import Model
@@ -54,8 +55,8 @@ def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCod
 
 
 def _find_attempt_reason(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
-    if trials.fingerprint and trials.fingerprint != model.fingerprint:
-        own, other = _format_fingerprint(model.fingerprint), _format_fingerprint(trials.fingerprint)
+    if trials.version is not None and not trials.version.is_same(model.version):
+        own, other = _format_version(model.version), _format_version(trials.version)
         return f"its {model.name} is another model: {own}, not {other}", RefusalCode.NOT_READY
     if node.id in trials.lost:
         return "was lost with this request", RefusalCode.NOT_READY
@@ -66,8 +67,9 @@ def _find_attempt_reason(node: NodeView, model: Model, trials: AttemptHistory) -
     return _FIT
 
 
-def _format_fingerprint(fingerprint: str) -> str:
-    return f"fingerprint {fingerprint[:8] or 'unknown'}"
+def _format_version(version: ModelVersion) -> str:
+    content = f" and content {version.content[:8]}" if version.content else ""
+    return f"fingerprint {version.fingerprint[:8] or 'unknown'}{content}"
 
 
 def exceeds_context(model: Model, request: ResourceDemand) -> bool:

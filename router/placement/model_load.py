@@ -27,6 +27,7 @@ from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import compute_most_weights
 from wire.identity import NodeId
+from wire.model_version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 
@@ -52,12 +53,12 @@ def choose_load_node(
     policy: Policy,
     corrections: Mapping[NodeId, HeadroomCorrection],
     tried: Mapping[NodeId, Refused],
-    fingerprint: str = "",
+    version: ModelVersion | None = None,
 ) -> LoadPlacement | Refused:
     """Return the node that should load a model, or the refusal if there is none.
 
-    `tried` maps the nodes that have refused this load to their refusals. Only a model with this `fingerprint` counts;
-    an empty fingerprint allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.
+    `tried` maps the nodes that have refused this load to their refusals. Only this `version` of the model counts;
+    None allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.
     """
 
     def place_among(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
@@ -69,7 +70,7 @@ def choose_load_node(
             draw=draw,
             policy=policy,
             corrections=corrections,
-            trials=AttemptHistory(never=tried, fingerprint=fingerprint),
+            trials=AttemptHistory(never=tried, version=version),
         )
 
     fresh = place_among(tuple(node for node in view.nodes if not _has_or_loads(node, model)))

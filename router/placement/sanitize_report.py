@@ -19,6 +19,7 @@ from wire.identity import NodeId, is_valid_model, is_valid_name
 from wire.report import (
     BatchGroup,
     CacheState,
+    Disk,
     Enforcement,
     EngineCounters,
     EngineState,
@@ -50,6 +51,7 @@ MAX_TEXT_CHARS = 300
 """Maximum characters of a text in a report."""
 MAX_BYTES = 2**60
 """Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
+MAX_QUANTIZATION_CHARS = 20
 MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
 """Maximum evictions of a node's prefix cache read from one report, and maximum bytes of each hash."""
 MAX_WARNINGS = 8
@@ -98,6 +100,7 @@ def build_node_view(
         video=sanitize_video(report.video),
         sharing=_sanitize_sharing(report.sharing),
         illegal_events=report.illegal_events,
+        disk=Disk(report.disk.free, report.disk.total, _make_printable(report.disk.folder)),
     )
 
 
@@ -287,6 +290,10 @@ def _sanitize_model(model: Model) -> Model:
         loading=model.loading and not model.loaded,
         progress=_replace_out_of_range(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
         cause="" if model.loaded else _make_printable(model.cause),
+        fingerprint=_make_printable(model.fingerprint),
+        content=_make_printable(model.content),
+        quantization=_make_printable(model.quantization)[:MAX_QUANTIZATION_CHARS],
+        used=_replace_out_of_range(model.used, 0.0, MAX_UNIX_SECONDS, 0.0),
     )
 
 

@@ -97,7 +97,7 @@ PATIENT = {
     "coordinator/cli/commands/trust_ca.py": "it asks for a password itself, or for a page of some kilobytes",
     "coordinator/cli/commands/use.py": "a chat prints its tokens as they come; an export is written as it comes",
     "coordinator/cli/commands/logs_and_top.py": "it follows what it prints",
-    "coordinator/cli/commands/videos.py": "a video on its way to a file, whose progress is the file",
+    "coordinator/cli/commands/video/videos.py": "a video on its way to a file, whose progress is the file",
     "coordinator/cli/commands/nodes.py": "a log that is printed as it comes",
 }
 """Files in which a call may last without showing progress, and the reasons."""

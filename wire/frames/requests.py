@@ -173,6 +173,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Scope of cached prefixes that the request may reuse and adds to; empty for that of `owner`."""
     shared: bool = False
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
+    content: Word = ""
+    """Content hash of that model; empty if unknown."""
 
     def get_known_ids(self, choice: int) -> tuple[int, ...]:
         """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""

@@ -20,6 +20,7 @@ from wire.bounds import (
 )
 from wire.frames.frame import Frame
 from wire.report import (
+    Disk,
     Enforcement,
     EngineState,
     Hardware,
@@ -122,6 +123,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     sharing: Sharing = Sharing()
     illegal_events: Natural = 0
     """Events that the state machines of the agent refused since its start. Each of them is a bug."""
+    disk: Disk = Disk()
 
 
 class GoodbyeReason(StrEnum):

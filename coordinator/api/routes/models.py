@@ -53,8 +53,8 @@ class ModelRoutes:
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
         """Return a row for each model that a key with these limits may use, sorted by name.
 
-        `fingerprint` identifies the version that new requests use. `conflict`: nodes have different models of this
-        name.
+        `fingerprint` and `content` identify the version that new requests use. `identity` is the grade at which a node
+        has that version. `conflict`: nodes have different models of this name.
         """
         found: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)
@@ -69,12 +69,21 @@ class ModelRoutes:
                         "nodes": [],
                         "weights": shown.weights,
                         "context": shown.context,
-                        "fingerprint": identity.fingerprint,
+                        "fingerprint": identity.version.fingerprint,
+                        "content": identity.version.content,
                         "conflict": identity.has_conflict,
                     },
                 )
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **get_model_state(model)}
-                place["fingerprint"] = model.fingerprint
+                place |= {
+                    "fingerprint": model.fingerprint,
+                    "content": model.content,
+                    "identity": str(model.version.compare(identity.version)),
+                    "quantization": model.quantization,
+                    "stored": model.stored,
+                    "used": model.used,
+                    "removable": model.removable,
+                }
                 row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
         return [found[name] for name in sorted(found)]
 

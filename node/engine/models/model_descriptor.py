@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
+from wire.model_version import ModelVersion
 from wire.report import KvParameters, TransientModel
 
 
@@ -15,7 +16,7 @@ class ModelDescriptor:
     folder: PurePath
     """Folder of its files."""
     fingerprint: str = ""
-    """Hash that identifies its files."""
+    """Hash of the headers and samples of its files."""
     weights: int = 0
     """Bytes of its tensors once loaded."""
     context: int = 0
@@ -26,5 +27,16 @@ class ModelDescriptor:
     """Why it cannot be served; empty when it can. With a cause the other fields may be unset."""
     forward: TransientModel = field(default_factory=TransientModel)
     """Coefficients of the transient bytes of a forward, estimated from its config."""
+    content: str = ""
+    """Hash of the content of its files; empty until they are hashed."""
+    quantization: str = ""
+    """Quantization of its weights, or the type of unquantized weights; empty if unknown."""
+    removable: bool = False
+    """Whether the node may delete its files."""
     stored: int = 0
     """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""
+
+    @property
+    def version(self) -> ModelVersion:
+        """Identity of its files."""
+        return ModelVersion(self.fingerprint, self.content)

@@ -63,7 +63,7 @@ class Attempts:
         resumed = request.tokens.longest > 0 and not action.first
         self._counters.count_attempt(chosen.node, first=action.first, resumed=resumed)
         if not resumed and chosen.model is not None:
-            request.set_fingerprint(chosen.model.fingerprint)
+            request.set_version(chosen.model.version)
         self._ledger.reserve(
             chosen.node,
             placed.attempt,
@@ -101,7 +101,8 @@ class Attempts:
             text=spec.text,
             ids=spec.ids,
             owner=request.weighted_key,
-            fingerprint=request.fingerprint if known else "",
+            fingerprint=request.version.fingerprint if known else "",
+            content=request.version.content if known else "",
             cache_scope=self._scopes.scope,
             shared=self._scopes.has_shared_prompt(spec.messages),
         )

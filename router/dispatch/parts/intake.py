@@ -89,8 +89,8 @@ class Intake:
         view = self._placer.view
         if len(view.nodes) <= 1 or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session):
             return None
-        fingerprint = view.identify(spec.demand.model).fingerprint
-        root = (spec.demand.model, fingerprint, spec.tools, spec.template, spec.ids)
+        version = view.identify(spec.demand.model).version
+        root = (spec.demand.model, version, spec.tools, spec.template, spec.ids)
         messages = (Message("", spec.text),) if spec.text else spec.messages
         shared = self._scopes.has_shared_prompt(messages)
         return compute_hash_chain(root, messages, spec.session, self._scopes.get_scope(spec.key), shared=shared)

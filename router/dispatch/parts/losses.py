@@ -86,7 +86,7 @@ class Losses:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
         request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
         others = self._list_other_models(request)
-        resumes = request.resumable and any(model.fingerprint == request.fingerprint for model in others)
+        resumes = request.resumable and any(request.version.is_same(model.version) for model in others)
         restarts = bool(others) and not request.answer.begun
         stranded = None if resumes or restarts else _build_stranded_failure(request, cause, others)
         self._apply(request, AttemptLost(request.attempt, kind, cause, stranded))
@@ -110,7 +110,7 @@ def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, other
 
     It says where other nodes hold a different model under the same name.
     """
-    if not request.fingerprint or all(model.fingerprint == request.fingerprint for model in others):
+    if not request.version.fingerprint or all(request.version.is_same(model.version) for model in others):
         return cause
     text = f"the other nodes have a different model with the name {request.demand.model} (`cluster models`)"
     return replace(cause, message=f"{cause.message}; {text}, which cannot resume the answer")

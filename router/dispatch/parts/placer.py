@@ -135,17 +135,17 @@ class Placer:
     def _restrict_to_one_model(
         self, trials: AttemptHistory, name: str, seen: ClusterView | None = None
     ) -> AttemptHistory:
-        """Restrict a request to one fingerprint of a name with several. `seen` is the view of all nodes, if known.
+        """Restrict a request to one version of a model with several. `seen` is the view of all nodes, if known.
 
-        It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
+        It is the version that began the answer, or the one served by the nodes that the request has not lost.
         """
-        if trials.fingerprint:
+        if trials.version is not None:
             return trials
         view = seen or self.mark_failing_nodes(self.view, self._clock())
         if trials.lost:
             view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
         identity = view.identify(name)
-        return replace(trials, fingerprint=identity.fingerprint) if identity.has_conflict else trials
+        return replace(trials, version=identity.version) if identity.has_conflict else trials
 
     # questions without a request
 
@@ -178,7 +178,7 @@ class Placer:
             policy=self._policy,
             corrections=self._corrections,
             tried=tried,
-            fingerprint=self._restrict_to_one_model(FIRST, model).fingerprint,
+            version=self._restrict_to_one_model(FIRST, model).version,
         )
 
     def find_unavailable_refusal(self, node: NodeView) -> Refused | None:

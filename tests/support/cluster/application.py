@@ -21,6 +21,8 @@ from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.metrics.service import MetricsService
+from coordinator.models.hub_client import HubClient
+from coordinator.models.pull_controller import PullController
 from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
 from coordinator.state.access_admin import AccessAdmin, load_pepper
@@ -100,6 +102,8 @@ async def application(
             dispatcher = over.dispatcher
             over.limits = ring.get_limits
         conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
+        pulls = PullController(folder, HubClient(settings.hub), links.table.send, 1)
+        stack.callback(pulls.close)
         nodes = assemble_pool(
             store,
             GenerationFence(authority, store.meta.generation),
@@ -107,7 +111,7 @@ async def application(
             tokens,
             approvals,
             links,
-            ListenerFanout(dispatcher, conductor),
+            ListenerFanout(dispatcher, conductor, pulls),
             wall=time.time,
             on_superseded=superseded.append,
             enrollment_limit=limit,
@@ -136,6 +140,7 @@ async def application(
             dispatcher,
             loads,
             conductor,
+            pulls,
             facts,
             build_openapi_paths(),
             visitors,

@@ -14,6 +14,7 @@ from router.placement.candidate import ResourceDemand
 from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, Finished, GenerationParams, Logprob
+from wire.model_version import ModelVersion
 
 BROKEN = RequestFailure("node_lost", "gone")
 
@@ -141,7 +142,7 @@ def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
     for number, (ticket, node) in enumerate(zip(tickets, ("studio", "mini", "studio"), strict=True)):
         for attempt in range(number + 1):
             send(ticket, node, attempt + 1)
-        ticket.set_fingerprint(f"tiny-{number}")
+        ticket.set_version(ModelVersion(f"tiny-{number}"))
     assert (joined.node_name, joined.attempts, joined.fingerprint) == ("studio,mini", 6, "tiny-0")
     assert joined.rates == (RateState("tokens", 1000, 700, 6.0),)
     assert joined.demand is tickets[0].demand

@@ -19,6 +19,7 @@ from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
 from wire.frames import Admitted, GenerationParams, Message
 from wire.identity import NodeId
+from wire.model_version import ModelVersion, VersionGrade
 from wire.report import EngineState, Model
 
 LONG = "a sentence that is long enough to be worth remembering where it was read. " * 40
@@ -35,7 +36,34 @@ def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> Nod
 
 
 def identity(*nodes: NodeView) -> str:
-    return ClusterView(nodes).identify("tiny").fingerprint
+    return ClusterView(nodes).identify("tiny").version.fingerprint
+
+
+def version(*nodes: NodeView) -> ModelVersion:
+    return ClusterView(nodes).identify("tiny").version
+
+
+def test_identify_separates_models_with_equal_samples_and_other_content():
+    three = node("a", "x", content="1"), node("b", "x", content="2"), node("c", "x", content="2")
+    assert version(*three) == ("x", "2")
+    assert ClusterView(three).conflicts == ["tiny"]
+    assert dict(ClusterView(three).identify("tiny").holders) == {("x", "1"): 1, ("x", "2"): 2}
+
+
+def test_identify_counts_unhashed_files_for_the_version_with_the_same_samples():
+    found = node("a", "x"), node("b", "x", content="1"), node("c", "y", content="2")
+    assert dict(ClusterView(found).identify("tiny").holders) == {("x", "1"): 2, ("y", "2"): 1}
+    assert version(*found) == ("x", "1")
+    assert ClusterView(found[:2]).conflicts == [], "files that are not hashed yet are no conflict"
+    assert version(node("a", "x"), node("b", "x")) == ("x", "")
+
+
+def test_compare_needs_equal_content_or_equal_samples_where_a_file_is_not_hashed():
+    hashed = ModelVersion("x", "1")
+    assert hashed.compare(ModelVersion("x", "1")) is VersionGrade.CONTENT
+    assert hashed.compare(ModelVersion("x")) is ModelVersion("x").compare(hashed) is VersionGrade.SAMPLED
+    assert hashed.compare(ModelVersion("x", "2")) is VersionGrade.DIFFERS
+    assert hashed.compare(ModelVersion("y")) is VersionGrade.DIFFERS
 
 
 def test_the_model_that_most_members_hold_is_served():
@@ -65,7 +93,7 @@ def test_sleep_changes_nothing_until_no_node_can_serve_it():
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from(["ready", "asleep"])), min_size=1, max_size=5))
 def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list[tuple[str, str]]):
     nodes = [node(str(at), *one) for at, one in enumerate(held)]
-    chosen = {ClusterView(tuple(order)).identify("tiny").fingerprint for order in itertools.permutations(nodes)}
+    chosen = {ClusterView(tuple(order)).identify("tiny").version.fingerprint for order in itertools.permutations(nodes)}
     assert len(chosen) == 1
     assert chosen < {one for one, _ in held} | {""}
     able = {one for one, state in held if state == "ready"}
@@ -98,6 +126,25 @@ async def test_new_requests_go_to_one_model_only(three: Cluster):
     assert other.why == "its tiny is another model: fingerprint another, not fingerprint tiny-1"
     for ticket in tickets:
         three.dispatcher.close(ticket)
+
+
+async def test_requests_and_resumed_answers_keep_to_one_content_of_equal_samples():
+    three = Cluster(A, B, C)
+    models(three, a=a_model(content="1"), b=a_model(content="2", prefill_speed=9000.0), c=a_model(content="1"))
+    ticket = three.submit()
+    say(three, 1)
+    taken(ticket)
+    lose(three)
+    assert {node for node, _ in three.generates()} == {A, C}
+    assert [frame.content for _, frame in three.generates()] == ["", "1"]
+    placement = three.dispatcher.placer.preview(ResourceDemand("tiny", prompt_bytes=64))
+    assert isinstance(placement, Placement)
+    (other,) = (one for one in placement.candidates if one.node == B)
+    assert other.why == (
+        "its tiny is another model: fingerprint tiny-1 and content 2, not fingerprint tiny-1 and content 1"
+    )
+    three.dispatcher.close(ticket)
+    three.dispatcher.shutdown()
 
 
 async def test_an_order_to_load_goes_to_the_model_that_is_served():

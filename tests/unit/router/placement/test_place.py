@@ -35,6 +35,7 @@ from wire.capacity.arithmetic import (
     judge,
 )
 from wire.identity import NodeId
+from wire.model_version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.report import BatchGroup, EngineState, Memory, Model, Sharing
 from wire.units import GIB, MIB
@@ -271,9 +272,9 @@ def test_a_node_that_makes_room_takes_no_new_request_for_what_is_in_the_way(
 
 
 TRIED = [
-    (AttemptHistory(fingerprint="tiny-1"), "", None),
+    (AttemptHistory(version=ModelVersion("tiny-1")), "", None),
     (
-        AttemptHistory(fingerprint="another one"),
+        AttemptHistory(version=ModelVersion("another one")),
         "its tiny is another model: fingerprint tiny-1, not fingerprint another ",
         RefusalCode.NOT_READY,
     ),
@@ -300,7 +301,7 @@ def test_what_a_request_has_met_rules_a_node_out(trials: AttemptHistory, reason:
 
 def test_a_model_without_a_fingerprint_is_not_the_one_that_began_an_answer():
     unknown = node("a", None, a_model(fingerprint=""))
-    found = decide(unknown, trials=AttemptHistory(fingerprint="tiny-1"))
+    found = decide(unknown, trials=AttemptHistory(version=ModelVersion("tiny-1")))
     assert why(found, "a") == "its tiny is another model: fingerprint unknown, not fingerprint tiny-1"
 
 

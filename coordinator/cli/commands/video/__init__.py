@@ -1,0 +1,1 @@
+"""Commands of `cluster video`: videos, and the machines that generate them."""

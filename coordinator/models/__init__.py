@@ -1,0 +1,1 @@
+"""Models of the pool on disks: pulls, verification, removal and wished replicas."""

@@ -1,0 +1,256 @@
+"""Controller of pulls: feeds events into their state machines and performs the actions, on the coordinator's loop.
+
+`pull_state` makes all decisions. A pull survives restarts of the coordinator (`PullRecords`) and of nodes, which keep
+the received pieces on their disks.
+"""
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import structlog
+
+from coordinator.models.hub_client import HubClient, TokenFileError
+from coordinator.models.model_orders import ModelOrders
+from coordinator.models.pull_records import MAX_ENDED_RECORDS, PullRecord, PullRecords
+from coordinator.models.pull_state import find_deadline, restore_pull, step
+from coordinator.models.pull_values import (
+    ENDED,
+    Action,
+    Event,
+    NodeLinked,
+    NodePull,
+    NodeUnlinked,
+    OrderEnded,
+    OrderProgressed,
+    PullCancelled,
+    PullNodeRemoved,
+    PullState,
+    SendCancel,
+    SendPull,
+    SendServe,
+    StorePull,
+    TimePassed,
+)
+from router.placement.cluster_view import ClusterView
+from wire.frames import (
+    CancelModelOrder,
+    Frame,
+    ModelOrderCode,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    PullModel,
+    ServeModel,
+)
+from wire.identity import NodeId
+from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.node_state import LINKED
+
+MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
+MAX_OPEN_PULLS = 16
+PULL_BITS = 20
+"""Bits of an order number that count within one pull."""
+
+log = structlog.get_logger("coordinator.models.pull_controller")
+
+
+class TooManyPullsError(Exception):
+    """`MAX_OPEN_PULLS` pulls are open."""
+
+
+class PullController:
+    """Controller of all pulls, and of the other orders about model files (`orders`).
+
+    `send` sends a frame to a node and returns False if the node is not linked. `epoch` is that of the coordinator, and
+    makes order numbers unique. `wall` returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        state: Path,
+        hub: HubClient,
+        send: Callable[[NodeId, Frame], bool],
+        epoch: int,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.hub = hub
+        self._send = send
+        self._wall = wall
+        self._loop = asyncio.get_running_loop()
+        self._records = PullRecords(state)
+        self._bases = (epoch << 40 | number << PULL_BITS for number in itertools.count(1))
+        counter = itertools.count(1)
+        self.orders = ModelOrders(send, lambda: epoch << 40 | next(counter))
+        self._links: dict[NodeId, int] = {}
+        self._tokens: dict[int, str] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.pulls: dict[str, PullRecord] = {}
+        """All pulls by id, the oldest first."""
+        for record in self._records.load():
+            restored = record if record.ended else record.set_state(self._restore(record.state), wall())
+            self.pulls[record.id] = restored
+
+    def _restore(self, state: PullState) -> PullState:
+        return restore_pull(state, next(self._bases))
+
+    def close(self) -> None:
+        """Stop the controller. Downloads continue on their nodes."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # -- commands of administrators ---------------------------------------------------------
+
+    def start_pull(self, manifest: ModelManifest, nodes: Sequence[NodeId], actor: str) -> PullRecord:
+        """Start a pull on nodes, the first of which downloads from the hub. Return its record, which is on the disk.
+
+        An open pull of the same commit to the same nodes is returned instead. Raise TooManyPullsError, or OSError if
+        the record cannot be written.
+        """
+        opened = [record for record in self.pulls.values() if record.ended is None]
+        same = next((one for one in opened if one.manifest == manifest and set(one.state.nodes) >= set(nodes)), None)
+        if same is not None:
+            return same
+        if len(opened) >= MAX_OPEN_PULLS:
+            raise TooManyPullsError(f"{MAX_OPEN_PULLS} pulls are open, which is the limit: wait for one to end")
+        state = PullState({node: NodePull() for node in nodes}, next(self._bases))
+        record = PullRecord(
+            id=f"pull-{secrets.token_hex(6)}", manifest=manifest, state=state, started=self._wall(), actor=actor
+        )
+        self._records.store(record)
+        self.pulls[record.id] = record
+        self._delete_old_records()
+        log.info("pull started", pull=record.id, repo=manifest.repo, commit=manifest.commit, nodes=len(nodes))
+        for node in nodes:
+            if node in self._links:
+                self._apply(record.id, NodeLinked(node))
+        return self.pulls[record.id]
+
+    def cancel_pull(self, pull: str) -> bool:
+        """Cancel a pull. Received pieces stay on the disks. Return False if there is no open pull of this id."""
+        record = self.pulls.get(pull)
+        if record is None or record.ended is not None:
+            return False
+        self._apply(pull, PullCancelled())
+        return True
+
+    def _delete_old_records(self) -> None:
+        ended = [record.id for record in self.pulls.values() if record.ended is not None]
+        for pull in ended[:-MAX_ENDED_RECORDS]:
+            del self.pulls[pull]
+            self._records.delete(pull)
+
+    # -- events of nodes --------------------------------------------------------------------
+
+    def apply_view(self, view: ClusterView) -> None:
+        """Compare the links of the nodes with the last view, and apply the changes to the open pulls."""
+        links = {node.id: node.epoch for node in view.nodes if node.state in LINKED}
+        if links == self._links:
+            return
+        before, self._links = self._links, links
+        for node in before.keys() - links.keys():
+            self._apply_to_open_pulls(node, NodeUnlinked(node))
+        for node, epoch in links.items():
+            if before.get(node) != epoch:
+                self._apply_to_open_pulls(node, NodeLinked(node))
+
+    def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
+        """Handle a frame of a node about an order. Frames about unknown orders are ignored."""
+        event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
+        self.orders.handle_frame(node, frame)
+        self._apply_to_open_pulls(node, event)
+
+    def handle_lost_node(self, node: NodeId) -> None:
+        """End the awaited orders of a node whose link is lost."""
+        self.orders.handle_lost_node(node)
+
+    def remove_node(self, node: NodeId) -> None:
+        """End the pulls of a node that is no longer a member."""
+        self._links.pop(node, None)
+        self._apply_to_open_pulls(node, PullNodeRemoved(node))
+
+    def _apply_to_open_pulls(self, node: NodeId, event: Event) -> None:
+        for pull, record in list(self.pulls.items()):
+            if record.ended is None and node in record.state.nodes:
+                self._apply(pull, event)
+
+    # -- state machine ----------------------------------------------------------------------
+
+    def _apply(self, pull: str, event: Event) -> None:
+        before = self.pulls[pull]
+        state, actions = step(before.state, event, self._loop.time())
+        record = self.pulls[pull] = before.set_state(state, self._wall())
+        self._log_changes(before, record)
+        for action in actions:
+            self._perform(record, action)
+        self._schedule()
+
+    def _log_changes(self, before: PullRecord, after: PullRecord) -> None:
+        for name, node in after.state.nodes.items():
+            former = before.state.nodes[name]
+            if node.stage in ENDED and former.stage not in ENDED:
+                log.info(
+                    "pull ended",
+                    pull=after.id,
+                    repo=after.manifest.repo,
+                    node=name,
+                    stage=str(node.stage),
+                    fetched=node.fetched,
+                    why=node.message,
+                )
+            elif node.message and node.message != former.message:
+                log.warning("pull delayed", pull=after.id, repo=after.manifest.repo, node=name, why=node.message)
+
+    def _perform(self, record: PullRecord, action: Action) -> None:
+        match action:
+            case SendPull():
+                self._send_pull(record.manifest, action)
+            case SendServe():
+                token = self._tokens[action.order] = secrets.token_urlsafe(32)
+                self._send(action.node, ServeModel(action.order, record.manifest, token))
+            case SendCancel():
+                self._tokens.pop(action.order, None)
+                self._send(action.node, CancelModelOrder(action.order))
+            case StorePull():
+                self._store(record)
+
+    def _send_pull(self, manifest: ModelManifest, action: SendPull) -> None:
+        try:
+            sources = self._build_sources(action)
+        except TokenFileError as error:
+            ended = ModelOrderEnded(action.order, ModelOrderCode.GATED, str(error))
+            self._loop.call_soon(self._apply_to_open_pulls, action.node, OrderEnded(action.node, ended))
+            return
+        self._send(action.node, PullModel(action.order, manifest, sources))
+
+    def _build_sources(self, action: SendPull) -> tuple[ModelSource, ...]:
+        """Return the sources of an order. Raise TokenFileError if the token of the hub cannot be read."""
+        mirror = action.mirror
+        if mirror is None:
+            return (ModelSource(SourceKind.HUB, self.hub.endpoint, self.hub.read_token()),)
+        token = self._tokens.get(mirror.order, "")
+        return tuple(ModelSource(SourceKind.MIRROR, url, token, mirror.node) for url in mirror.addresses)
+
+    def _store(self, record: PullRecord) -> None:
+        try:
+            self._records.store(record)
+        except OSError as error:
+            log.warning("pull not stored", pull=record.id, why=str(error))
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        deadlines = [find_deadline(record.state) for record in self.pulls.values() if record.ended is None]
+        due = min((deadline for deadline in deadlines if deadline is not None), default=None)
+        self._timer = None if due is None else self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        for pull, record in list(self.pulls.items()):
+            due = find_deadline(record.state) if record.ended is None else None
+            if due is not None and due <= now:
+                self._apply(pull, TimePassed())
+        self._schedule()

@@ -1,0 +1,124 @@
+"""Plan of a pull: the nodes that get a model, and the reason for every node that does not. Pure."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.capacity.arithmetic import compute_max_context, compute_most_bytes, estimate_alone_bytes
+from wire.identity import NodeId
+from wire.node_state import LINKED, NodeState
+from wire.report import Model
+from wire.units import GIB, show_size
+
+MIN_CONTEXT_TOKENS = 4096
+"""Minimum context, in tokens, that a node must have room for, to be chosen for a pull."""
+MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
+"""Disk space that stays free: a share of the disk, at most these bytes. As in `node.hub.disk_space`."""
+
+
+class NodeSelection(StrEnum):
+    """Selection of the nodes of a pull."""
+
+    NAMED = "named"
+    """Exactly the named nodes."""
+    ALL = "all"
+    """Every member that has room on its disk and in its memory, also members that are away now."""
+    AUTO = "auto"
+    """Every linked member that has room on its disk and in its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """One node in the plan of a pull. Sizes are bytes."""
+
+    node: NodeId
+    name: str
+    state: str
+    is_chosen: bool
+    has_model: bool
+    """Whether the node has a model of this name, at any revision."""
+    free: int
+    """Free bytes of the disk; 0 if unknown."""
+    context: int
+    """Longest row in tokens that fits into the memory of the idle node; 0 if none does."""
+    reason: str
+    """Why the node is not chosen, or a warning about a chosen node; empty without one."""
+
+    def to_row(self) -> dict[str, object]:
+        """Return the plan as a row of the API."""
+        return {
+            "id": self.node,
+            "name": self.name,
+            "state": self.state,
+            "chosen": self.is_chosen,
+            "has_model": self.has_model,
+            "disk_free": self.free,
+            "max_context": self.context,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PullPlan:
+    """Plan of a pull."""
+
+    nodes: tuple[NodePlan, ...]
+
+    @property
+    def chosen(self) -> tuple[NodeId, ...]:
+        """Nodes that get the model, first those that have a model of this name and may have the files."""
+        return tuple(one.node for one in sorted(self.nodes, key=lambda one: not one.has_model) if one.is_chosen)
+
+    def explain(self) -> str:
+        """Return why no node is chosen, with the reason of each node."""
+        reasons = "; ".join(f"{one.name}: {one.reason}" for one in self.nodes if one.reason)
+        return f"no node can get the model: {reasons or 'the pool has no nodes'}"
+
+
+def plan_pull(
+    view: ClusterView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId] = ()
+) -> PullPlan:
+    """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take."""
+    nodes = [node for node in view.nodes if node.state not in (NodeState.LEFT, NodeState.JOINING)]
+    return PullPlan(tuple(_plan_node(node, model, size, selection, named) for node in nodes))
+
+
+def _plan_node(
+    node: NodeView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId]
+) -> NodePlan:
+    context = compute_max_context(node.memory, model)
+    has_model = model.name in node.models and not node.models[model.name].cause
+    away = "" if node.state in LINKED else f"is {node.state}, and starts the pull when it is back"
+    outdated = "its version of Macpool cannot pull models: update it" if not away and not node.disk.total else ""
+    disk = "" if has_model else _explain_disk(node, size)
+    memory = _explain_memory(node, model, context)
+    match selection:
+        case NodeSelection.NAMED:
+            chosen = node.id in named and not (outdated or disk)
+            reason = (outdated or disk or memory or away) if node.id in named else "was not named"
+        case NodeSelection.ALL:
+            chosen = not (outdated or disk or memory)
+            reason = outdated or disk or memory or away
+        case NodeSelection.AUTO:
+            chosen = not (outdated or disk or memory or away)
+            reason = outdated or disk or memory or (f"is {node.state}" if away else "")
+    return NodePlan(node.id, node.name, str(node.state), chosen, has_model, node.disk.free, context, reason)
+
+
+def _explain_disk(node: NodeView, size: int) -> str:
+    """Return why the disk of a node has no room for `size` bytes; empty if it has, or if its size is unknown."""
+    disk = node.disk
+    reserve = min(MAX_RESERVE_BYTES, int(disk.total * RESERVE_SHARE))
+    if not disk.total or size <= disk.free - reserve:
+        return ""
+    return f"needs {show_size(size)} of disk, has {show_size(disk.free)} free and keeps {show_size(reserve)}"
+
+
+def _explain_memory(node: NodeView, model: Model, context: int) -> str:
+    """Return why the memory of a node has no room for the model; empty if it has, or if its cap is unknown."""
+    wanted = min(MIN_CONTEXT_TOKENS, model.context)
+    if context >= wanted or not node.memory.cap:
+        return ""
+    needed, room = estimate_alone_bytes(model, max(0, wanted - 1), 1), compute_most_bytes(node.memory)
+    return f"needs {show_size(needed)} of memory with {wanted} tokens, has {show_size(room)} below its cap"

@@ -1,0 +1,67 @@
+"""Records of pulls on the disk of the coordinator, one private JSON file each, in STATE/pulls."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from coordinator.models.pull_values import PullState
+from host.private_files import create_private_folder, write_private
+from wire.model_files import ModelManifest
+
+MAX_ENDED_RECORDS = 50
+"""Ended pulls that are kept."""
+_ID = re.compile(r"pull-[0-9a-f]{12}")
+
+log = structlog.get_logger("coordinator.models.pull_records")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullRecord:
+    """A pull: its manifest, its origin and its state. Times are in Unix seconds."""
+
+    id: str
+    manifest: ModelManifest
+    state: PullState
+    started: float
+    ended: float | None = None
+    """None while the pull is open."""
+    actor: str = ""
+    """API key that started the pull, as in the audit log."""
+
+    def set_state(self, state: PullState, now: float) -> "PullRecord":
+        """Return the record with another state, and with its end if the state is the first ended one."""
+        return replace(self, state=state, ended=self.ended or (now if state.has_ended else None))
+
+
+class PullRecords:
+    """Records in the folder `pulls` of a state folder, which is created at the first write."""
+
+    def __init__(self, state: Path) -> None:
+        self._folder = state / "pulls"
+
+    def load(self) -> list[PullRecord]:
+        """Return the stored pulls, the oldest first. A file that cannot be read is logged and left out."""
+        found: list[PullRecord] = []
+        for file in sorted(self._folder.glob("*.json")) if self._folder.exists() else ():
+            try:
+                found.append(msgspec.json.decode(file.read_bytes(), type=PullRecord))
+            except (OSError, msgspec.DecodeError) as error:
+                log.warning("pull record unreadable", file=str(file), why=str(error)[:200])
+        return sorted(found, key=lambda record: (record.started, record.id))
+
+    def store(self, record: PullRecord) -> None:
+        """Write a record. Raise OSError on failure."""
+        create_private_folder(self._folder)
+        write_private(self._get_file(record.id), msgspec.json.encode(record))
+
+    def delete(self, pull: str) -> None:
+        """Delete a record. Do nothing if there is none."""
+        self._get_file(pull).unlink(missing_ok=True)
+
+    def _get_file(self, pull: str) -> Path:
+        if _ID.fullmatch(pull) is None:
+            raise ValueError(f"{pull!r} is not the id of a pull")
+        return self._folder / f"{pull}.json"

@@ -1,0 +1,215 @@
+"""Values, events and actions of the state machine of a pull (`pull_state`). Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from wire.frames import ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
+from wire.identity import NodeId
+from wire.model_files import SourceKind
+from wire.state_machine import InvariantError
+
+
+class PullStage(StrEnum):
+    """Stage of a pull on one node."""
+
+    WAITING = "waiting"
+    PULLING = "pulling"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = frozenset({PullStage.COMPLETED, PullStage.FAILED, PullStage.CANCELLED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePull:
+    """Pull on one node. Times are seconds of the controller's clock, sizes are bytes."""
+
+    stage: PullStage = PullStage.WAITING
+    order: int = 0
+    """Number of the newest order; 0 before the first."""
+    source: SourceKind = SourceKind.HUB
+    """Source of the newest order."""
+    is_linked: bool = False
+    unlinked_at: float = 0.0
+    """Time at which the link was lost."""
+    phase: str = ""
+    """Phase that the node reported last."""
+    done: int = 0
+    """Bytes on the disk."""
+    total: int = 0
+    speed: float = 0.0
+    """Bytes per second."""
+    fetched: int = 0
+    """Bytes received over the network, in all orders."""
+    earlier: int = 0
+    """Part of `fetched` that belongs to earlier orders."""
+    retries: int = 0
+    """Retries since the last progress."""
+    retry_at: float = 0.0
+    """Time before which no order is sent; 0 if an order may be sent now."""
+    rejects_mirror: bool = False
+    """Whether a mirror failed for this node. The node then gets the files from the hub."""
+    code: str = ""
+    """Code of the newest end of an order."""
+    message: str = ""
+    """Fault with the next step; empty without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """Mirror of a pull: the node that serves the files to the remaining nodes."""
+
+    node: NodeId
+    order: int
+    begun: float
+    addresses: tuple[str, ...] = ()
+    """URLs at which the mirror listens; empty until the node has opened it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullState:
+    """State of a pull."""
+
+    nodes: Mapping[NodeId, NodePull]
+    """Nodes of the pull, in the order in which they are chosen to download from the hub."""
+    next_order: int
+    """Number of the next order."""
+    mirror: Mirror | None = None
+    no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
+    """Nodes that could not open a mirror."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the pull has ended on every node."""
+        return all(node.stage in ENDED for node in self.nodes.values())
+
+    def check(self) -> None:
+        """Raise `InvariantError` if two values contradict each other."""
+        orders = [node.order for node in self.nodes.values() if node.order]
+        orders += [self.mirror.order] if self.mirror else []
+        wrong = [
+            "an order number twice" * (len(orders) != len(set(orders))),
+            "an order number from the future" * any(order >= self.next_order for order in orders),
+            "pulling without an order" * any(is_pulling(one) and not one.order for one in self.nodes.values()),
+            "a mirror after the end" * (self.has_ended and self.mirror is not None),
+            "a mirror without files" * (self.mirror is not None and not has_files(self.nodes[self.mirror.node])),
+            "two nodes download from the hub although a mirror is possible"
+            * (len([one for one in self.nodes.values() if is_downloading(one) and not one.rejects_mirror]) > 1)
+            * (not self.no_mirror),
+        ]
+        if any(wrong):
+            raise InvariantError(f"{', '.join(filter(None, wrong))}: {self}")
+
+
+def is_pulling(node: NodePull) -> bool:
+    """Return whether a node has an order to get the files."""
+    return node.stage is PullStage.PULLING
+
+
+def is_downloading(node: NodePull) -> bool:
+    """Return whether a node gets the files from the hub."""
+    return is_pulling(node) and node.source is SourceKind.HUB
+
+
+def has_files(node: NodePull) -> bool:
+    """Return whether a node can serve: it has all files, or downloads them from the hub.
+
+    A node that follows a mirror never serves: two nodes could wait for each other.
+    """
+    return node.stage is PullStage.COMPLETED or (
+        is_downloading(node) and node.phase in (ModelOrderPhase.DOWNLOADING, ModelOrderPhase.VERIFYING)
+    )
+
+
+# events
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLinked:
+    """Event: a node has a link, also a new one in place of the former."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUnlinked:
+    """Event: the link of a node is lost."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class PullNodeRemoved:
+    """Event: a node is no member any more."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class OrderProgressed:
+    """Event: a node reported progress of an order."""
+
+    node: NodeId
+    frame: ModelOrderProgress
+
+
+@dataclass(frozen=True, slots=True)
+class OrderEnded:
+    """Event: an order of a node has ended."""
+
+    node: NodeId
+    frame: ModelOrderEnded
+
+
+@dataclass(frozen=True, slots=True)
+class PullCancelled:
+    """Event: an administrator cancels the pull."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Event: a time of `find_deadline` has come."""
+
+
+Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
+
+
+# actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendPull:
+    """Action: send PullModel to a node with the source `source`; from `mirror` if that is a mirror."""
+
+    node: NodeId
+    order: int
+    source: SourceKind
+    mirror: Mirror | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SendServe:
+    """Action: send ServeModel to a node."""
+
+    node: NodeId
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    """Action: send CancelModelOrder to a node."""
+
+    node: NodeId
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorePull:
+    """Action: write the pull to the disk."""
+
+
+Action = SendPull | SendServe | SendCancel | StorePull
+Step = tuple[PullState, tuple[Action, ...]]

@@ -1,0 +1,83 @@
+"""Query for a repository on the hub: messages between the coordinator and its child `node.hub.query`, as JSON."""
+
+import msgspec
+
+from wire.model_files import ModelManifest
+from wire.report import KvParameters, Model, TransientModel
+
+QUERY_TIMEOUT_SECONDS = 60.0
+
+
+class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query for a repository."""
+
+    endpoint: str
+    """Base URL of the hub."""
+    repo: str
+    token: str = ""
+    revision: str = ""
+    """Branch, tag or commit; empty for `main`."""
+    timeout_seconds: float = QUERY_TIMEOUT_SECONDS
+
+
+class SkippedFile(msgspec.Struct, frozen=True):
+    """File of a repository that serving does not need."""
+
+    path: str
+    size: int
+
+
+class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
+    """Properties of a model that is not downloaded. Sizes are bytes."""
+
+    architecture: str = ""
+    """`model_type` of its config."""
+    quantization: str = ""
+    """Quantization of its weights, such as `4-bit`, or else the type of its numbers."""
+    weights: int = 0
+    """Bytes of its tensors once loaded."""
+    stored: int = 0
+    """Bytes of its tensors on the disk."""
+    context: int = 0
+    """Maximum tokens of a row."""
+    kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
+    """Parameters of the bytes of a row."""
+    transient: TransientModel = msgspec.field(default_factory=TransientModel)
+    """Coefficients of the transient bytes of a forward."""
+    cause: str = ""
+    """Why it cannot be served; empty if it can."""
+
+    def to_model(self, name: str) -> Model:
+        """Return the prediction as the model of a report, for the memory arithmetic."""
+        return Model(
+            name=name,
+            weights=self.weights,
+            kv_per_token=self.kv.per_token,
+            kv_step=self.kv.step,
+            kv_fixed=self.kv.fixed,
+            kv_window=self.kv.window,
+            kv_window_per_token=self.kv.window_per_token,
+            kv_waste=self.kv.waste,
+            context=self.context,
+            forward=self.transient,
+        )
+
+
+class HubAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
+    """Answer to a query."""
+
+    manifest: ModelManifest
+    """Files that serving needs, at the commit of the revision."""
+    model: ModelPrediction
+    skipped: tuple[SkippedFile, ...] = ()
+
+
+class HubRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+    """Answer to a query that failed."""
+
+    code: str
+    """A `wire.frames.ModelOrderCode`."""
+    message: str
+    """One sentence with the next step, without secrets."""
+    retry_after: float = 0.0
+    """Minimum seconds before the next try; 0 if unknown."""

@@ -1,0 +1,40 @@
+"""Version of a model: the identity of its files, by samples of every tensor, and by their whole content once hashed.
+
+Two nodes have the same model if their content hashes are equal, or, where one of them has none yet, if their samples
+are equal. The grades of that statement are `VersionGrade`.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class VersionGrade(StrEnum):
+    """Grade of the identity of two versions."""
+
+    CONTENT = "content"
+    """All bytes of the files are equal."""
+    SAMPLED = "sampled"
+    """Configuration, tokenizer, headers and samples of every tensor are equal; not all files are hashed yet."""
+    DIFFERS = "differs"
+
+
+class ModelVersion(NamedTuple):
+    """Version of a model on one node."""
+
+    fingerprint: str = ""
+    """Hash of headers and samples; empty if unknown."""
+    content: str = ""
+    """Hash of the content of all files; empty until the files are hashed."""
+
+    def is_same(self, other: "ModelVersion") -> bool:
+        """Return whether both versions are the same model, as far as both are known."""
+        return self.compare(other) is not VersionGrade.DIFFERS
+
+    def compare(self, other: "ModelVersion") -> VersionGrade:
+        """Return the grade at which both versions are the same model."""
+        if self.content and other.content:
+            return VersionGrade.CONTENT if self.content == other.content else VersionGrade.DIFFERS
+        return VersionGrade.SAMPLED if self.fingerprint == other.fingerprint else VersionGrade.DIFFERS
+
+
+UNKNOWN_VERSION = ModelVersion()
