@@ -37,9 +37,9 @@ class ModelPlace:
 def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, str]) -> ModelPlace:
     """Return the place of a model: the first one with this name, in the order of the catalogue.
 
-    A repository of the cache is found without a complete snapshot, too. Raise ModelFileError if there is none.
+    A repository of the cache is also found without a complete snapshot. Raise ModelFileError if there is none.
     """
-    for top in map(_expand, settings.folders):
+    for top in (Path(folder).expanduser() for folder in settings.folders):
         for found, folder in find_model_folders(top):
             if found == name:
                 return ModelPlace(name, folder, top)
@@ -109,7 +109,3 @@ def _list_stats(folder: Path) -> Iterator[os.stat_result]:
     for parent, _, names in os.walk(folder):
         for name in names:
             yield os.lstat(os.path.join(parent, name))
-
-
-def _expand(folder: str) -> Path:
-    return Path(folder).expanduser()

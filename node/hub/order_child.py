@@ -60,7 +60,7 @@ class OrderChild:
         assert process.stdout is not None  # noqa: S101  a pipe
         assert process.stderr is not None  # noqa: S101  a pipe
         if self._cancelled:
-            self._terminate()
+            self._send_sigterm()
         errors = asyncio.ensure_future(_read_tail(process.stderr))
         try:
             with suppress(ConnectionError):
@@ -81,9 +81,9 @@ class OrderChild:
         """Ask the child to end; kill the child after TERMINATE_TIMEOUT_SECONDS. `run` returns its end."""
         self._cancelled = True
         if self._process is not None and self._killer is None:
-            self._terminate()
+            self._send_sigterm()
 
-    def _terminate(self) -> None:
+    def _send_sigterm(self) -> None:
         self._signal(signal.SIGTERM)
         loop = asyncio.get_running_loop()
         self._killer = loop.call_later(TERMINATE_TIMEOUT_SECONDS, self._signal, signal.SIGKILL)

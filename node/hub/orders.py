@@ -156,9 +156,9 @@ class ModelOrders:
             raise ModelFileError(ModelOrderCode.IN_USE, f"{why}: try again later")
         match order:
             case PullModel():
-                self._pull(order)
+                self._start_pull(order)
             case ServeModel():
-                self._serve(order, link)
+                self._start_mirror(order, link)
             case VerifyModel():
                 self._check_name(order.model)
                 self._start(_RunningOrder({order.order}, order.model), self._verify)
@@ -178,7 +178,7 @@ class ModelOrders:
         if any(running.key == name for running in self._running):
             raise ModelFileError(ModelOrderCode.IN_USE, f"another order works on {name}: cancel it or wait for its end")
 
-    def _pull(self, order: PullModel) -> None:
+    def _start_pull(self, order: PullModel) -> None:
         manifest = order.manifest
         fault = find_manifest_fault(manifest)
         if not self._settings.use_huggingface_cache:
@@ -203,7 +203,7 @@ class ModelOrders:
         log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.url for one in order.sources])
         self._start_child(_RunningOrder({order.order}, manifest.repo, manifest.commit), _DOWNLOADER, message)
 
-    def _serve(self, order: ServeModel, link: CoordinatorLink) -> None:
+    def _start_mirror(self, order: ServeModel, link: CoordinatorLink) -> None:
         fault = find_manifest_fault(order.manifest)
         if fault or not order.token:
             raise ModelFileError(ModelOrderCode.INVALID, fault or "a mirror needs a token")
@@ -240,7 +240,7 @@ class ModelOrders:
         running.task = asyncio.get_running_loop().create_task(self._run(running, work(running)))
 
     async def _run(self, running: _RunningOrder, work: Coroutine[object, object, ChildEnd]) -> None:
-        """Perform an order to its end, whatever happens."""
+        """Perform an order and send its end, also after an unexpected error."""
         end = build_end(ModelOrderCode.FAILED, "the order failed: see the node's log")
         try:
             end = await work

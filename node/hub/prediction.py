@@ -6,37 +6,14 @@ size, whose tensors read as zeros. The catalogue describes that folder as it wil
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
-
-import msgspec
+from typing import Any
 
 from node.hub.supported_models import find_unsupported
 from node.models.catalogue import describe_folder
 from node.models.folders import MODEL, has_gguf
 from node.models.weight_files import parse_json_object
+from wire.hub_query import ModelPrediction
 from wire.model_files import ModelManifest
-from wire.report import KvParameters, TransientModel
-
-
-class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a model that is not downloaded. Sizes are bytes."""
-
-    architecture: str = ""
-    """`model_type` of its config."""
-    quantization: str = ""
-    """Quantization of its weights, such as `4-bit`, or else the type of its numbers."""
-    weights: int = 0
-    """Bytes of its tensors once loaded."""
-    stored: int = 0
-    """Bytes of its tensors on the disk."""
-    context: int = 0
-    """Maximum tokens of a row."""
-    kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
-    """Parameters of the bytes of a row."""
-    transient: TransientModel = msgspec.field(default_factory=TransientModel)
-    """Coefficients of the transient bytes of a forward."""
-    cause: str = ""
-    """Why it cannot be served; empty if it can."""
 
 
 def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: list[str]) -> ModelPrediction:
@@ -49,12 +26,11 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
     if MODEL not in names:
         return ModelPrediction(cause=_explain_missing_config(all_names))
     found = describe_folder(name, folder)
-    config = _read_config(folder)
-    architecture, quantization = str(config.get("model_type", "")), describe_quantization(config)
+    config = _read_json(folder / MODEL)
+    architecture = str(config.get("model_type", ""))
     if found is None:
         return ModelPrediction(
             architecture=architecture,
-            quantization=quantization,
             cause="it is not a text model: its config.json names no causal language model",
         )
     cause = _find_code_cause(folder, config, names)
@@ -62,7 +38,7 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
         cause = _explain_missing_weights(all_names)
     return ModelPrediction(
         architecture=architecture,
-        quantization=quantization,
+        quantization=found.quantization,
         weights=found.weights,
         stored=found.stored,
         context=found.context,
@@ -97,21 +73,6 @@ def _find_code_cause(folder: Path, config: Mapping[str, Any], names: set[str]) -
     if "auto_map" in tokenizer and "tokenizer.json" not in names:
         return "its tokenizer needs code from the repository (trust_remote_code), which is never run"
     return ""
-
-
-def describe_quantization(config: Mapping[str, Any]) -> str:
-    """Return the quantization of a config as text: `4-bit`, `fp8`, or the type of its numbers; empty if unknown."""
-    for key in ("quantization", "quantization_config"):
-        found = config.get(key)
-        if isinstance(found, dict):
-            method = cast("Mapping[str, Any]", found)
-            bits = method.get("bits")
-            return f"{bits}-bit" if isinstance(bits, int) else str(method.get("quant_method", ""))
-    return str(config.get("torch_dtype") or config.get("dtype") or "")
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    return _read_json(folder / MODEL)
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

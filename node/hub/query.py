@@ -20,15 +20,15 @@ import msgspec
 from node.hub.child_messages import ClusterFiles
 from node.hub.errors import ModelFileError, describe_refusal
 from node.hub.file_selection import is_weight_file, select_files
-from node.hub.prediction import ModelPrediction, predict_model
+from node.hub.prediction import predict_model
 from node.hub.retry_rules import compute_backoff, compute_retry_after
 from node.hub.source_client import SourceClient
 from node.hub.source_errors import SourceError, SourceLimited, SourceRefusal
 from node.models.weight_files import MAX_HEADER_BYTES
 from wire.frames.model_files import ModelOrderCode
+from wire.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
 from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind, find_manifest_fault, is_valid_repo
 
-QUERY_TIMEOUT_SECONDS = 60.0
 REQUEST_TIMEOUT_SECONDS = 20.0
 PARALLEL_REQUESTS = 8
 MAX_ATTEMPTS = 5
@@ -39,44 +39,6 @@ FIRST_HEADER_BYTES = 128 * 1024
 _READ_FIRST = ("config.json", "tokenizer_config.json", "model.safetensors.index.json")
 
 T = TypeVar("T")
-
-
-class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Question for a repository."""
-
-    endpoint: str
-    """Base URL of the hub."""
-    repo: str
-    token: str = ""
-    revision: str = ""
-    """Branch, tag or commit; empty for `main`."""
-    timeout_seconds: float = QUERY_TIMEOUT_SECONDS
-
-
-class SkippedFile(msgspec.Struct, frozen=True):
-    """File of a repository that serving does not need."""
-
-    path: str
-    size: int
-
-
-class HubAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a query."""
-
-    manifest: ModelManifest
-    """Files that serving needs, at the commit of the revision."""
-    model: ModelPrediction
-    skipped: tuple[SkippedFile, ...] = ()
-
-
-class HubRefusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a query that failed."""
-
-    code: str
-    """A `ModelOrderCode`."""
-    message: str
-    retry_after: float = 0.0
-    """Minimum seconds before the next try; 0 if unknown."""
 
 
 class RepositoryQuery:

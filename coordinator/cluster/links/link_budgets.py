@@ -73,9 +73,7 @@ class NodeBudgets:
         self._logged = LinkBudget("leases, goodbyes and ends of orders", LOGGED_PER_SECOND, LOGGED_BURST)
         self._progress = LinkBudget("reports of progress", PROGRESS_PER_SECOND, PROGRESS_BURST)
         self._renewals = LinkBudget("renewals", RENEWALS_PER_SECOND, RENEWALS_BURST)
-        self._links = LinkBudget("links", PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
-"""Limits for progress of model orders: 2 a second for each order."""
-LINKS_PER_SECOND, LINKS_BURST)
+        self._links = LinkBudget("links", LINKS_PER_SECOND, LINKS_BURST)
         self._queries = LinkBudget("queries", QUERIES_PER_SECOND, QUERIES_BURST)
 
     def charge_link(self, now: float) -> str:

@@ -135,10 +135,9 @@ def test_the_end_of_the_agent_ends_the_download(hub: Hub, tmp_path: Path):
     hub.faults.chunk_seconds = 0.5
     child = Child("node.hub.downloader", download_order(tmp_path, manifest, [hub_source(hub.url)]), tmp_path / "log")
     until(lambda: hub.requests, what="a request")
-    assert child.popen.stdin is not None
-    child.popen.stdin.close()
+    child.end_agent()
     assert child.popen.wait(10) == 0
-    child.popen.kill()
+    child.close()
 
 
 def test_a_flipped_bit_is_never_published(hub: Hub, tmp_path: Path):

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.hub.query import HubAnswer
 from node.models.catalogue import EMBEDDED, describe_folder
 from tests.support.hub import Answer, Hub, running_hub
 from tests.support.processes import ROOT, environment
+from wire.hub_query import HubAnswer
 
 pytestmark = pytest.mark.slow
 
