@@ -18,7 +18,7 @@ import structlog
 
 from coordinator.cluster.local_node import check_node_cluster
 from coordinator.http.listen import open_listener
-from coordinator.startup.background import announce_coordinator, start_local_node, start_periodic_tasks
+from coordinator.startup.background import announce_coordinator, start_local_node, start_periodic_tasks, start_wishes
 from coordinator.startup.cluster import start_cluster
 from coordinator.startup.endpoint import (
     MAX_OPEN_FILES,
@@ -102,6 +102,7 @@ async def _start_parts(
     create_local_key(state, access, endpoint, stack)
     await state.store.flush()
     start_periodic_tasks(state, access, cluster.dispatcher, endpoint.tls, stack)
+    start_wishes(cluster.wishes, stack)
     if settings.cluster.bonjour:
         announce_coordinator(options, state, cluster.port, stack)
     node_ready = await start_local_node(options, state, access, cluster, stack) if options.local_node else None

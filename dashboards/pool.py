@@ -196,6 +196,20 @@ MEMBERS = (
         ("rate(macpool_router_model_swaps_total[$__rate_interval])", "{{outcome}}"),
     ),
     create_line_panel(
+        "Wanted models",
+        "Replicas of each model with a wish: wanted now, and ready.",
+        COUNT,
+        ("macpool_wish_replicas_wanted", "{{model}} wanted"),
+        ("macpool_wish_replicas_ready", "{{model}} ready"),
+    ),
+    create_line_panel(
+        "Loads and unloads for wishes",
+        "Per second. Steady rates mean that requests and wishes compete for memory.",
+        PER_SECOND,
+        ("rate(macpool_wish_loads_total[$__rate_interval])", "load {{model}} {{outcome}}"),
+        ("rate(macpool_wish_unloads_total[$__rate_interval])", "unload {{model}} {{outcome}}"),
+    ),
+    create_line_panel(
         "Models that differ",
         "Number of different models under one name.",
         COUNT,

@@ -58,6 +58,7 @@ BROUGHT = {
 PERIODIC_SLEEPS = {
     "coordinator/alerts/evaluator.py": "the next look at what needs a person",
     "coordinator/alerts/webhook.py": "back-off before a message is sent again",
+    "coordinator/models/wish_runner.py": "the floor between two rounds, because reports arrive more often",
     "coordinator/observe/load_sampler.py": "the next reading of the load",
     "coordinator/observe/log_reader.py": "the next look at a log that is followed",
     "coordinator/cluster/links/node_fetches.py": "the next look at a log that is followed",

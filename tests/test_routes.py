@@ -47,6 +47,9 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "resume": ("POST /api/v1/nodes/{node}/resume",),
     "approve": ("GET /api/v1/joins", "POST /api/v1/joins/{code}", "DELETE /api/v1/joins/{code}"),
     "models": ("GET /api/v1/models",),
+    "models want": ("PUT /api/v1/models/wishes/{model}",),
+    "models unwant": ("DELETE /api/v1/models/wishes/{model}",),
+    "models plan": ("GET /api/v1/models/plan",),
     "model": "a group",
     "model list": ("GET /api/v1/models",),
     "model show": ("GET /api/v1/models",),
@@ -235,7 +238,7 @@ def test_every_route_of_the_control_application_is_documented(built: Application
     documented = {(method, path) for method, path, _ in operations(built.document())}
     routes = [route for route in built.api.app.routes if isinstance(route, Route)]
     assert len(routes) == len(built.api.app.routes)
-    served = {(method, r.path) for r in routes for method in r.methods or () if method != "HEAD" and r.path not in OPEN}
+    served = {(m, r.path_format) for r in routes for m in r.methods or () if m != "HEAD" and r.path not in OPEN}
     assert served <= documented
 
 

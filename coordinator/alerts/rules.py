@@ -171,6 +171,14 @@ RULES = (
         "folder there",
     ),
     AlertRule(
+        "ModelWishUnmet",
+        _WARNING,
+        Comparison(_build_metric("wish_replicas_ready"), "<", _build_metric("wish_replicas_wanted")),
+        600,
+        "the wish for {model} has been unmet for 10 minutes",
+        "`cluster models plan` shows the missing number",
+    ),
+    AlertRule(
         "BreakerOpen",
         _WARNING,
         Comparison(_build_metric("router_breaker_open"), "==", 1),

@@ -29,12 +29,14 @@ from coordinator.api.routes.prometheus import PrometheusRoutes
 from coordinator.api.routes.pulls import PullRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
+from coordinator.api.routes.wishes import WishRoutes
 from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
 from coordinator.models.pull_controller import PullController
+from coordinator.models.wish_runner import WishRunner
 from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
 from coordinator.state.access_admin import AccessAdmin
@@ -77,6 +79,7 @@ class ControlApi:
         ring: KeyRing,
         traffic: DispatcherApi,
         loads: ModelOperations,
+        wishes: WishRunner,
         controller: VideoController,
         pulls: PullController,
         facts: ServerInfo,
@@ -102,6 +105,7 @@ class ControlApi:
             pool,
             members,
             models,
+            WishRoutes(nodes, wishes, admin.store),
             joins,
             VideoRoutes(nodes.registry, controller, ring),
             PullRoutes(nodes, pulls),
@@ -119,7 +123,7 @@ class ControlApi:
     def _add_route(self, route: Route) -> None:
         is_open = route.scope == PUBLIC_SCOPE
         self.app.router.add_api_route(
-            route.path,
+            route.pattern,
             wrap_audited(self._store, route.handler) if route.audited else route.handler,
             methods=[route.method],
             route_class_override=_create_route_class(

@@ -52,6 +52,13 @@ class Route:
     refusals: tuple[int, ...] = ()
     """Error statuses in addition to those that method and path imply."""
     content: Content = JSON
+    ends_with_name: bool = False
+    """Whether the path ends with a parameter that may contain slashes, such as `publisher/model`."""
+
+    @property
+    def pattern(self) -> str:
+        """Path as the application matches it."""
+        return self.path.removesuffix("}") + ":path}" if self.ends_with_name else self.path
 
     @property
     def max_body_bytes(self) -> int:

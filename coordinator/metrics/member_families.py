@@ -1,16 +1,18 @@
-"""Metric families of the members and their links."""
+"""Metric families of the members and their links, and of the wishes for models."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from coordinator.metrics.families import (
     MAX_MODELS_PER_NODE,
     MetricFamily,
     MetricKind,
+    Row,
     create_counter,
     create_gauge,
 )
 from coordinator.metrics.pool_readers import MODEL_LABEL, NODE_LABEL, read_by_node
 from coordinator.metrics.pool_snapshot import PoolSnapshot
+from coordinator.models.wish_counters import ActionOutcome, WishCounters
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 
@@ -120,5 +122,56 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
     create_counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
     create_counter(
         "cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied
+    ),
+)
+
+_WISHED_MODEL = (("model", "a model with a wish"),)
+_OUTCOME = ("outcome", ", ".join(f"`{outcome}`" for outcome in ActionOutcome))
+
+
+def _read_replicas(at: int) -> Callable[[PoolSnapshot], Iterable[Row]]:
+    return lambda picture: [((model,), counts[at]) for model, counts in picture.wishes.replicas.items()]
+
+
+def _read_actions(
+    read: Callable[[WishCounters], dict[tuple[str, ActionOutcome], int]],
+) -> Callable[[PoolSnapshot], Iterable[Row]]:
+    return lambda picture: [
+        ((model, outcome.value), count) for (model, outcome), count in read(picture.wishes.counters).items()
+    ]
+
+
+WISHES: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
+        "wish_replicas_wanted",
+        _G,
+        "Replicas of a model that are wanted now; 0 while the model rests without requests.",
+        _read_replicas(0),
+        _WISHED_MODEL,
+        "while a wish for the model exists",
+    ),
+    MetricFamily(
+        "wish_replicas_ready",
+        _G,
+        "Replicas of a model on nodes that its wish allows, and that take requests.",
+        _read_replicas(1),
+        _WISHED_MODEL,
+        "while a wish for the model exists",
+    ),
+    MetricFamily(
+        "wish_loads",
+        _C,
+        "Ended loads of a model for its wish.",
+        _read_actions(lambda counters: counters.loads),
+        (("model", "a model that had a wish"), _OUTCOME),
+        "after the first load with this outcome",
+    ),
+    MetricFamily(
+        "wish_unloads",
+        _C,
+        "Ended unloads of a model because it was idle, or for the wish for another model.",
+        _read_actions(lambda counters: counters.unloads),
+        (("model", "a model of a member"), _OUTCOME),
+        "after the first unload with this outcome",
     ),
 )

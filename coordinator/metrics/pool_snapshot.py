@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView
@@ -74,3 +75,4 @@ class PoolSnapshot:
     conditions: Mapping[str, bool]
     process: ProcessMetrics
     video: VideoSnapshot
+    wishes: WishSnapshot

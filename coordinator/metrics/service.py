@@ -23,6 +23,7 @@ from coordinator.metrics.node import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot, sanitize_measures, sort_by_priority
 from coordinator.metrics.pool import POOL
 from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
@@ -47,7 +48,7 @@ class MetricsService:
     """Source of all metrics of the coordinator and of the nodes.
 
     `read_validities` reads the validity of certificates by name. `get_conditions` returns by alert rule whether it is
-    active, and `get_video_snapshot` the metrics of video jobs.
+    active, `get_video_snapshot` the metrics of video jobs, and `get_wish_snapshot` those of wishes.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class MetricsService:
         read_validities: Callable[[], Validities],
         get_conditions: Callable[[], Mapping[str, bool]],
         get_video_snapshot: Callable[[], VideoSnapshot],
+        get_wish_snapshot: Callable[[], WishSnapshot],
     ) -> None:
         self._nodes = nodes
         self._dispatcher = dispatcher
@@ -71,6 +73,7 @@ class MetricsService:
         self._labels = AdmittedLabels()
         self._get_conditions = get_conditions
         self._get_video_snapshot = get_video_snapshot
+        self._get_wish_snapshot = get_wish_snapshot
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
         """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
@@ -172,6 +175,7 @@ class MetricsService:
             conditions=self._get_conditions(),
             process=self._read_process_metrics(),
             video=self._get_video_snapshot(),
+            wishes=self._get_wish_snapshot(),
         )
 
     def _get_validities(self, now: float) -> Validities:

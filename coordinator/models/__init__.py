@@ -1,1 +1,1 @@
-"""Models of the pool on disks: pulls, verification, removal and wished replicas."""
+"""Models of the pool: pulls onto disks, and wished replicas in memory."""

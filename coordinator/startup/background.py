@@ -13,6 +13,7 @@ from coordinator.alerts.webhook import Webhook
 from coordinator.cluster.local_node import LocalNode
 from coordinator.http.listen import get_local_host
 from coordinator.metrics.service import MetricsService
+from coordinator.models.wish_runner import WishRunner
 from coordinator.observe.load_history import LoadHistory
 from coordinator.observe.load_sampler import read_load, sample_load
 from coordinator.startup.cluster import ClusterSide
@@ -48,6 +49,11 @@ def start_periodic_tasks(
     stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
     stack.callback(access.admin.store_usage, dispatcher.usage)
     stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
+
+
+def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
+    """Start to load and unload models for the wishes."""
+    stack.push_async_callback(_cancel_task, asyncio.create_task(wishes.run()))
 
 
 def start_conditions(

@@ -12,9 +12,11 @@ from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster.assembly import NodePool, assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.links.link_table import LinkTable
+from coordinator.cluster.model_operations import ModelOperations
 from coordinator.http.listen import list_cluster_addresses
 from coordinator.models.hub_client import HubClient
 from coordinator.models.pull_controller import PullController
+from coordinator.models.wish_runner import WishRunner
 from coordinator.startup.options import RunOptions
 from coordinator.startup.state import CoordinatorState, Credentials
 from coordinator.video.controller import VideoController
@@ -30,12 +32,14 @@ log = structlog.get_logger("coordinator.run")
 
 @dataclass(frozen=True, slots=True)
 class ClusterSide:
-    """Nodes, with the dispatchers of requests and of video jobs, and the controller of pulls."""
+    """Nodes, the dispatchers of requests and of video jobs, the controller of pulls, and the loop of the wishes."""
 
     nodes: NodePool
     dispatcher: Dispatcher
     video_controller: VideoController
     pulls: PullController
+    operations: ModelOperations
+    wishes: WishRunner
     port: int
     """The cluster port."""
 
@@ -57,6 +61,8 @@ async def start_cluster(
         state.state, options.settings.video, links.table.send, links.fetches.fetch_source
     )
     pulls = PullController(state.state, HubClient(options.settings.hub), links.table.send, state.epoch)
+    operations = ModelOperations(dispatcher, time.monotonic)
+    wishes = WishRunner(state.store.wishes, dispatcher, operations, time.monotonic)
     nodes = assemble_pool(
         state.store,
         state.fence,
@@ -64,7 +70,7 @@ async def start_cluster(
         access.tokens,
         access.approvals,
         links,
-        ListenerFanout(dispatcher, video_controller, pulls),
+        ListenerFanout(dispatcher, video_controller, pulls, wishes.wake),
         wall=time.time,
         on_superseded=on_superseded,
     )
@@ -74,7 +80,7 @@ async def start_cluster(
     port = await nodes.server.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(nodes.server.close)
     nodes.admission.set_addresses(list_cluster_addresses(options.cluster_listen[0], port))
-    return ClusterSide(nodes, dispatcher, video_controller, pulls, port)
+    return ClusterSide(nodes, dispatcher, video_controller, pulls, operations, wishes, port)
 
 
 def _create_dispatcher(options: RunOptions, epoch: int, links: LinkTable, ring: KeyRing) -> Dispatcher:

@@ -15,7 +15,6 @@ from typing import Any
 from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
-from coordinator.cluster.model_operations import ModelOperations
 from coordinator.http.chat_fast_path import FastPath
 from coordinator.http.connection_slots import ConnectionSlots, compute_max_connections
 from coordinator.http.listen import get_local_host, get_reachable_host
@@ -87,7 +86,8 @@ async def serve_http(
         access.approvals,
         ring,
         dispatcher,
-        ModelOperations(dispatcher, time.monotonic),
+        cluster.operations,
+        cluster.wishes,
         cluster.video_controller,
         cluster.pulls,
         _build_server_info(options, state, endpoint),
@@ -148,6 +148,7 @@ def _start_observability(
         partial(read_https_validity, state.authority, endpoint.tls, options.settings.http.tls_cert_file),
         conditions.get_flags,
         cluster.video_controller.take_snapshot,
+        cluster.wishes.take_snapshot,
     )
     load = start_load_history(cluster, stack)
     start_conditions(conditions, options.settings, metrics, stack)

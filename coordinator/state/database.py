@@ -1,4 +1,4 @@
-"""Persistent state of the coordinator: identity, members, join tokens, API keys, usage, audit log and deny list.
+"""Persistent state of the coordinator: identity, members, tokens, API keys, wishes, usage, audit log and deny list.
 
 All data is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once. Each
 change is also one transaction. A single writer thread writes them in order into SQLite (WAL, synchronous=FULL). `await
@@ -23,7 +23,7 @@ from coordinator.state.sqlite_file import open_database
 from coordinator.state.state_lock import StateLock
 from coordinator.state.store_errors import StoreError
 from coordinator.state.store_writer import StoreWriter
-from coordinator.state.tables import AuditLog, DenyList, KeyTable, MemberTable, TokenTable, UsageTable
+from coordinator.state.tables import AuditLog, DenyList, KeyTable, MemberTable, TokenTable, UsageTable, WishTable
 from host.private_files import create_private_folder
 
 
@@ -64,6 +64,7 @@ class Database:
         self.members = MemberTable(connection, self._writer)
         self.tokens = TokenTable(connection, self._writer)
         self.keys = KeyTable(connection, self._writer)
+        self.wishes = WishTable(connection, self._writer)
         self.usage = UsageTable(connection, self._writer)
         self.audit = AuditLog(connection, self._writer)
         self.deny_list = DenyList(connection, self._writer)

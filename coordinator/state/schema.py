@@ -29,5 +29,8 @@ MIGRATIONS = (
     """
     ALTER TABLE audit ADD COLUMN address TEXT NOT NULL DEFAULT '';
     """,
+    """
+    CREATE TABLE wishes (model TEXT PRIMARY KEY, wish TEXT NOT NULL);
+    """,
 )
 """One script per schema version. SQLite's `user_version`, readable in any schema, counts the applied scripts."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
+from coordinator.models.wishes import Wish
 from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow, UsageRow
 from coordinator.state.store_writer import StoreWriter
 from router.admission.rate_limits import KeyLimits
@@ -117,6 +118,27 @@ class KeyTable(RowTable[str, KeyRow]):
         """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk."""
         known = self._rows.pop(key, None) is not None
         self._writer.enqueue("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
+        return known
+
+
+class WishTable(RowTable[str, Wish]):
+    """Wishes by model."""
+
+    def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
+        rows = connection.execute("SELECT model, wish FROM wishes")
+        super().__init__({model: msgspec.json.decode(wish, type=Wish) for model, wish in rows}, writer)
+
+    def put(self, wish: Wish) -> None:
+        """Add a wish, or replace the wish for its model."""
+        self._rows[wish.model] = wish
+        self._writer.enqueue(
+            "INSERT OR REPLACE INTO wishes VALUES (?, ?)", wish.model, msgspec.json.encode(wish).decode()
+        )
+
+    def delete(self, model: str) -> bool:
+        """Delete the wish for a model. Return False if there is none."""
+        known = self._rows.pop(model, None) is not None
+        self._writer.enqueue("DELETE FROM wishes WHERE model = ?", model)
         return known
 
 

@@ -1,4 +1,6 @@
-"""Forwards the registry's callbacks to the dispatcher, the video controller and the pull controller."""
+"""Forwards the callbacks of the registry to the dispatcher, the controllers and the loop of the wishes."""
+
+from collections.abc import Callable
 
 from coordinator.cluster.registry import RegistryListener
 from coordinator.models.pull_controller import MODEL_ORDER_FRAMES, PullController
@@ -12,19 +14,27 @@ class ListenerFanout:
     """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and to two controllers.
 
     The video controller receives frames about leases, the pull controller frames about orders for model files, and the
-    dispatcher all other frames.
+    dispatcher all other frames. `on_view` is called after each new view.
     """
 
-    def __init__(self, dispatcher: RegistryListener, controller: VideoController, pulls: PullController) -> None:
+    def __init__(
+        self,
+        dispatcher: RegistryListener,
+        controller: VideoController,
+        pulls: PullController,
+        on_view: Callable[[], object],
+    ) -> None:
         self._dispatcher = dispatcher
         self._controller = controller
         self._pulls = pulls
+        self._on_view = on_view
 
     def set_view(self, view: ClusterView) -> None:
         """Pass a new cluster view to the dispatcher and the controllers."""
         self._dispatcher.set_view(view)
         self._controller.apply_view(view)
         self._pulls.apply_view(view)
+        self._on_view()
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Pass a frame to the controller of its subject, or to the dispatcher."""

@@ -42,7 +42,8 @@ from node.engine.requests.waiting_requests import WaitingRequests
 from node.engine.scheduling.prefix_cache import PrefixCacheManager, compute_limit
 from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from node.engine.text.tokenizer_trial import TokenizerTrials
-from node.engine_process.environment import PROFILES
+from node.engine_process.environment import DIGESTS, PROFILES
+from node.hub.digests import DigestStore, find_content
 from node.memory.sensor import open_machine
 from node.models.catalogue import ModelCatalogue
 from node.settings import NodeSettings
@@ -54,8 +55,12 @@ log = structlog.get_logger("engine.text")
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine for these settings, after a scan of the model folders. The environment variable
-    `MACPOOL_PROFILES` names the folder of measurements."""
-    catalogue = ModelCatalogue(settings.models)
+    `MACPOOL_PROFILES` names the folder of measurements, `MACPOOL_DIGESTS` the file of digests."""
+    digests = os.environ.get(DIGESTS)
+    store = None if digests is None else DigestStore(Path(digests))
+    catalogue = ModelCatalogue(
+        settings.models, find_content=lambda folder: "" if store is None else find_content(folder, store)
+    )
     catalogue.scan()
     gc.freeze()
     folder = os.environ.get(PROFILES)

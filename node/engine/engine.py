@@ -53,6 +53,7 @@ from wire.frames import (
     ReclaimMemory,
     ReduceMemory,
     Refusal,
+    RescanModels,
     RestoreModels,
     UnloadModel,
 )
@@ -120,7 +121,7 @@ class TextEngine:
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once.
 
-        For a `Ping`, search for new models; return None if the models have not changed.
+        For a `Ping`, search for new models if that is due; return None if the models have not changed.
         """
         parts = self.parts
         if isinstance(frame, Generate | CountTokens):
@@ -129,6 +130,8 @@ class TextEngine:
             return UntokenizedPrompt(frame, parts.preparer.compute_need_bytes(frame), partial(self._tokenize, frame))
         if isinstance(frame, LoadModel | ProfileModel):
             parts.catalogue.find_fresh(frame.model)
+        if isinstance(frame, RescanModels):
+            parts.catalogue.scan()
         if isinstance(frame, Ping):
             return frame if parts.catalogue.refresh() else None
         return frame

@@ -11,10 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from host.private_files import create_private_folder
+from node.hub.digests import STORE_NAME
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROFILES = "MACPOOL_PROFILES"
 """Environment variable with the folder in which the engine stores profiles of models."""
+DIGESTS = "MACPOOL_DIGESTS"
+"""Environment variable with the file in which digests of model files are stored."""
 OPENBLAS = (
     "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
     "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
@@ -27,11 +30,12 @@ OPENBLAS = (
 def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
     """Return the environment variables of an engine process, based on `inherited`.
 
-    `scratch` is the folder for temporary files, which is created; profiles are stored next to it. `blas` is the value
-    of `engine.mlx.blas`. Raise OSError if the folder cannot be created.
+    `scratch` is the folder for temporary files, which is created; profiles and digests are stored next to it. `blas` is
+    the value of `engine.mlx.blas`. Raise OSError if the folder cannot be created.
     """
     environment = {**inherited, "TMPDIR": str(create_private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")
+    environment[DIGESTS] = str(scratch.parent / STORE_NAME)
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not sys.platform.startswith("linux"):
         return environment

@@ -17,7 +17,8 @@ memory, their tokenizer and their fingerprint belong together. `find_replacement
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -73,14 +74,23 @@ class ModelCatalogue:
     """Models in the model folders and in Hugging Face's cache, by the last scan.
 
     Models that the MLX engine cannot serve are included, with their cause. Only one thread may scan. All other threads
-    see the complete result of one scan. `environment` has the variables that locate the cache.
+    see the complete result of one scan. `environment` has the variables that locate the cache. `find_content` returns
+    the content hash of a model folder, empty if a file is not hashed.
     """
 
-    def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        environment: Mapping[str, str] = os.environ,
+        find_content: Callable[[Path], str] = lambda folder: "",
+    ) -> None:
+        self._find_content = find_content
         self._settings = settings
         self._hub = get_hub_folder(environment) if settings.use_huggingface_cache else None
         self._known: Mapping[str, ModelDescriptor] = {}
         self._pinned: Mapping[str, ModelDescriptor] = {}
+        self._pinned_states: dict[str, tuple[object, ...]] = {}
+        """State of the files of a pinned model when it was pinned."""
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
         self._scanned = -SCAN_INTERVAL_SECONDS
 
@@ -105,6 +115,7 @@ class ModelCatalogue:
     def pin(self, descriptor: ModelDescriptor) -> None:
         """Keep the description of a loaded model until `unpin`, even if its files are replaced."""
         self._pinned = {**self._pinned, descriptor.name: descriptor}
+        self._pinned_states[descriptor.name] = _read_file_state(Path(descriptor.folder))
 
     def unpin(self, name: str) -> None:
         """End `pin` after the model was unloaded: the description of the files on the disk applies again."""
@@ -149,11 +160,24 @@ class ModelCatalogue:
             if name not in found and is_valid_model(name):
                 described = self._describe_cached(name, folder)
                 if described is not None:
-                    found[name] = described
+                    content = self._find_content(folder)
+                    found[name] = replace(described, content=content) if content else described
         if all(one.cause for one in found.values()):
             embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
             found |= {embedded.name: embedded} if embedded is not None else {}
         self._known, self._scanned = found, time.monotonic()
+        self._pinned = {name: self._add_content(pinned) for name, pinned in self._pinned.items()}
+
+    def _add_content(self, pinned: ModelDescriptor) -> ModelDescriptor:
+        """Return the description of a loaded model with its content hash, if its files were hashed meanwhile.
+
+        The hash belongs to the loaded model only if the files have not changed since they were loaded.
+        """
+        newest = self._known.get(pinned.name)
+        if pinned.content or newest is None or not newest.content or newest.folder != pinned.folder:
+            return pinned
+        unchanged = _read_file_state(Path(pinned.folder)) == self._pinned_states.get(pinned.name)
+        return replace(pinned, content=newest.content) if unchanged else pinned
 
     def _find_folders(self) -> Iterator[tuple[str, Path]]:
         for folder in self._settings.folders:

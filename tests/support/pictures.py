@@ -8,6 +8,7 @@ from msgspec.structs import replace as changed
 
 from coordinator.metrics.node_snapshot import NodeSnapshot, sort_by_priority
 from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.models.wish_counters import ActionOutcome, WishCounters, WishSnapshot
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView
@@ -189,6 +190,13 @@ def busy_counters(models: int, nodes: int) -> Counters:
     return counters
 
 
+def busy_wishes(models: int) -> WishSnapshot:
+    """Make the metrics of a wish for every model."""
+    names = [f"model-{at}" for at in range(models)]
+    ended = {(name, ActionOutcome.DONE): 3 for name in names}
+    return WishSnapshot(WishCounters(ended, dict(ended)), dict.fromkeys(names, (2, 1)))
+
+
 def busy_video() -> VideoSnapshot:
     """Return the picture of videos with every event."""
     counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
@@ -230,5 +238,6 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolSnapsho
         conditions={"GateInert": False},
         process=ProcessMetrics(WALL - 60, 1.0, 100_000_000, 30, 8192),
         video=busy_video(),
+        wishes=busy_wishes(models),
     )
     return replace(picture, **changes)

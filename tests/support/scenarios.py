@@ -158,6 +158,16 @@ STORIES: dict[str, Story] = {
             _labelled('model="tiny"', cluster_model_fingerprints=lambda now: 1.0 + float(now % 60 < 30)),
         ),
     ),
+    "ModelWishUnmet": Story(
+        _labelled('model="big"', wish_replicas_ready=steady(1), wish_replicas_wanted=steady(2)),
+        660,
+        {"model": "big"},
+        (
+            _labelled('model="big"', wish_replicas_ready=steady(2), wish_replicas_wanted=steady(2)),
+            _labelled('model="big"', wish_replicas_ready=steady(0), wish_replicas_wanted=steady(0)),
+            _labelled('model="big"', wish_replicas_ready=lambda now: float(now > 500), wish_replicas_wanted=steady(1)),
+        ),
+    ),
     "BreakerOpen": Story(
         _node(router_breaker_open=steady(1)),
         60,

@@ -9,6 +9,7 @@ from wire.frames.engine import (
     ModelBan,
     ReclaimMemory,
     ReduceMemory,
+    RescanModels,
     RestoreModels,
     StopEngine,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "RenewCertificate",
     "Report",
     "RequestHead",
+    "RescanModels",
     "RestoreModels",
     "ServeModel",
     "StopEngine",

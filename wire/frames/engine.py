@@ -96,6 +96,10 @@ class StopEngine(Frame, frozen=True, array_like=True, gc=False):
     """Time after which the engine exits in any state."""
 
 
+class RescanModels(Frame, frozen=True, array_like=True, gc=False):
+    """Agent → engine: search for models now, because files of a model were added or removed."""
+
+
 class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Engine → agent: state of the engine, published by its inference thread."""
 

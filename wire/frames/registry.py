@@ -1,6 +1,14 @@
 """Tags of all frame types, for the link and for the socket between agent and engine."""
 
-from wire.frames.engine import EngineReport, MemoryLimits, ReclaimMemory, ReduceMemory, RestoreModels, StopEngine
+from wire.frames.engine import (
+    EngineReport,
+    MemoryLimits,
+    ReclaimMemory,
+    ReduceMemory,
+    RescanModels,
+    RestoreModels,
+    StopEngine,
+)
 from wire.frames.enrollment import Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart
 from wire.frames.frame import Frame
 from wire.frames.model_files import (
@@ -80,6 +88,7 @@ TAGS: dict[int, type[Frame]] = {
     53: ReduceMemory,
     54: ReclaimMemory,
     55: StopEngine,
+    56: RescanModels,
     60: LeaseRequest,
     61: LeaseRelease,
     62: RayHead,

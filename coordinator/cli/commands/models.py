@@ -1,13 +1,15 @@
-"""`cluster models` and `cluster model`: list, show, load, unload and measure models."""
+"""`cluster models` and `cluster model`: list, want, show, load, unload and measure models."""
 
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import quote
 
 import click
 
+from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
@@ -18,16 +20,29 @@ from wire.units import show_size
 LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
 SPINNER_DELAY_SECONDS = 1.0
+_WISH_PATH = "/api/v1/models/wishes/"
 
 
-@click.command()
+@click.group(cls=CommandGroup, invoke_without_command=True)
 @wide_session_options
 def models(session: ApiSession) -> None:
-    """List the models and the nodes that have them.
+    """List the models and the nodes that have them, or keep models loaded.
 
     For each model: where it is loaded, how many nodes have it, and why a node cannot load it. `-o wide` names every
     node with the speeds and sizes that were measured there.
     """
+    if click.get_current_context().invoked_subcommand is None:
+        _list_models(session)
+
+
+@click.command()
+@wide_session_options
+def list_models(session: ApiSession) -> None:
+    """List the models and the nodes that have them, as `cluster models`."""
+    _list_models(session)
+
+
+def _list_models(session: ApiSession) -> None:
     session.print_answer(
         session.request_json("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide)
     )
@@ -38,7 +53,7 @@ def model() -> None:
     """List, show, load, unload or measure models."""
 
 
-model.add_command(models, "list")
+model.add_command(list_models, "list")
 
 
 @model.command("show")
@@ -204,6 +219,109 @@ def _print_profile(answer: dict[str, Any]) -> None:
     for node in answer["nodes"]:
         found = _format_measured(node["measured"]) if node.get("measured") else "done"
         click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {found}")
+
+
+@models.command()
+@click.argument("name", metavar="MODEL")
+@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Nodes that have it loaded.")
+@click.option("--label", "labels", multiple=True, help="Only nodes with this label; may be repeated.")
+@click.option("--allow", multiple=True, metavar="NODE", help="Only on this node; may be repeated.")
+@click.option("--deny", multiple=True, metavar="NODE", help="Never on this node; may be repeated.")
+@click.option(
+    "--idle-unload", type=Duration(), help="Unload after this time without a request, such as 30m; default: never."
+)
+@click.option(
+    "--cost",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="Eviction cost. Replicas are unloaded only for a wish with a higher cost.",
+)
+@click.option("--on-first-request", is_flag=True, help="Load only after the first request since the pool started.")
+@session_options
+def want(
+    session: ApiSession,
+    name: str,
+    replicas: int,
+    labels: tuple[str, ...],
+    allow: tuple[str, ...],
+    deny: tuple[str, ...],
+    idle_unload: float | None,
+    cost: int,
+    on_first_request: bool,
+) -> None:
+    """Keep a model loaded, on one node or several.
+
+    The pool loads the replicas where they fit, and loads them again after a restart. This replaces an earlier wish for
+    the model.
+    """
+    body = {
+        "replicas": replicas,
+        "labels": labels,
+        "allow": allow,
+        "deny": deny,
+        "idle_unload_seconds": idle_unload,
+        "eviction_cost": cost,
+        "load_at_boot": not on_first_request,
+    }
+    answer = session.request_json("PUT", _WISH_PATH + quote(name, safe="/"), body)
+    session.print_answer(answer, _print_wish)
+
+
+def _print_wish(answer: dict[str, Any]) -> None:
+    wish = answer["wish"]
+    replicas = "1 replica" if wish["replicas"] == 1 else f"{wish['replicas']} replicas"
+    click.echo(f"{wish['model']}: {replicas} wanted; `cluster models plan` shows the progress")
+
+
+@models.command()
+@click.argument("name", metavar="MODEL")
+@session_options
+def unwant(session: ApiSession, name: str) -> None:
+    """End the wish for a model. Its replicas stay loaded until their memory is needed."""
+    answer = session.request_json("DELETE", _WISH_PATH + quote(name, safe="/"))
+    session.print_answer(answer, lambda ended: click.echo(f"{ended['model']} is not wanted any more"))
+
+
+@models.command()
+@session_options
+def plan(session: ApiSession) -> None:
+    """Show the wanted models, the next actions, and each missing number.
+
+    The missing number of an unmet wish comes with the next step.
+    """
+    session.print_answer(session.request_json("GET", "/api/v1/models/plan"), print_plan)
+
+
+def print_plan(answer: dict[str, Any]) -> None:
+    """Print an answer of `/api/v1/models/plan`: a table of the wishes, then actions and shortfalls as lines."""
+    if not answer["wishes"]:
+        click.echo("no model is wanted: `cluster models want MODEL` keeps one loaded")
+        return
+    print_table(
+        ("MODEL", "WANTED", "READY", "NODES"),
+        [(row["model"], str(row["wanted"]), str(len(row["ready"])), _format_replicas(row)) for row in answer["wishes"]],
+        numbers=("WANTED", "READY"),
+    )
+    for action in answer["running"]:
+        click.echo(f"now: {_format_action(action)}")
+    for action in answer["next"]:
+        click.echo(f"next: {_format_action(action)}")
+    for row in answer["wishes"]:
+        if row["missing"]:
+            click.echo(f"{row['model']}: {row['missing']}")
+
+
+def _format_replicas(row: dict[str, Any]) -> str:
+    nodes = [*row["ready"], *(f"{name} (loading)" for name in row["loading"])]
+    nodes += [f"{name} (away)" for name in row["away"]]
+    return ", ".join(nodes) or ("-" if row["wanted"] else "at rest until a request")
+
+
+def _format_action(action: dict[str, Any]) -> str:
+    if action["action"] == "load":
+        return f"load {action['model']} on {action['name']}"
+    return f"unload {action['model']} from {action['name']} ({action['why']})"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The coordinator's HTTP application on real collaborators, built like `coordinator.run` but without ports."""
 
+import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator
@@ -23,6 +24,7 @@ from coordinator.joining.rate_limit import RateLimit
 from coordinator.metrics.service import MetricsService
 from coordinator.models.hub_client import HubClient
 from coordinator.models.pull_controller import PullController
+from coordinator.models.wish_runner import WishRunner
 from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
 from coordinator.state.access_admin import AccessAdmin, load_pepper
@@ -55,6 +57,7 @@ class Application:
     dispatcher: Dispatcher
     conductor: VideoController
     load: LoadHistory
+    wishes: WishRunner
     superseded: list[SupersededMark]
     """Proofs of newer coordinators that nodes have sent."""
 
@@ -104,6 +107,8 @@ async def application(
         conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
         pulls = PullController(folder, HubClient(settings.hub), links.table.send, 1)
         stack.callback(pulls.close)
+        loads = ModelOperations(dispatcher, time.monotonic)
+        wishes = WishRunner(store.wishes, dispatcher, loads, time.monotonic)
         nodes = assemble_pool(
             store,
             GenerationFence(authority, store.meta.generation),
@@ -111,7 +116,7 @@ async def application(
             tokens,
             approvals,
             links,
-            ListenerFanout(dispatcher, conductor, pulls),
+            ListenerFanout(dispatcher, conductor, pulls, wishes.wake),
             wall=time.time,
             on_superseded=superseded.append,
             enrollment_limit=limit,
@@ -120,7 +125,6 @@ async def application(
         facts = ServerInfo(
             "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
         )
-        loads = ModelOperations(dispatcher, time.monotonic)
         conditions = ConditionEvaluator()
         metrics = MetricsService(
             nodes,
@@ -130,6 +134,7 @@ async def application(
             authority.get_validity,
             conditions.get_flags,
             conductor.take_snapshot,
+            wishes.take_snapshot,
         )
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
@@ -139,6 +144,7 @@ async def application(
             ring,
             dispatcher,
             loads,
+            wishes,
             conductor,
             pulls,
             facts,
@@ -153,7 +159,12 @@ async def application(
         door = RouterApp(dispatcher, ring, used, control=videos)
         if over is not None:
             over.app = OriginCheck(door)
+        reconciling = asyncio.create_task(wishes.run())
         try:
-            yield Application(door, api, admin, authority, store, nodes, dispatcher, conductor, load, superseded)
+            yield Application(
+                door, api, admin, authority, store, nodes, dispatcher, conductor, load, wishes, superseded
+            )
         finally:
+            reconciling.cancel()
+            await asyncio.gather(reconciling, return_exceptions=True)
             await conductor.close()

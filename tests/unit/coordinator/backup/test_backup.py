@@ -31,6 +31,7 @@ from coordinator.backup.generation_fence import (
     record_superseded,
 )
 from coordinator.backup.restore import PassphraseNeeded, RestoreError, inspect_backup, restore
+from coordinator.models.wishes import Wish
 from coordinator.state.database import Database
 from coordinator.state.rows import KeyRow, MemberRow, TokenRow
 from coordinator.state.schema import MIGRATIONS
@@ -422,6 +423,7 @@ def full_cluster(folder: Path) -> str:
     store.keys.put(KeyRow("k2", "bounded", ("infer", "admin"), b"e" * 32, 2.0, 3.0, KeyLimits(concurrency=2)))
     store.keys.put(KeyRow("k3", "revoked", ("infer",), b"f" * 32, 2.0))
     store.keys.revoke("k3", 9.0)
+    store.wishes.put(Wish("publisher/tiny", 2, ("lab",), (NodeId("n2"),), idle_unload_seconds=60.0, eviction_cost=7))
     store.deny_list.add_node(NodeId("n3"), 8.0, "removed")
     store.deny_list.add_serial("ef56", 8.0, "removed")
     store.usage.add("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))

@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.alerts.rules import WATCHED
 from coordinator.metrics.service import MetricsService, NodeUnreachable
+from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
@@ -284,6 +285,7 @@ def metrics_of(port: Port, **more: Any) -> MetricsService:
         more.get("lives", dict),
         more.get("conditions", dict),
         more.get("video", VideoSnapshot),
+        more.get("wishes", WishSnapshot),
     )
 
 

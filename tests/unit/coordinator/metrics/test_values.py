@@ -9,6 +9,7 @@ from coordinator.metrics.node import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot
 from coordinator.metrics.pool import POOL
 from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.models.wish_counters import ActionOutcome, WishCounters, WishSnapshot
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView
@@ -268,10 +269,18 @@ def pool() -> PoolSnapshot:
         conditions={"GateInert": True, "GuardOff": False},
         process=ProcessMetrics(325, 326.5, 327, 328, 329),
         video=video(),
+        wishes=WishSnapshot(
+            WishCounters({("tiny", ActionOutcome.DONE): 401}, {("tiny", ActionOutcome.REFUSED): 402}),
+            {"tiny": (403, 404)},
+        ),
     )
 
 
 POOL_NUMBERS: Numbers = {
+    'wish_replicas_wanted{model="tiny"}': 403,
+    'wish_replicas_ready{model="tiny"}': 404,
+    'wish_loads_total{model="tiny",outcome="done"}': 401,
+    'wish_unloads_total{model="tiny",outcome="refused"}': 402,
     'router_requests_total{model="tiny",outcome="ok"}': 117,
     'router_requests_total{model="tiny",outcome="no_headroom"}': 118,
     'router_http_responses_total{code="200"}': 109,

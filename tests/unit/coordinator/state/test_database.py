@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.models.wishes import Wish
 from coordinator.state.database import Database
 from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow
 from coordinator.state.schema import MIGRATIONS
@@ -24,6 +25,7 @@ MEMBER = MemberRow(
     NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0, cordoned=True, labels=("lab", "big"), video=True
 )
 TOKEN = TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab")
+WISH = Wish("tiny", 2, labels=("lab",), deny=(NodeId("n2"),), idle_unload_seconds=60.0, load_at_boot=False)
 KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None, KeyLimits(models=("qwen*",), concurrency=2))
 
 
@@ -37,6 +39,8 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     store.keys.put(KeyRow("k2", "old", (), b"", 1.0, 9.0))
     assert store.keys.revoke("k2", 2.0)
     assert not store.keys.revoke("k3", 2.0)
+    store.wishes.put(Wish("tiny", 1))
+    store.wishes.put(WISH)
     store.deny_list.add_node(NodeId("n2"), 3.0, "removed")
     store.deny_list.add_serial("ff", 3.0, "joined again")
     assert (store.deny_list.is_denied(NodeId("n2"), "1"), store.deny_list.is_denied(NodeId("n1"), "ff")) == (
@@ -65,6 +69,9 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}
     assert again.keys == {"k1": KEY}
+    assert again.wishes == {"tiny": WISH}
+    assert again.wishes.delete("tiny")
+    assert not again.wishes.delete("tiny")
     assert again.deny_list.is_denied(NodeId("n2"), "1")
     assert again.deny_list.is_denied(NodeId("n1"), "ff")
     assert not again.deny_list.is_denied(NodeId("n1"), "ab12")
@@ -72,6 +79,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     again.close()
     third = Database(tmp_path)
     assert not third.tokens
+    assert not third.wishes
     assert [row.day for row in third.usage.list_rows()] == ["2026-01-02"]
     third.close()
 

@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from node.hub.digests import DigestStore, find_content, hash_file, list_content_files
 from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
 from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder
-from node.models.memory_prediction import find_unknown_dimensions, predict_kv, predict_transient
+from node.models.memory_prediction import find_unknown_dimensions, name_quantization, predict_kv, predict_transient
 from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
 from wire.capacity.arithmetic import estimate_prefill_transient
+from wire.model_version import ModelVersion
 from wire.report import KvParameters, TransientModel
 from wire.units import GIB
 
@@ -784,3 +786,47 @@ def test_the_context_is_the_first_number_that_the_config_gives(tmp_path: Path, c
 )
 def test_a_config_is_of_text_by_its_architectures(tmp_path: Path, config: dict[str, Any], text: bool):
     assert (describe_folder("m", model(tmp_path / "m", {**LLAMA, **config})) is not None) is text
+
+
+def test_scan_adds_the_content_hash_once_all_files_are_hashed(tmp_path: Path):
+    folder = model(tmp_path / "models" / "m")
+    store = DigestStore(tmp_path / "digests.json")
+    settings = ModelSettings(folders=(str(tmp_path / "models"),), use_huggingface_cache=False)
+    made = ModelCatalogue(settings, {}, lambda folder: find_content(folder, store))
+    made.scan()
+    (found,) = made.get_models().values()
+    assert found.content == ""
+    made.pin(found)
+    hash_folder(folder, store)
+    made.scan()
+    (found,) = made.get_models().values()
+    assert found.content == find_content(folder, store) != ""
+    assert found.version.is_same(ModelVersion(found.fingerprint))
+
+
+def test_a_loaded_model_does_not_get_the_content_hash_of_files_that_replaced_its_own(tmp_path: Path):
+    folder = model(tmp_path / "models" / "m")
+    store = DigestStore(tmp_path / "digests.json")
+    settings = ModelSettings(folders=(str(tmp_path / "models"),), use_huggingface_cache=False)
+    made = ModelCatalogue(settings, {}, lambda folder: find_content(folder, store))
+    made.scan()
+    made.pin(made.get_models()["m"])
+    changed = bytearray((folder / "model.safetensors").read_bytes())
+    changed[-1] ^= 1
+    (folder / "new").write_bytes(changed)
+    (folder / "new").rename(folder / "model.safetensors")
+    hash_folder(folder, store)
+    made.scan()
+    assert made.get_models()["m"].content == ""
+
+
+def hash_folder(folder: Path, store: DigestStore) -> None:
+    """Add the digests of all files of a model folder to a store."""
+    found = {folder / path: hash_file(folder / path, lambda block: None) for path in list_content_files(folder)}
+    store.add({path: digest for path, digest in found.items() if digest is not None})
+
+
+def test_name_quantization_names_bits_method_or_number_size():
+    assert name_quantization({"quantization": {"bits": 4, "group_size": 64}}, 2) == "4-bit"
+    assert name_quantization({"quantization_config": {"quant_method": "fp8"}}, 2) == "fp8"
+    assert name_quantization({}, 2) == "16-bit floats"

@@ -34,6 +34,12 @@ class Server:
             def do_GET(self) -> None:
                 self.do_POST()
 
+            def do_PUT(self) -> None:
+                self.do_POST()
+
+            def do_DELETE(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
                 length = int(self.headers.get("content-length", 0))
                 told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
@@ -193,3 +199,77 @@ def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_
     assert load.returncode == 0
     os.close(ours)
     assert server.run("model", "load", "a/b").stderr == ""
+
+
+def test_a_wish_is_sent_with_all_its_properties(server: Server):
+    server.answer = {"schema": 1, "wish": {"model": "a/b", "replicas": 2}}
+    words = ("--replicas", "2", "--label", "lab", "--allow", "studio", "--deny", "mini", "--deny", "old")
+    done = server.run("models", "want", "a/b", *words, "--idle-unload", "30m", "--cost", "7", "--on-first-request")
+    assert done.output == "a/b: 2 replicas wanted; `cluster models plan` shows the progress\n"
+    assert server.asked == [
+        (
+            "/api/v1/models/wishes/a/b",
+            {
+                "replicas": 2,
+                "labels": ["lab"],
+                "allow": ["studio"],
+                "deny": ["mini", "old"],
+                "idle_unload_seconds": 1800.0,
+                "eviction_cost": 7,
+                "load_at_boot": False,
+            },
+        )
+    ]
+
+
+def test_a_wish_is_ended(server: Server):
+    server.answer = {"schema": 1, "model": "a/b"}
+    assert server.run("models", "unwant", "a/b").output == "a/b is not wanted any more\n"
+    assert server.asked == [("/api/v1/models/wishes/a/b", None)]
+
+
+def wished(model: str, **changes: Any) -> dict[str, Any]:
+    base = {"model": model, "replicas": 1, "wanted": 1, "met": False, "ready": [], "loading": [], "away": []}
+    return {**base, "missing": "", **changes}
+
+
+def test_the_plan_names_nodes_actions_and_the_missing_number(server: Server):
+    missing = "needs 2 nodes with the model on disk, 1 has it: pull it to another node"
+    server.answer = {
+        "schema": 1,
+        "wishes": [
+            wished("a/b", replicas=2, wanted=2, ready=["studio"], missing=missing),
+            wished("c", loading=["mini"], away=["old"]),
+            wished("d", wanted=0, met=True),
+        ],
+        "running": [{"action": "load", "model": "c", "node": "n2", "name": "mini", "why": "wish"}],
+        "next": [{"action": "unload", "model": "x", "node": "n1", "name": "studio", "why": "memory for c"}],
+    }
+    lines = server.run("models", "plan").output.splitlines()
+    assert [line.split() for line in lines[:4]] == [
+        ["MODEL", "WANTED", "READY", "NODES"],
+        ["a/b", "2", "1", "studio"],
+        ["c", "1", "0", "mini", "(loading),", "old", "(away)"],
+        ["d", "0", "0", "at", "rest", "until", "a", "request"],
+    ]
+    assert lines[4:] == ["now: load c on mini", "next: unload x from studio (memory for c)", f"a/b: {missing}"]
+    assert max(map(len, lines)) <= 80
+    assert json.loads(server.run("models", "plan", "-o", "json").output) == server.answer
+
+
+def test_a_plan_without_wishes_says_how_to_make_one(server: Server):
+    server.answer = {"schema": 1, "wishes": [], "running": [], "next": []}
+    assert server.run("models", "plan").output == ("no model is wanted: `cluster models want MODEL` keeps one loaded\n")
+
+
+@pytest.mark.parametrize("words", [("models",), ("model", "list"), ("models", "-o", "text")])
+def test_models_are_listed_without_a_verb(server: Server, words: tuple[str, ...]):
+    server.answer = {"models": [{"name": "a/b", "nodes": [row("studio")], "weights": 4 * GIB, "context": 4096}]}
+    assert "a/b" in server.run(*words).output
+    assert server.asked == [("/api/v1/models", None)]
+
+
+def test_an_unknown_verb_of_models_is_refused(server: Server):
+    done = server.run("models", "wants")
+    assert done.exit_code == 2
+    assert server.asked == []

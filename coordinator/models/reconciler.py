@@ -1,0 +1,185 @@
+"""Reconciler of wishes: decides which models to load and unload, so that each wish has its replicas. Pure.
+
+Theory. A round compares the wishes with the newest view and returns actions. The runner carries them out and records
+them in the history. The next round starts from the new view. No plan is kept between rounds: a changed wish, a lost
+node or a request of a client changes the next round.
+
+A round serves the wishes by falling eviction cost. Each missing replica goes to the best node that can load the model
+now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
+
+Rules
+
+1. A node has one action at a time. The next one waits for a report that is newer than the end of the last one.
+2. No action on a node that takes no requests: cordoned, draining, paused, suspect, asleep or lost. No load for a wish
+   on a node in `deny`, outside of `allow`, or without the labels.
+3. A load needs free memory by the node's own gate. The node then has no reason to evict another model for it.
+4. Memory is made free by unloading models that no request uses and no request has used for `RECENT_USE_SECONDS`. They
+   are not preloaded, and no other wish with an equal or higher eviction cost needs them.
+5. A node that refused a load for memory gets it again when its headroom has grown, or after the wait. After another
+   failure it gets the load after the wait.
+6. After a swap, a node makes no other swap for as long as both loads of the swap take.
+7. A replica that serves stays where it is. Surplus replicas are unloaded for memory only, or when the model is idle.
+8. A replica on a node that went away is replaced after `RETURN_SECONDS`. After the start of the coordinator, members
+   have `START_SECONDS` to connect before replicas are loaded in their place.
+
+A wish with an idle time rests once no request has used the model for that time. Its replicas are unloaded, and loaded
+again after the next request. A wish without `load_at_boot` rests until the first request.
+"""
+
+from collections.abc import Iterable
+
+from coordinator.models.action_history import ActionHistory
+from coordinator.models.replica_search import NodeOption, ReplicaSearch, has_served_version, may_hold
+from coordinator.models.shortfall_text import describe_shortfall
+from coordinator.models.wishes import (
+    LoadWish,
+    Plan,
+    PoolState,
+    Shortfall,
+    UnloadReason,
+    UnloadWish,
+    Wish,
+    WishAction,
+    WishState,
+)
+from router.placement.cluster_view import NodeView
+from router.placement.feasibility import find_unavailable_reason
+from wire.identity import NodeId
+from wire.node_state import NodeState
+
+RETURN_SECONDS = 60.0
+"""Seconds for which the return of a node with a replica is awaited."""
+START_SECONDS = 20.0
+"""Seconds after the start of the coordinator for which members may connect before their replicas are replaced."""
+_RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, NodeState.JOINING})
+"""States of a node that probably returns soon. READY: its engine restarts, or its report is late."""
+
+
+def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory) -> Plan:
+    """Return the plan of one round. `history` has the actions up to `pool.now`."""
+    ordered = sorted(wishes, key=lambda wish: (-wish.eviction_cost, wish.model))
+    states = tuple(_find_state(wish, pool, history) for wish in ordered)
+    search = ReplicaSearch(states, pool, history)
+    actions: list[WishAction] = []
+    shortfalls: list[Shortfall] = []
+    for state in states:
+        if not state.wanted:
+            actions += _unload_idle(state, search) if _is_idle(state.wish, pool, history) else ()
+            continue
+        chosen, options = _choose_options(state, search)
+        actions += [option.action for option in chosen if option.action is not None]
+        for option in _choose_waits(state, options, len(chosen)):
+            search.reserve_node(option.node.id)
+        if not state.met:
+            shortfalls.append(Shortfall(state.wish.model, describe_shortfall(state, options, chosen, pool)))
+    return Plan(tuple(actions), states, tuple(shortfalls))
+
+
+def find_ready_replicas(
+    wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
+) -> frozenset[tuple[NodeId, str]]:
+    """Return the ready replicas of all wishes, by node and model."""
+    return frozenset(
+        (node.id, wish.model) for wish in wishes for node in pool.view.nodes if _is_ready(wish, node, pool, history)
+    )
+
+
+def _find_state(wish: Wish, pool: PoolState, history: ActionHistory) -> WishState:
+    ready: list[NodeId] = []
+    coming: list[NodeId] = []
+    away: list[NodeId] = []
+    for node in pool.view.nodes:
+        if not may_hold(wish, node):
+            continue
+        if _is_ready(wish, node, pool, history):
+            ready.append(node.id)
+        elif _is_coming(wish, node, pool, history):
+            coming.append(node.id)
+        elif _is_return_awaited(wish, node, pool, history):
+            away.append(node.id)
+    wanted = 0 if _is_idle(wish, pool, history) or _is_awaiting_request(wish, ready, history) else wish.replicas
+    return WishState(wish, wanted, tuple(ready), tuple(coming), tuple(away))
+
+
+def _is_ready(wish: Wish, node: NodeView, pool: PoolState, history: ActionHistory) -> bool:
+    """Return whether a node has a replica that requests may use, and that is not being unloaded."""
+    model, action = node.models.get(wish.model), history.find_unreported(node)
+    return (
+        model is not None
+        and model.loaded
+        and may_hold(wish, node)
+        and not (isinstance(action, UnloadWish) and action.model == wish.model)
+        and not find_unavailable_reason(node, pool.now)[0]
+        and has_served_version(model, pool.view)
+    )
+
+
+def _is_coming(wish: Wish, node: NodeView, pool: PoolState, history: ActionHistory) -> bool:
+    """Return whether a node loads a replica."""
+    model, action = node.models.get(wish.model), history.find_unreported(node)
+    if isinstance(action, LoadWish) and action.model == wish.model:
+        return _is_returning(node)
+    return model is not None and model.loading and not find_unavailable_reason(node, pool.now)[0]
+
+
+def _is_return_awaited(wish: Wish, node: NodeView, pool: PoolState, history: ActionHistory) -> bool:
+    """Return whether a node that takes no requests now probably returns with its replica, or may have one."""
+    if not find_unavailable_reason(node, pool.now)[0] or not _is_returning(node):
+        return False
+    seen = history.replicas.get((node.id, wish.model))
+    if seen is None:
+        return not node.reported_at and pool.now - history.started_at < START_SECONDS
+    return pool.now - seen < RETURN_SECONDS
+
+
+def _is_returning(node: NodeView) -> bool:
+    """Return whether a node takes requests, or probably does soon."""
+    return node.state in _RETURNING and not (node.cordoned or node.draining)
+
+
+def _is_idle(wish: Wish, pool: PoolState, history: ActionHistory) -> bool:
+    """Return whether the idle time of a wish has passed since the last request for its model."""
+    since = max(history.wished_at.get(wish.model, pool.now), history.used_at.get(wish.model, history.started_at))
+    return wish.idle_unload_seconds is not None and pool.now - since >= wish.idle_unload_seconds
+
+
+def _is_awaiting_request(wish: Wish, ready: list[NodeId], history: ActionHistory) -> bool:
+    """Return whether a wish rests until the first request since the coordinator started."""
+    return not wish.load_at_boot and not ready and wish.model not in history.used_at
+
+
+def _unload_idle(state: WishState, search: ReplicaSearch) -> list[WishAction]:
+    """Return the unloads of a model whose idle time has passed."""
+    actions: list[WishAction] = []
+    for node in search.list_unloadable(state):
+        search.reserve_node(node.id)
+        actions.append(UnloadWish(node.id, node.name, state.wish.model, UnloadReason.IDLE))
+    return actions
+
+
+def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeOption], list[NodeOption]]:
+    """Return the nodes that act now for the missing replicas, best first, and the evaluation of all nodes after that.
+
+    Each choice may take a surplus replica that the next choice needs. The nodes are therefore evaluated again.
+    """
+    missing = state.wanted - len(state.ready) - len(state.coming) - len(state.away)
+    chosen: list[NodeOption] = []
+    options = search.evaluate_nodes(state)
+    while len(chosen) < missing:
+        able = [option for option in options if option.action is not None]
+        if not able:
+            break
+        chosen.append(min(able, key=lambda option: option.rank))
+        search.take(chosen[-1])
+        options = search.evaluate_nodes(state)
+    return chosen, options
+
+
+def _choose_waits(state: WishState, options: list[NodeOption], chosen: int) -> list[NodeOption]:
+    """Return the nodes that could act for the remaining missing replicas after a short time.
+
+    Wishes with a lower eviction cost do not use these nodes meanwhile.
+    """
+    missing = state.wanted - len(state.ready) - len(state.coming) - len(state.away) - chosen
+    waits = sorted((option for option in options if option.waits), key=lambda option: option.rank)
+    return waits[: max(0, missing)]

@@ -1,0 +1,125 @@
+"""Values of the desired state: the wish for a model, the actions for it, and the plan of one round."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+import msgspec
+
+from router.placement.cluster_view import ClusterView
+from router.placement.reservations import ReservationLedger
+from wire.identity import NodeId
+
+MAX_REPLICAS = 1000
+"""Maximum replicas of a wish."""
+MAX_EVICTION_COST = 1000
+"""Maximum eviction cost of a wish."""
+DEFAULT_EVICTION_COST = 10
+"""Eviction cost of a wish without a given cost. Lower costs stay free for models that may be evicted first."""
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """Wanted replicas of a model, as an administrator set them."""
+
+    model: str
+    replicas: int = 1
+    labels: tuple[str, ...] = ()
+    """Labels that a node needs for a replica."""
+    allow: tuple[NodeId, ...] = ()
+    """The only nodes that may load the model for this wish; empty allows all nodes."""
+    deny: tuple[NodeId, ...] = ()
+    """Nodes on which no action is taken for this wish."""
+    idle_unload_seconds: float | None = None
+    """Seconds without a request after which all replicas are unloaded, until the next request; None: never."""
+    eviction_cost: int = DEFAULT_EVICTION_COST
+    """A replica is evicted only for a wish with a higher cost. Wishes with a higher cost are served first."""
+    load_at_boot: bool = True
+    """Whether replicas are loaded before the first request since the coordinator started."""
+
+
+class LoadWish(msgspec.Struct, frozen=True):
+    """Action: load a model on a node, into memory that is free."""
+
+    node: NodeId
+    name: str
+    """Display name of the node."""
+    model: str
+    seconds: float = 0.0
+    """Expected duration of the load."""
+    headroom: int = 0
+    """Headroom of the node in bytes, by the report on which the action is based."""
+
+
+class UnloadReason(StrEnum):
+    """Reason for which the reconciler unloads a model."""
+
+    MEMORY = "memory"
+    IDLE = "idle"
+
+
+class UnloadWish(msgspec.Struct, frozen=True):
+    """Action: unload an unused model from a node."""
+
+    node: NodeId
+    name: str
+    """Display name of the node."""
+    model: str
+    why: UnloadReason
+    wanted: str = ""
+    """Model that needs the memory; empty for an idle model."""
+    seconds: float = 0.0
+    """Expected seconds to load both models, the cost of this swap."""
+
+
+WishAction = LoadWish | UnloadWish
+
+
+class Shortfall(msgspec.Struct, frozen=True):
+    """Reason why a wish is not met. `text` contains the missing number."""
+
+    model: str
+    text: str
+
+
+class WishState(msgspec.Struct, frozen=True):
+    """State of one wish in a round."""
+
+    wish: Wish
+    wanted: int
+    """Replicas wanted now: 0 while the model rests without requests."""
+    ready: tuple[NodeId, ...] = ()
+    """Nodes that have a replica and take requests."""
+    coming: tuple[NodeId, ...] = ()
+    """Nodes that load the model now."""
+    away: tuple[NodeId, ...] = ()
+    """Nodes that had a replica, and whose return is awaited."""
+
+    @property
+    def met(self) -> bool:
+        """Whether the wanted replicas are ready."""
+        return len(self.ready) >= self.wanted
+
+
+class PoolState(msgspec.Struct, frozen=True):
+    """State of the pool that a round reads."""
+
+    view: ClusterView
+    ledger: ReservationLedger
+    """Reservations and model swaps of the router."""
+    now: float
+    """Monotonic seconds."""
+    in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
+    """Models of the running requests, by node."""
+    requested: frozenset[str] = frozenset()
+    """Models that had a request, queued, running or ended, since the last round."""
+
+    def is_in_use(self, node: NodeId, model: str) -> bool:
+        """Return whether a running request uses a model on a node."""
+        return model in self.in_use.get(node, ())
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Result of one round: the actions to take now, the state of each wish, and the shortfall of each unmet wish."""
+
+    actions: tuple[WishAction, ...] = ()
+    states: tuple[WishState, ...] = ()
+    shortfalls: tuple[Shortfall, ...] = ()

@@ -1,0 +1,189 @@
+"""Controller of pulls: frames to nodes, records on the disk, restarts."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from coordinator.models.hub_client import HubClient, TokenFileError
+from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
+from coordinator.models.pull_rows import build_pull_row
+from coordinator.models.settings import HubSettings
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.frames import (
+    CancelModelOrder,
+    Frame,
+    ModelOrderCode,
+    ModelOrderEnded,
+    ModelOrderPhase,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    ServeModel,
+)
+from wire.identity import NodeId
+from wire.model_files import ModelFile, ModelManifest, SourceKind
+
+A, B = NodeId("a"), NodeId("b")
+MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a" * 64),))
+
+
+class Pool:
+    """A controller with links to two nodes, and the frames that it sends."""
+
+    def __init__(self, folder: Path, epoch: int = 1, token_file: str = "") -> None:
+        self.sent: list[tuple[NodeId, Frame]] = []
+        self.linked = {A, B}
+        hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
+        self.controller = PullController(folder, hub, self.send, epoch, wall=lambda: 1000.0)
+        self.show(A, B)
+
+    def send(self, node: NodeId, frame: Frame) -> bool:
+        self.sent.append((node, frame))
+        return node in self.linked
+
+    def show(self, *linked: NodeId, epoch: int = 1) -> None:
+        nodes = [NodeView(name, name, "ready" if name in linked else "lost", epoch=epoch) for name in (A, B)]
+        self.controller.apply_view(ClusterView(tuple(nodes)))
+
+    def take(self) -> list[tuple[NodeId, Frame]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncGenerator[Pool]:
+    made = Pool(tmp_path)
+    yield made
+    made.controller.close()
+
+
+async def test_a_pull_reaches_both_nodes_and_ends(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((node, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    assert (node, order.manifest) == (A, MANIFEST)
+    assert [(one.kind, one.url, one.node) for one in order.sources] == [(SourceKind.HUB, "http://hub.test", "")]
+    pool.controller.handle_frame(A, ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 1, 5))
+    ((node, serve),) = pool.take()
+    assert isinstance(serve, ServeModel)
+    assert node == A
+    urls = ("https://10.0.0.2:9000", "https://[fe80::1]:9000")
+    pool.controller.handle_frame(A, ModelOrderProgress(serve.order, ModelOrderPhase.SERVING, addresses=urls))
+    ((node, follow),) = pool.take()
+    assert isinstance(follow, PullModel)
+    assert node == B
+    assert [(one.kind, one.url, one.token, one.node) for one in follow.sources] == [
+        (SourceKind.MIRROR, url, serve.token, A) for url in urls
+    ]
+    for name, pulled in ((A, order), (B, follow)):
+        pool.controller.handle_frame(name, ModelOrderEnded(pulled.order, ModelOrderCode.COMPLETED, fetched=5))
+    assert pool.take() == [(A, CancelModelOrder(serve.order))]
+    row = build_pull_row(pool.controller.pulls[record.id], str)
+    assert (row["state"], row["ended"]) == ("completed", 1000.0)
+
+
+async def test_a_pull_survives_a_restart_of_the_coordinator(pool: Pool, tmp_path: Path) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, first),) = pool.take()
+    pool.controller.close()
+    restarted = Pool(tmp_path, epoch=2)
+    ((node, order),) = restarted.take()
+    assert isinstance(order, PullModel)
+    assert isinstance(first, PullModel)
+    assert (node, order.manifest) == (A, MANIFEST)
+    assert order.order > first.order
+    assert list(restarted.controller.pulls) == [record.id]
+    restarted.controller.handle_frame(A, ModelOrderEnded(first.order, ModelOrderCode.FAILED))
+    assert build_pull_row(restarted.controller.pulls[record.id], str)["state"] == "pulling"
+    restarted.controller.close()
+
+
+async def test_a_new_link_gets_the_order_again(pool: Pool) -> None:
+    pool.controller.start_pull(MANIFEST, (A,), "key")
+    pool.take()
+    pool.show(B)
+    pool.show(A, B, epoch=2)
+    assert [type(frame) for _, frame in pool.take()] == [PullModel]
+
+
+async def test_the_same_pull_is_not_started_twice(pool: Pool) -> None:
+    first = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    assert pool.controller.start_pull(MANIFEST, (B,), "key").id == first.id
+    assert pool.controller.start_pull(replace_commit("d"), (B,), "key").id != first.id
+
+
+def replace_commit(digit: str) -> ModelManifest:
+    return ModelManifest(MANIFEST.repo, digit * 40, MANIFEST.files)
+
+
+async def test_open_pulls_are_bounded(pool: Pool) -> None:
+    for digit in range(MAX_OPEN_PULLS):
+        pool.controller.start_pull(replace_commit(f"{digit:x}"), (A,), "key")
+    with pytest.raises(TooManyPullsError, match="16 pulls"):
+        pool.controller.start_pull(replace_commit("z"), (A,), "key")
+
+
+async def test_cancel_tells_the_nodes(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    assert pool.controller.cancel_pull(record.id)
+    assert pool.take() == [(A, CancelModelOrder(order.order))]
+    assert not pool.controller.cancel_pull(record.id)
+    assert not pool.controller.cancel_pull("pull-unknown")
+
+
+async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    pool.controller.remove_node(A)
+    assert build_pull_row(pool.controller.pulls[record.id], str)["state"] == "failed"
+
+
+async def test_the_token_of_the_hub_goes_to_the_downloading_node_only(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_secret\n")
+    token.chmod(0o600)
+    pool = Pool(tmp_path / "state", token_file=str(token))
+    pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    assert order.sources[0].token == "hf_secret"
+    stored = "".join(file.read_text() for file in (tmp_path / "state" / "pulls").iterdir())
+    assert "hf_secret" not in stored
+    pool.controller.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are those of POSIX")
+async def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_secret")
+    token.chmod(0o644)
+    with pytest.raises(TokenFileError, match="chmod 600"):
+        HubClient(HubSettings(token_file=str(token))).read_token()
+    pool = Pool(tmp_path / "state", token_file=str(token))
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    await asyncio.sleep(0)
+    row = build_pull_row(pool.controller.pulls[record.id], str)
+    assert row["state"] == "failed"
+    assert "chmod 600" in str(row["nodes"])
+    pool.controller.close()
+
+
+async def test_an_awaited_order_ends_with_its_frame_or_with_the_link(pool: Pool) -> None:
+    removal = asyncio.create_task(pool.controller.orders.run(RemoveModel, A, "pub/model"))
+    await asyncio.sleep(0)
+    ((_, order),) = pool.take()
+    assert isinstance(order, RemoveModel)
+    pool.controller.handle_frame(B, ModelOrderEnded(order.order, ModelOrderCode.COMPLETED))
+    assert not removal.done(), "a frame of another node"
+    pool.controller.handle_frame(A, ModelOrderEnded(order.order, ModelOrderCode.COMPLETED, freed=7))
+    assert (await removal).freed == 7
+    lost = asyncio.create_task(pool.controller.orders.run(RemoveModel, A, "pub/model"))
+    await asyncio.sleep(0)
+    pool.controller.handle_lost_node(A)
+    assert "link" in (await lost).message
+    pool.linked.clear()
+    assert "not linked" in (await pool.controller.orders.run(RemoveModel, A, "pub/model")).message

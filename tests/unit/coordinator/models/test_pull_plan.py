@@ -1,0 +1,64 @@
+"""Plan of a pull: the nodes that get a model, and the numbers of those that do not."""
+
+from dataclasses import replace
+
+from coordinator.models.pull_plan import NodeSelection, PullPlan, plan_pull
+from router.placement.cluster_view import ClusterView, NodeView
+from tests.support.cluster.loopback_cluster import a_memory, a_model
+from wire.identity import NodeId
+from wire.report import Disk
+from wire.units import GIB
+
+SIZE = 10 * GIB
+MODEL = a_model("pub/model", loaded=False, weights=SIZE, context=32_768)
+
+
+def node(name: str, free: int = 100 * GIB, cap: int = 24 * GIB, state: str = "ready") -> NodeView:
+    return NodeView(NodeId(name), name, state, memory=a_memory(0, cap), disk=Disk(free, 500 * GIB, "/cache"))
+
+
+def plan(*nodes: NodeView, selection: NodeSelection = NodeSelection.AUTO, named: tuple[str, ...] = ()) -> PullPlan:
+    return plan_pull(ClusterView(nodes), MODEL, SIZE, selection, [NodeId(name) for name in named])
+
+
+def reasons(found: PullPlan) -> dict[str, str]:
+    return {one.name: one.reason for one in found.nodes}
+
+
+def test_auto_chooses_the_nodes_with_room_on_the_disk_and_in_memory() -> None:
+    found = plan(node("a"), node("b", free=12 * GIB), node("c", cap=12 * GIB), node("d", state="asleep"))
+    assert found.chosen == ("a",)
+    assert found.nodes[0].context > 4096
+    assert reasons(found)["b"] == "needs 10.0 GiB of disk, has 12.0 GiB free and keeps 5.0 GiB"
+    assert reasons(found)["c"].startswith("needs 10.3 GiB of memory with 4096 tokens, has 10.0 GiB below its cap")
+    assert reasons(found)["d"] == "is asleep"
+
+
+def test_all_also_chooses_nodes_that_are_away() -> None:
+    found = plan(node("a"), node("d", state="asleep"), node("e", state="left"), selection=NodeSelection.ALL)
+    assert found.chosen == ("a", "d")
+    assert reasons(found)["d"] == "is asleep, and starts the pull when it is back"
+
+
+def test_named_nodes_need_disk_but_may_lack_memory() -> None:
+    found = plan(
+        node("a"),
+        node("b", free=12 * GIB),
+        node("c", cap=12 * GIB),
+        selection=NodeSelection.NAMED,
+        named=("b", "c"),
+    )
+    assert found.chosen == ("c",)
+    assert reasons(found)["a"] == "was not named"
+    assert "of memory" in reasons(found)["c"]
+
+
+def test_nodes_that_have_the_model_come_first_and_need_no_disk() -> None:
+    full = replace(node("b", free=1 * GIB), models={MODEL.name: MODEL})
+    assert plan(node("a"), full).chosen == ("b", "a")
+
+
+def test_a_node_whose_version_cannot_pull_is_not_chosen() -> None:
+    found = plan(replace(node("a"), disk=Disk()))
+    assert found.chosen == ()
+    assert found.explain() == ("no node can get the model: a: its version of Macpool cannot pull models: update it")

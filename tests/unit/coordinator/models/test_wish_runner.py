@@ -1,0 +1,186 @@
+"""The loop of the wishes in a complete coordinator, with nodes on real links whose answers a test sets."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from tests.support.cluster.loopback_cluster import a_memory, a_model
+from wire.frames import Finished, LoadModel, Refusal, Report, UnloadModel
+from wire.refusals import RefusalCode, Refused
+from wire.report import Model
+from wire.units import GIB
+
+BIG = "publisher/big-model"
+PATH = f"/api/v1/models/wishes/{BIG}"
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+def big(**changes: object) -> Model:
+    return a_model(BIG, **({"loaded": False, "weights": 4 * GIB} | changes))
+
+
+def report(*models: Model, room: int = 8 * GIB) -> Report:
+    return a_report(models=models, memory=a_memory(room))
+
+
+async def node(port: Port, name: str, *models: Model) -> Line:
+    who = port.member(name)
+    line = await port.link(who, report(*models))
+    await port.until(lambda: port.state(who) == "ready")
+    return line
+
+
+async def want(port: Port, **body: Any) -> dict[str, Any]:
+    async with port.client("admin") as client:
+        answer = await client.put(PATH, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["wish"]
+
+
+async def read_plan(port: Port) -> dict[str, Any]:
+    async with port.client("admin") as client:
+        return (await client.get("/api/v1/models/plan")).json()
+
+
+async def keep_reporting(line: Line, *models: Model) -> None:
+    while True:
+        line.send(report(*models))
+        await asyncio.sleep(0.2)
+
+
+def entries(port: Port, event: str) -> list[Any]:
+    return [entry for entry in port.logs if entry["event"] == event]
+
+
+async def test_a_wish_is_loaded_met_and_shown(port: Port):
+    studio = await node(port, "studio", big())
+    await want(port)
+    load = await studio.until(LoadModel)
+    assert load.model == BIG
+    plan = await read_plan(port)
+    assert plan["running"] == [{"action": "load", "model": BIG, "node": "node-1", "name": "studio", "why": "wish"}]
+    (row,) = plan["wishes"]
+    assert (row["wanted"], row["met"], row["loading"], row["missing"]) == (1, False, ["studio"], "studio loads it")
+    studio.send(report(big(loaded=True)))
+    studio.send(Finished(load.request, (), 0, 0))
+    await port.until(lambda: entries(port, "wish load ended"))
+    assert entries(port, "wish load ended")[0]["outcome"] == "done"
+    studio.send(report(big(loaded=True)))
+    await port.until(lambda: entries(port, "wish met"))
+    (row,) = (await read_plan(port))["wishes"]
+    assert (row["met"], row["ready"], row["missing"]) == (True, ["studio"], "")
+    assert port.application.wishes.take_snapshot().replicas == {BIG: (1, 1)}
+
+
+async def test_a_node_that_refuses_is_not_asked_again_and_the_next_one_is(port: Port):
+    first, second = await node(port, "first", big(load_seconds=1.0)), await node(port, "second", big(load_seconds=9.0))
+    await want(port)
+    load = await first.until(LoadModel)
+    first.send(Refusal(load.request, Refused(RefusalCode.NO_ROOM, "a spike of another program")))
+    reports = [asyncio.create_task(keep_reporting(line, big())) for line in (first, second)]
+    assert (await second.until(LoadModel)).model == BIG
+    with pytest.raises(TimeoutError):
+        await first.until(LoadModel, 2.5)
+    for task in reports:
+        task.cancel()
+    assert entries(port, "wish load ended")[0]["why"] == "first: a spike of another program"
+
+
+async def test_an_unused_model_is_unloaded_for_a_wish(port: Port):
+    other = a_model("other", weights=16 * GIB)
+    studio = await node(port, "studio", big(weights=12 * GIB), other)
+    await want(port)
+    unload = await studio.until(UnloadModel)
+    assert unload.model == "other"
+    (row,) = (await read_plan(port))["running"]
+    assert row["why"] == f"memory for {BIG}"
+
+
+async def test_an_idle_model_is_unloaded_and_a_refusal_of_the_node_is_recorded(port: Port):
+    studio = await node(port, "studio", big(loaded=True))
+    await want(port, idle_unload_seconds=0.5)
+    reports = asyncio.create_task(keep_reporting(studio, big(loaded=True)))
+    unload = await studio.until(UnloadModel)
+    assert unload.model == BIG
+    studio.send(Refusal(unload.request, Refused(RefusalCode.IN_USE, "3 requests use it")))
+    await port.until(lambda: entries(port, "wish unload ended"))
+    reports.cancel()
+    assert entries(port, "wish unload ended")[0]["outcome"] == "refused"
+
+
+async def test_a_wish_is_kept_by_the_database(port: Port):
+    await node(port, "studio", big())
+    made = await want(port, replicas=2, deny=["studio"], idle_unload_seconds=1800.0, eviction_cost=7)
+    assert made == {
+        "model": BIG,
+        "replicas": 2,
+        "labels": [],
+        "allow": [],
+        "deny": ["studio"],
+        "idle_unload_seconds": 1800.0,
+        "eviction_cost": 7,
+        "load_at_boot": True,
+    }
+    stored = port.application.store.wishes[BIG]
+    assert stored.deny == ("node-1",)
+    assert (stored.replicas, stored.eviction_cost) == (2, 7)
+
+
+async def test_wishes_are_listed_shown_and_ended_and_the_audit_log_names_them(port: Port):
+    await node(port, "studio", big())
+    async with port.client("admin") as client:
+        made = await client.put(PATH.upper().replace("/API/V1/MODELS/WISHES", "/api/v1/models/wishes"), json={})
+        assert made.json()["wish"]["model"] == BIG, "the name of the model on disk"
+        assert [wish["model"] for wish in (await client.get("/api/v1/models/wishes")).json()["wishes"]] == [BIG]
+        assert (await client.get(PATH)).json()["wish"]["replicas"] == 1
+        assert (await client.delete(PATH)).json() == {"schema": 1, "model": BIG}
+        gone = await client.delete(PATH)
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "wish_not_found")
+        acts = (await client.get("/api/v1/audit")).json()["acts"]
+    assert [act["action"] for act in acts][-2:] == ["want_model", "unwant_model"]
+    assert acts[-1]["subject"] == BIG
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"replicas": 0}, 400),
+        ({"replicas": 2000}, 400),
+        ({"eviction_cost": 0}, 400),
+        ({"idle_unload_seconds": -1}, 400),
+        ({"idle_unload_seconds": 0}, 400),
+        ({"labels": [""]}, 400),
+        ({"unknown": 1}, 400),
+        ({"allow": ["nobody"]}, 404),
+        ({"deny": ["nobody"]}, 404),
+    ],
+    ids=str,
+)
+async def test_a_wish_that_cannot_be_is_refused(port: Port, body: dict[str, Any], status: int):
+    async with port.client("admin") as client:
+        assert (await client.put(PATH, json=body)).status_code == status
+        assert (await client.get("/api/v1/models/wishes")).json()["wishes"] == []
+
+
+async def test_the_number_of_wishes_is_bounded(port: Port):
+    async with port.client("admin") as client:
+        for at in range(100):
+            assert (await client.put(f"/api/v1/models/wishes/m{at}", json={})).status_code == 200
+        more = await client.put("/api/v1/models/wishes/one-more", json={})
+        assert (more.status_code, more.json()["error"]["code"]) == (409, "too_many_wishes")
+        assert (await client.put("/api/v1/models/wishes/m7", json={"replicas": 2})).status_code == 200
+
+
+async def test_wishes_need_an_admin_key(port: Port):
+    async with port.client("infer") as client:
+        assert (await client.put(PATH, json={})).status_code == 403
+        assert (await client.get("/api/v1/models/plan")).status_code == 403
