@@ -13,7 +13,7 @@ from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
-from node.hub.orders import ModelOrders
+from node.hub.orders import ModelFileOrders
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
@@ -35,7 +35,7 @@ class Node:
     video: VideoSubsystem
     sharing: SharingController
     reporter: Reporter
-    model_orders: ModelOrders
+    model_orders: ModelFileOrders
 
 
 def assemble(
@@ -96,7 +96,9 @@ def assemble(
         illegal_events=illegal_events,
     )
     answers = FetchAnswers(state / "logs" / "node.log", supervisor, video.lease_manager)
-    model_orders = ModelOrders(settings.models, identity, state / "node", links, supervisor.reports.has_model_in_memory)
+    model_orders = ModelFileOrders(
+        settings.models, identity, state / "node", links, supervisor.reports.has_model_in_memory
+    )
     parts = AgentParts(
         links=links,
         supervisor=supervisor,

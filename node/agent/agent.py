@@ -21,7 +21,7 @@ from node.agent.link_keeper import LinkKeeper, LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.engine_process.supervisor import Supervisor
-from node.hub.orders import ModelOrders
+from node.hub.orders import ModelFileOrders
 from node.illegal_events import IllegalEvents
 from node.memory.poll import MemoryPoll
 from node.sharing.controller import SharingController
@@ -74,7 +74,7 @@ class AgentParts:
     sharing: SharingController
     reporter: Reporter
     answers: FetchAnswers
-    model_orders: ModelOrders
+    model_orders: ModelFileOrders
     illegal_events: IllegalEvents
 
 

@@ -51,7 +51,7 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order of `node.hub.mirror`."""
+    """Order of `node.hub.serving.mirror`."""
 
     manifest: ModelManifest
     hub: str

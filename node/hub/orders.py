@@ -34,9 +34,9 @@ from node.hub.child_messages import (
 )
 from node.hub.digests import STORE_NAME
 from node.hub.errors import ModelFileError
-from node.hub.mirror_addresses import choose_hosts
 from node.hub.model_places import locate_model, remove_model
 from node.hub.order_child import OrderChild
+from node.hub.serving.addresses import choose_hosts
 from node.models.folders import get_hub_folder
 from node.settings import ModelSettings
 from wire.frames import (
@@ -56,24 +56,48 @@ MAX_ORDERS = 32
 RESEND_SECONDS = 30.0
 """Seconds for which an end is sent again on another link, because the link on which it was sent may have been dead."""
 MAX_ENDS = 64
-_DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.mirror", "node.hub.verifier"
+_DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
 
 log = structlog.get_logger("node.hub.orders")
 
 ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel
 
 
-@dataclass(slots=True, eq=False)
 class _RunningOrder:
-    """Order in progress. A pull can have the numbers of several orders for the same commit."""
+    """Order in progress. A pull can have the numbers of several orders for the same commit.
 
-    numbers: set[int]
-    key: str
-    """Model or repository whose files the order changes or reads."""
-    commit: str = ""
-    """Commit of a pull; empty for other orders."""
-    child: OrderChild | None = None
-    task: asyncio.Task[None] | None = None
+    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders.
+    """
+
+    def __init__(self, number: int, key: str, commit: str = "") -> None:
+        self.numbers = {number}
+        self.key = key
+        self.commit = commit
+        self._cancelled = False
+        self._child: OrderChild | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        """Perform the order in a task."""
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def run_child(self, child: OrderChild) -> ChildEnd:
+        """Run the process of the order, unless the order is cancelled."""
+        if self._cancelled:
+            return build_end(ModelOrderCode.CANCELLED)
+        self._child = child
+        return await child.run()
+
+    def cancel(self) -> None:
+        """End the process of the order, if the order has one. A removal is not cancelled."""
+        self._cancelled = True
+        if self._child is not None:
+            self._child.cancel()
+
+    async def wait_end(self) -> None:
+        """Wait for the end of the order."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +109,7 @@ class _Ending:
     sent_at: float
 
 
-class ModelOrders:
+class ModelFileOrders:
     """Orders about model files of this node. Call all methods on the loop of the links.
 
     `state` is the folder of the node's state. `is_loaded` returns whether a model is loaded or being loaded.
@@ -116,8 +140,8 @@ class ModelOrders:
         """Begin an order that came over `link`, attach it to a running one, or cancel one. The result is sent later."""
         running = self._find(order.order)
         if isinstance(order, CancelModelOrder):
-            if running is not None and running.child is not None:
-                running.child.cancel()
+            if running is not None:
+                running.cancel()
             return
         if running is not None:
             return
@@ -138,11 +162,11 @@ class ModelOrders:
     async def stop(self) -> None:
         """End all orders and their processes, and refuse further orders."""
         self._stopping = True
-        tasks = [running.task for running in self._running if running.task is not None]
-        for running in tuple(self._running):
-            if running.child is not None:
-                running.child.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        stopped = tuple(self._running)
+        for running in stopped:
+            running.cancel()
+        for running in stopped:
+            await running.wait_end()
 
     # orders
 
@@ -161,11 +185,11 @@ class ModelOrders:
                 self._start_mirror(order, link)
             case VerifyModel():
                 self._check_name(order.model)
-                self._start(_RunningOrder({order.order}, order.model), self._verify)
+                self._start(_RunningOrder(order.order, order.model), self._verify)
             case RemoveModel():
                 self._check_name(order.model)
                 self._check_unused(order.model)
-                self._start(_RunningOrder({order.order}, order.model), self._remove)
+                self._start(_RunningOrder(order.order, order.model), self._remove)
 
     def _check_name(self, name: str) -> None:
         if not is_valid_model(name):
@@ -200,8 +224,8 @@ class ModelOrders:
             digests=str(self._digests),
             cluster=self._cluster,
         )
-        log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.url for one in order.sources])
-        self._start_child(_RunningOrder({order.order}, manifest.repo, manifest.commit), _DOWNLOADER, message)
+        log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.kind for one in order.sources])
+        self._start_child(_RunningOrder(order.order, manifest.repo, manifest.commit), _DOWNLOADER, message)
 
     def _start_mirror(self, order: ServeModel, link: CoordinatorLink) -> None:
         fault = find_manifest_fault(order.manifest)
@@ -215,7 +239,7 @@ class ModelOrders:
             hosts=choose_hosts(link.local_address),
             idle_seconds=order.idle,
         )
-        self._start_child(_RunningOrder({order.order}, f"mirror of {order.manifest.repo}"), _MIRROR, message)
+        self._start_child(_RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
 
     async def _verify(self, running: _RunningOrder) -> ChildEnd:
         place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
@@ -237,7 +261,7 @@ class ModelOrders:
         self, running: _RunningOrder, work: Callable[[_RunningOrder], Coroutine[object, object, ChildEnd]]
     ) -> None:
         self._running.add(running)
-        running.task = asyncio.get_running_loop().create_task(self._run(running, work(running)))
+        running.start(self._run(running, work(running)))
 
     async def _run(self, running: _RunningOrder, work: Coroutine[object, object, ChildEnd]) -> None:
         """Perform an order and send its end, also after an unexpected error."""
@@ -259,8 +283,8 @@ class ModelOrders:
     async def _run_child(
         self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder | VerifyOrder
     ) -> ChildEnd:
-        running.child = OrderChild(module, message, lambda progress: self._send_progress(running, progress))
-        end = await running.child.run()
+        child = OrderChild(module, message, lambda progress: self._send_progress(running, progress))
+        end = await running.run_child(child)
         if end.code == ModelOrderCode.CANCELLED and self._stopping:
             return build_end(ModelOrderCode.FAILED, "the node was stopped; the received pieces stay: pull again")
         return end

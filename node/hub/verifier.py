@@ -13,14 +13,11 @@ import msgspec
 
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, VerifyOrder, build_end
 from node.hub.digests import DigestStore, FileDigest, compute_content, hash_file, list_content_files
+from node.hub.errors import OrderStopped
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
 NICENESS = 10
-
-
-class _Stopped(Exception):
-    """Error that ends a verification that was stopped."""
 
 
 class Verification:
@@ -53,7 +50,7 @@ class Verification:
 
     def _add(self, block: bytes) -> None:
         if self._channel.stop.is_set():
-            raise _Stopped
+            raise OrderStopped
         self._done += len(block)
         now = time.monotonic()
         if self._order.max_bytes_per_second:
@@ -70,7 +67,7 @@ def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
     """Perform an order and return its end."""
     try:
         return Verification(order, channel).run()
-    except _Stopped:
+    except OrderStopped:
         return build_end(ModelOrderCode.CANCELLED)
     except OSError as error:
         return build_end(ModelOrderCode.FAILED, f"{order.folder} cannot be read: {error.strerror or error}")

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import DigestStore, find_content
-from node.hub.piece_journal import parse_journal
-from tests.support.downloads import PIECE, Child, download, download_order, hub_source
-from tests.support.hub import Answer, Hub, running_hub
+from node.hub.download.piece_journal import parse_journal
+from tests.support.hub.downloads import PIECE, Child, download, download_order, hub_source
+from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import environment, until
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest, ModelSource

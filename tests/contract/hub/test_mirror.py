@@ -1,4 +1,4 @@
-"""The mirror as a process: other nodes take files from it, also while it still downloads, and nobody else does."""
+"""The mirror as a process: other nodes take files from it, also while it still downloads, and strangers get nothing."""
 
 import asyncio
 import random
@@ -15,10 +15,10 @@ import pytest
 from coordinator.tls.cluster_ca import ClusterCa
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.child_messages import ChildProgress, ClusterFiles, MirrorOrder
-from node.hub.node_tls import NodeClientContext
+from node.hub.serving.node_tls import NodeClientContext
 from tests.support.cluster.model_node import get_files, make_identity
-from tests.support.downloads import PIECE, Child, download, download_order, hub_source
-from tests.support.hub import Hub, running_hub
+from tests.support.hub.downloads import PIECE, Child, download, download_order, hub_source
+from tests.support.hub.hub import Hub, running_hub
 from tests.support.processes import until
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.model_files import ModelManifest, ModelSource, SourceKind
@@ -58,7 +58,7 @@ class Place:
             hosts=("127.0.0.1",),
             idle_seconds=idle_seconds,
         )
-        child = self.start("node.hub.mirror", order)
+        child = self.start("node.hub.serving.mirror", order)
         message = child.read()
         assert isinstance(message, ChildProgress)
         assert message.phase == ModelOrderPhase.SERVING
@@ -88,7 +88,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def fill(place: Place) -> None:
-    """Give the holder all files."""
+    """Download all files to the holder."""
     end = download(place.folder / "holder", place.manifest, [hub_source(place.hub.url)])
     assert end.code == ModelOrderCode.COMPLETED
     place.hub.requests.clear()

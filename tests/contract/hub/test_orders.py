@@ -11,8 +11,8 @@ import pytest
 from node.hub.cache_layout import RepositoryFolder
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
-from tests.support.downloads import PIECE, download, hub_source
-from tests.support.hub import Hub, running_hub
+from tests.support.hub.downloads import PIECE, download, hub_source
+from tests.support.hub.hub import Hub, running_hub
 from wire.frames import (
     CancelModelOrder,
     LoadModel,
@@ -213,9 +213,9 @@ async def test_verify_hashes_a_model_and_remove_deletes_it(hub: Hub, node: Model
     removed, _ = await wait_end(line, 4)
     assert (removed.code, removed.freed > 0) == (ModelOrderCode.COMPLETED, True)
     assert not repository(tmp_path, manifest).root.exists()
-    line.send(RemoveModel(5, "tests/tiny"), VerifyModel(6, "tests/tiny"))
-    for order in (5, 6):
-        assert (await wait_end(line, order))[0].code == ModelOrderCode.NOT_FOUND
+    for missing in (RemoveModel(5, "tests/tiny"), VerifyModel(6, "tests/tiny")):
+        line.send(missing)
+        assert (await wait_end(line, missing.order))[0].code == ModelOrderCode.NOT_FOUND
 
 
 async def test_a_loaded_model_is_not_removed(node: ModelNode, tmp_path: Path):
@@ -225,7 +225,7 @@ async def test_a_loaded_model_is_not_removed(node: ModelNode, tmp_path: Path):
     line = await node.start()
     report = await wait_ready(line)
     if not report.models[0].loaded:
-        line.send(LoadModel(1, 1, report.models[0].name))
+        line.send(LoadModel(1, report.models[0].name))
         while not (await line.until(Report)).models[0].loaded:
             pass
     line.send(RemoveModel(2, report.models[0].name))

@@ -21,7 +21,7 @@ from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
-from node.hub.orders import ModelOrders
+from node.hub.orders import ModelFileOrders
 from node.sharing.controller import SharingController
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.enrolment import HARDWARE
@@ -85,7 +85,7 @@ class Linked(Node):
             reporter=self.reporter,
             illegal_events=self.illegal_events,
             answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
-            model_orders=ModelOrders(
+            model_orders=ModelFileOrders(
                 self.settings.models,
                 identity,
                 self.folder,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from node.hub.supported_models import find_unsupported
+from node.hub.prediction.supported_models import find_unsupported
 from node.models.catalogue import describe_folder
 from node.models.folders import MODEL, has_gguf
 from node.models.weight_files import parse_json_object

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.hub.mirror_addresses import choose_hosts
+from node.hub.serving.addresses import choose_hosts
 
 OWN = ("127.0.0.1", "192.168.1.5", "::1", "fe80::1", "fd00::5", "169.254.3.4", "0.0.0.0")
 

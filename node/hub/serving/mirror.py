@@ -1,4 +1,4 @@
-"""Child process that serves the files of a manifest to other nodes: `python -m node.hub.mirror`.
+"""Child process that serves the files of a manifest to other nodes: `python -m node.hub.serving.mirror`.
 
 The order is a line of the standard input (`MirrorOrder`). The mirror listens on one port of each address, with TLS.
 Both ends show the certificate of a node of the cluster, and the client sends the token of the transfer. The mirror ends
@@ -19,9 +19,9 @@ import msgspec
 import uvicorn
 
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, MirrorOrder, build_end
-from node.hub.node_tls import NodeServerContext
-from node.hub.served_repository import CacheRepository
-from node.hub.server import HubServer
+from node.hub.serving.node_tls import NodeServerContext
+from node.hub.serving.served_repository import CacheRepository
+from node.hub.serving.server import HubServer
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
@@ -58,7 +58,7 @@ def format_url(listener: socket.socket) -> str:
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
 
-class Mirror:
+class MirrorServer:
     """Mirror of one manifest."""
 
     def __init__(self, order: MirrorOrder, channel: ChildChannel) -> None:
@@ -117,7 +117,7 @@ def _build_config(app: HubServer, create_context: Callable[[], ssl.SSLContext]) 
 def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
     """Perform an order and return its end."""
     try:
-        return Mirror(order, channel).run()
+        return MirrorServer(order, channel).run()
     except (OSError, ValueError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return build_end(ModelOrderCode.FAILED, f"the mirror cannot begin: {text}")
