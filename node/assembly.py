@@ -13,6 +13,7 @@ from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.hub.orders import ModelFileOrders
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
@@ -34,6 +35,7 @@ class Node:
     video: VideoSubsystem
     sharing: SharingController
     reporter: Reporter
+    model_orders: ModelFileOrders
 
 
 def assemble(
@@ -94,6 +96,9 @@ def assemble(
         illegal_events=illegal_events,
     )
     answers = FetchAnswers(state / "logs" / "node.log", supervisor, video.lease_manager)
+    model_orders = ModelFileOrders(
+        settings.models, identity, state / "node", links, supervisor.reports.has_model_in_memory
+    )
     parts = AgentParts(
         links=links,
         supervisor=supervisor,
@@ -103,10 +108,11 @@ def assemble(
         sharing=sharing,
         reporter=reporter,
         answers=answers,
+        model_orders=model_orders,
         illegal_events=illegal_events,
     )
     agent = Agent(identity, version, hardware, parts, on_ready=on_ready, link_timeouts=link_timeouts or LinkTimeouts())
     engine_changed.subscribe(agent.on_engine_change)
     video_changed.subscribe(reporter.send_soon)
     effects.changed.subscribe(reporter.send)
-    return Node(agent, supervisor, poll, video, sharing, reporter)
+    return Node(agent, supervisor, poll, video, sharing, reporter, model_orders)

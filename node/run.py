@@ -219,6 +219,7 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
         hide_warnings()
         if run not in done:
             await node.video.lease_manager.stop()
+            await node.model_orders.stop()
             await agent.stop(drain, reason)
         await run
         if reason is GoodbyeReason.LEAVE:
@@ -231,6 +232,7 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
         watch.stop()
         sleep_policy.stop()
         await node.video.stop()
+        await node.model_orders.stop()
         node.poll.stop()
         waiting.cancel()
         await node.supervisor.stop()

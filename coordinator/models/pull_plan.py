@@ -14,7 +14,7 @@ from wire.units import GIB, show_size
 MIN_CONTEXT_TOKENS = 4096
 """Minimum context, in tokens, that a node must have room for, to be chosen for a pull."""
 MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
-"""Disk space that stays free: a share of the disk, at most these bytes. As in `node.hub.disk_space`."""
+"""Disk space that stays free: a share of the disk, at most these bytes. As in `node.hub.download.disk_space`."""
 
 
 class NodeSelection(StrEnum):

@@ -89,13 +89,15 @@ class ClusterCa:
     def sign_request(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
         """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
 
+        The certificate serves for both ends of TLS, because a node can be the mirror of another node.
+
         Raise `CertificateRequestError` if `extract_public_key` refuses the request.
         """
         certificate = self._issue_leaf(
             extract_public_key(csr),
             name or node,
             build_node_uri(self.cluster, node),
-            ExtendedKeyUsageOID.CLIENT_AUTH,
+            (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH),
             self._node_life,
         )
         return certificate.public_bytes(Encoding.DER)
@@ -189,7 +191,7 @@ class ClusterCa:
         key = ec.generate_private_key(ec.SECP256R1())
         uri = build_coordinator_uri(self.cluster)
         write_key_pair(
-            self._own, key, self._issue_leaf(key.public_key(), "coordinator", uri, ExtendedKeyUsageOID.SERVER_AUTH)
+            self._own, key, self._issue_leaf(key.public_key(), "coordinator", uri, (ExtendedKeyUsageOID.SERVER_AUTH,))
         )
 
     def _issue_leaf(
@@ -197,7 +199,7 @@ class ClusterCa:
         key: ec.EllipticCurvePublicKey,
         name: str,
         uri: str,
-        purpose: x509.ObjectIdentifier,
+        purposes: tuple[x509.ObjectIdentifier, ...],
         life: float = LEAF_VALIDITY_SECONDS,
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -205,7 +207,7 @@ class ClusterCa:
             create_certificate_builder(name, key, self._certificate.subject, self._clock(), life)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(build_key_usage(signs_certificates=False), critical=True)
-            .add_extension(x509.ExtendedKeyUsage([purpose]), critical=False)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
             .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(issuer), critical=False)
             .sign(self._key, hashes.SHA256())

@@ -21,6 +21,7 @@ from node.agent.link_keeper import LinkKeeper, LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.engine_process.supervisor import Supervisor
+from node.hub.orders import ModelFileOrders
 from node.illegal_events import IllegalEvents
 from node.memory.poll import MemoryPoll
 from node.sharing.controller import SharingController
@@ -31,6 +32,7 @@ from wire.frames import (
     TAGS,
     AllowVideo,
     Cancel,
+    CancelModelOrder,
     CertificateRenewed,
     CountTokens,
     Denied,
@@ -44,9 +46,13 @@ from wire.frames import (
     PauseNode,
     Ping,
     ProfileModel,
+    PullModel,
     RayHead,
     Refusal,
+    RemoveModel,
+    ServeModel,
     UnloadModel,
+    VerifyModel,
     Welcome,
 )
 from wire.node_state import EngineStage
@@ -68,6 +74,7 @@ class AgentParts:
     sharing: SharingController
     reporter: Reporter
     answers: FetchAnswers
+    model_orders: ModelFileOrders
     illegal_events: IllegalEvents
 
 
@@ -175,6 +182,8 @@ class Agent:
                 parts.ray.set_allowed(on=frame.allowed)
             case RayHead():
                 pass
+            case PullModel() | ServeModel() | VerifyModel() | RemoveModel() | CancelModelOrder():
+                parts.model_orders.handle(frame, link)
             case PauseNode():
                 parts.sharing.apply_order(frame)
                 parts.reporter.send()
@@ -187,6 +196,7 @@ class Agent:
         if self._keeper.receive_welcome(link, welcome):
             self._parts.reporter.send()
             self._parts.lease_manager.resend_ends()
+            self._parts.model_orders.resend_ends()
             self._notify_ready()
 
     def _build_paused_refusal(self) -> Refused:

@@ -44,6 +44,12 @@ class CoordinatorLink(LinkEndpoint):
         self.requests: set[int] = set()
         """Open requests that came over this link. They are cancelled when the link ends."""
 
+    @property
+    def local_address(self) -> str:
+        """Address of this machine on the connection; empty if the connection has ended."""
+        name = self.transport.get_extra_info("sockname") if self.transport is not None else None
+        return str(name[0]) if name else ""
+
     def on_frame(self, tag: int, body: bytes) -> None:
         """Pass a frame to `take`."""
         self._take(self, tag, body)

@@ -35,6 +35,11 @@ class EngineReports:
         """Sequence number of the last `free_memory` order that the engine reports as done; 0 before the first."""
         return 0 if self._latest is None else self._latest.freed_order
 
+    def has_model_in_memory(self, name: str) -> bool:
+        """Return whether the latest report names a model as loaded or being loaded."""
+        models = self._latest.models if self._latest is not None else ()
+        return any(model.name == name and (model.loaded or model.loading) for model in models)
+
     def store(self, report: EngineReport, now: float) -> None:
         """Store a report that arrived at `now` (monotonic seconds)."""
         self._latest, self._received_at = report, now

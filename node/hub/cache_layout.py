@@ -5,13 +5,14 @@ The layout is that of `huggingface_hub`: `models--P--N/blobs/ETAG`, links `snaps
 
 Rules
 - Nothing is written through a symbolic link. A folder of the layout that is a link is refused.
-- A blob gets its name only after its content was verified (`node.hub.part_file`).
+- A blob gets its name only after its content was verified (`node.hub.download.part_file`).
 - Links are created only after all blobs of the manifest are verified, and references after the links.
 - One process at a time changes a repository. The lock is released by the system when its process ends.
 """
 
 import fcntl
 import os
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -72,9 +73,10 @@ class RepositoryFolder:
     @contextmanager
     def lock(self) -> Generator[None]:
         """Hold the lock of the repository. Raise ModelFileError with `in_use` if another process holds it."""
+        clock = threading.Event()
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while (descriptor := self._try_lock()) is None and time.monotonic() < deadline:
-            time.sleep(LOCK_TIMEOUT_SECONDS / 10)
+            clock.wait(LOCK_TIMEOUT_SECONDS / 10)
         if descriptor is None:
             raise ModelFileError(
                 ModelOrderCode.IN_USE, f"another process works on {self.repo} in {self.hub}: wait for its end"

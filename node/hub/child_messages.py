@@ -51,7 +51,7 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order of `node.hub.mirror`."""
+    """Order of `node.hub.serving.mirror`."""
 
     manifest: ModelManifest
     hub: str
@@ -72,18 +72,6 @@ class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):
     """File of the digest store."""
     max_bytes_per_second: int = 0
     """Maximum read rate; 0 for no limit."""
-
-
-class RemoveOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Order of `node.hub.remover`."""
-
-    model: str
-    folder: str
-    """Folder of the model, as the catalogue found it."""
-    root: str
-    """Folder that must contain it: a model folder of the settings, or the Hugging Face cache."""
-    hub: bool
-    """Whether `root` is the Hugging Face cache."""
 
 
 class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):

@@ -16,20 +16,16 @@ import msgspec
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, DownloadOrder, build_end
 from node.hub.digests import ContentHasher, DigestStore, FileDigest, find_content, hash_file
-from node.hub.disk_space import DiskSpace
-from node.hub.errors import ModelFileError
-from node.hub.source_pool import SourcePool
-from node.hub.transfer import Transfer
+from node.hub.download.disk_space import DiskSpace
+from node.hub.download.source_pool import SourcePool
+from node.hub.download.transfer import Transfer
+from node.hub.errors import ModelFileError, OrderStopped
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.model_files import ModelFile, find_manifest_fault
 
 REPORT_SECONDS = 0.5
 SPEED_SECONDS = 5.0
 NICENESS = 10
-
-
-class _Stopped(Exception):
-    """Error that ends a download that was stopped."""
 
 
 class Download:
@@ -73,7 +69,7 @@ class Download:
             def add(block: bytes) -> None:
                 nonlocal done
                 if self._channel.stop.is_set():
-                    raise _Stopped
+                    raise OrderStopped
                 hasher.update(block)
                 done += len(block)
                 self._report(ChildProgress(phase=ModelOrderPhase.CHECKING, done=done, total=self._total))
@@ -104,7 +100,7 @@ class Download:
         )
         try:
             if not transfer.run(lambda: self._report_transfer(transfer, pool)):
-                raise _Stopped
+                raise OrderStopped
         finally:
             self.fetched = pool.fetched
             pool.close()
@@ -155,7 +151,7 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
     download = Download(order, channel)
     try:
         content = download.run()
-    except _Stopped:
+    except OrderStopped:
         return ChildEnd(code=ModelOrderCode.CANCELLED, fetched=download.fetched)
     except ModelFileError as error:
         return ChildEnd(code=error.code, message=error.message, fetched=download.fetched, retry_after=error.retry_after)

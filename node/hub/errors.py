@@ -16,6 +16,10 @@ class ModelFileError(Exception):
         self.retry_after = retry_after
 
 
+class OrderStopped(Exception):
+    """Raised in a child process whose order was cancelled, or whose agent has ended."""
+
+
 def describe_refusal(status: int, error_code: str, subject: str, *, has_token: bool) -> ModelFileError | None:
     """Return the error for a refusal of the hub; None if the status is not a refusal.
 

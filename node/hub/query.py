@@ -18,12 +18,12 @@ import httpx2
 import msgspec
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.retry_rules import compute_backoff, compute_retry_after
+from node.hub.download.source_client import SourceClient
+from node.hub.download.source_errors import SourceError, SourceLimited, SourceRefusal
 from node.hub.errors import ModelFileError, describe_refusal
-from node.hub.file_selection import is_weight_file, select_files
-from node.hub.prediction import predict_model
-from node.hub.retry_rules import compute_backoff, compute_retry_after
-from node.hub.source_client import SourceClient
-from node.hub.source_errors import SourceError, SourceLimited, SourceRefusal
+from node.hub.prediction.file_selection import is_weight_file, select_files
+from node.hub.prediction.predict import predict_model
 from node.models.weight_files import MAX_HEADER_BYTES
 from wire.frames.model_files import ModelOrderCode
 from wire.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
@@ -32,6 +32,8 @@ from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind, 
 REQUEST_TIMEOUT_SECONDS = 20.0
 PARALLEL_REQUESTS = 8
 MAX_ATTEMPTS = 5
+LIBRARY_ENVIRONMENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+"""Environment of the hub's library."""
 MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
 """Maximum bytes of a JSON file that is read for the prediction."""
 FIRST_HEADER_BYTES = 128 * 1024
@@ -47,6 +49,7 @@ class RepositoryQuery:
     def __init__(self, query: HubQuery, deadline: float) -> None:
         self._query = query
         self._deadline = deadline
+        self._clock = threading.Event()
         self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
 
     def run(self) -> HubAnswer:
@@ -153,7 +156,7 @@ class RepositoryQuery:
                 if time.monotonic() + error.seconds > self._deadline or attempt == MAX_ATTEMPTS - 1:
                     text = f"{error} for {error.seconds:.0f} s: try again after that time, or set a token"
                     raise ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds) from None
-                time.sleep(error.seconds)
+                self._clock.wait(error.seconds)
             except (SourceError, httpx2.HTTPError) as error:
                 reason = str(error) if isinstance(error, SourceError) else type(error).__name__
                 wait = compute_backoff(attempt, 1.0)
@@ -161,7 +164,7 @@ class RepositoryQuery:
                     raise ModelFileError(
                         ModelOrderCode.SOURCE_LOST, f"the hub cannot be reached for {self._subject}: {reason}"
                     ) from None
-                time.sleep(wait)
+                self._clock.wait(wait)
         raise AssertionError  # the last attempt returns or raises
 
 
@@ -204,7 +207,7 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 
 def main() -> None:
     """Answer the query of the standard input."""
-    os.environ |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ.update(LIBRARY_ENVIRONMENT)
     try:
         query = msgspec.json.decode(sys.stdin.buffer.read(), type=HubQuery)
         answer = answer_query(query)

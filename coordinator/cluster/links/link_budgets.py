@@ -4,7 +4,17 @@ A budget belongs to a node, not to a link, because a new link must not bring a n
 the need of an honest node at its fastest settings: 20 reports a second, and a certificate renewal every two months.
 """
 
-from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, RenewCertificate, Report
+from wire.frames import (
+    TAGS,
+    Goodbye,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    RenewCertificate,
+    Report,
+)
 
 FRAMES_PER_SECOND, FRAMES_BURST = 10_000.0, 5_000.0
 REPORTS_PER_SECOND, REPORTS_BURST = 60.0, 240.0
@@ -12,13 +22,15 @@ REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
 """Limits for frames that each write a line to the log."""
+PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
+"""Limits for progress of model orders: 2 a second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
-_LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
-_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]
+_LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded, ModelOrderEnded))
+_REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF[ModelOrderProgress]
 
 
 class LinkBudget:
@@ -52,13 +64,14 @@ class LinkBudget:
 class NodeBudgets:
     """Token buckets of one node, which last longer than its links."""
 
-    __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
+    __slots__ = ("_frames", "_links", "_logged", "_progress", "_queries", "_renewals", "_report_bytes", "_reports")
 
     def __init__(self) -> None:
         self._frames = LinkBudget("frames", FRAMES_PER_SECOND, FRAMES_BURST)
         self._reports = LinkBudget("reports", REPORTS_PER_SECOND, REPORTS_BURST)
         self._report_bytes = LinkBudget("bytes of reports", REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST)
-        self._logged = LinkBudget("leases and goodbyes", LOGGED_PER_SECOND, LOGGED_BURST)
+        self._logged = LinkBudget("leases, goodbyes and ends of orders", LOGGED_PER_SECOND, LOGGED_BURST)
+        self._progress = LinkBudget("reports of progress", PROGRESS_PER_SECOND, PROGRESS_BURST)
         self._renewals = LinkBudget("renewals", RENEWALS_PER_SECOND, RENEWALS_BURST)
         self._links = LinkBudget("links", LINKS_PER_SECOND, LINKS_BURST)
         self._queries = LinkBudget("queries", QUERIES_PER_SECOND, QUERIES_BURST)
@@ -87,4 +100,6 @@ class NodeBudgets:
             return why or self._reports.charge(now) or self._report_bytes.charge(now, size_bytes)
         if tag in _LOGGED:
             return why or self._logged.charge(now)
+        if tag == _PROGRESS:
+            return why or self._progress.charge(now)
         return why or (self._renewals.charge(now) if tag == _RENEW else "")

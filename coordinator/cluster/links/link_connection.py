@@ -35,6 +35,8 @@ from wire.frames import (
     LeaseGranted,
     LeaseRefused,
     MemberQuery,
+    ModelOrderEnded,
+    ModelOrderProgress,
     Refusal,
     RenewCertificate,
     Report,
@@ -65,6 +67,8 @@ FROM_NODES = frozenset(
         LeaseGranted,
         LeaseRefused,
         LeaseEnded,
+        ModelOrderProgress,
+        ModelOrderEnded,
     }
 )
 """Frames that a linked node may send."""

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import DigestStore, find_content
-from node.hub.piece_journal import parse_journal
-from tests.support.downloads import PIECE, Child, download, download_order, hub_source
-from tests.support.hub import Answer, Hub, running_hub
+from node.hub.download.piece_journal import parse_journal
+from tests.support.hub.downloads import PIECE, Child, download, download_order, hub_source
+from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import environment, until
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest, ModelSource
@@ -135,10 +135,9 @@ def test_the_end_of_the_agent_ends_the_download(hub: Hub, tmp_path: Path):
     hub.faults.chunk_seconds = 0.5
     child = Child("node.hub.downloader", download_order(tmp_path, manifest, [hub_source(hub.url)]), tmp_path / "log")
     until(lambda: hub.requests, what="a request")
-    assert child.popen.stdin is not None
-    child.popen.stdin.close()
+    child.end_agent()
     assert child.popen.wait(10) == 0
-    child.popen.kill()
+    child.close()
 
 
 def test_a_flipped_bit_is_never_published(hub: Hub, tmp_path: Path):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from node.models.catalogue import EMBEDDED, describe_folder
-from tests.support.hub import Answer, Hub, running_hub
+from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import ROOT, environment
 from wire.hub_query import HubAnswer
 

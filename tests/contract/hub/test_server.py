@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.hub import running_hub
+from tests.support.hub.hub import running_hub
 from tests.support.processes import environment
 
 FILES = {

@@ -21,6 +21,7 @@ from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
+from node.hub.orders import ModelFileOrders
 from node.sharing.controller import SharingController
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.enrolment import HARDWARE
@@ -84,6 +85,13 @@ class Linked(Node):
             reporter=self.reporter,
             illegal_events=self.illegal_events,
             answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
+            model_orders=ModelFileOrders(
+                self.settings.models,
+                identity,
+                self.folder,
+                self.links,
+                self.supervisor.reports.has_model_in_memory,
+            ),
         )
         self.agent = Agent(
             store_address(identity, address),

@@ -100,8 +100,8 @@ async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp
     authority = ClusterCa(tmp_path / "c", time.time)
     posing = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     posing.load_cert_chain(client_file(identity(authority, tmp_path / "n")))
-    with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
-        await shake(posing, create_authority_context(authority.ca))
+    _, at_client, _ = await shake(posing, create_authority_context(authority.ca))
+    assert not proves_coordinator(at_client, authority.cluster)
     client = create_authority_context(authority.ca)
     client.load_cert_chain(tmp_path / "c" / "coordinator.pem")
     assert await refused(authority.get_server_context(), client)
@@ -222,7 +222,7 @@ def test_a_certificate_of_another_cluster_names_no_member(tmp_path: Path) -> Non
     assert ours.identify_peer(own.public_bytes(Encoding.DER)) is None
 
 
-def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_path: Path) -> None:
+def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_its_purposes(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
     authority = ClusterCa(tmp_path, wall)
     ca = x509.load_der_x509_certificate(authority.ca)
@@ -231,14 +231,18 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_p
     assert (usage.key_cert_sign, usage.crl_sign, usage.digital_signature) == (True, True, False)
     node = x509.load_der_x509_certificate(authority.sign_request(new_request("x").csr, NODE, "studio"))
     own = x509.load_pem_x509_certificate((tmp_path / "coordinator.pem").read_bytes())
-    for leaf, purpose, uri in (
-        (node, ExtendedKeyUsageOID.CLIENT_AUTH, build_node_uri(authority.cluster, NODE)),
-        (own, ExtendedKeyUsageOID.SERVER_AUTH, build_coordinator_uri(authority.cluster)),
+    for leaf, purposes, uri in (
+        (
+            node,
+            [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH],
+            build_node_uri(authority.cluster, NODE),
+        ),
+        (own, [ExtendedKeyUsageOID.SERVER_AUTH], build_coordinator_uri(authority.cluster)),
     ):
         assert leaf.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(
             False, None
         )
-        assert list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == [purpose]
+        assert list(leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value) == purposes
         names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         assert list(names) == [x509.UniformResourceIdentifier(uri)]
         usage = leaf.extensions.get_extension_for_class(x509.KeyUsage).value

@@ -19,7 +19,7 @@ from node.hub.digests import (
     list_content_files,
     record_digest,
 )
-from tests.support.hub import git_sha1
+from tests.support.hub.hub import git_sha1
 from tests.support.processes import ROOT, environment
 from wire.model_files import ModelFile
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.part_file import PartFile
-from node.hub.served_repository import CacheRepository
-from node.hub.server import PENDING, HubServer
+from node.hub.download.part_file import PartFile
+from node.hub.serving.served_repository import CacheRepository
+from node.hub.serving.server import PENDING, HubServer
 from wire.model_files import ModelFile, ModelManifest
 
 PIECE = 1000

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from node.hub.supported_models import find_unsupported
+from node.hub.prediction.supported_models import find_unsupported
 from node.models.catalogue import describe_folder
 from node.models.folders import MODEL, has_gguf
 from node.models.weight_files import parse_json_object
@@ -26,7 +26,7 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
     if MODEL not in names:
         return ModelPrediction(cause=_explain_missing_config(all_names))
     found = describe_folder(name, folder)
-    config = _read_config(folder)
+    config = _read_json(folder / MODEL)
     architecture = str(config.get("model_type", ""))
     if found is None:
         return ModelPrediction(
@@ -73,10 +73,6 @@ def _find_code_cause(folder: Path, config: Mapping[str, Any], names: set[str]) -
     if "auto_map" in tokenizer and "tokenizer.json" not in names:
         return "its tokenizer needs code from the repository (trust_remote_code), which is never run"
     return ""
-
-
-def _read_config(folder: Path) -> Mapping[str, Any]:
-    return _read_json(folder / MODEL)
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

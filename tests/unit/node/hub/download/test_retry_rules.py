@@ -4,7 +4,7 @@ from email.utils import formatdate
 
 import pytest
 
-from node.hub.retry_rules import (
+from node.hub.download.retry_rules import (
     DEFAULT_WAIT_SECONDS,
     MAX_BACKOFF_SECONDS,
     compute_backoff,

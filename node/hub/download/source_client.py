@@ -18,11 +18,11 @@ from urllib.parse import quote
 import httpx2
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.retry_rules import compute_retry_after, find_range_fault
+from node.hub.download.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
 from node.hub.errors import describe_refusal
-from node.hub.node_tls import NodeClientContext
-from node.hub.retry_rules import compute_retry_after, find_range_fault
-from node.hub.server import PENDING
-from node.hub.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
+from node.hub.serving.node_tls import NodeClientContext
+from node.hub.serving.server import PENDING
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind
 

@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.piece_journal import (
+from node.hub.download.piece_journal import (
     compute_piece_checksum,
     count_pieces,
     encode_header,

@@ -1,6 +1,6 @@
 """Files that serving needs."""
 
-from node.hub.file_selection import select_files
+from node.hub.prediction.file_selection import select_files
 from wire.model_files import ModelFile
 
 

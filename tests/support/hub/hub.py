@@ -1,4 +1,4 @@
-"""A hub for tests: `node.hub.server` over repositories in memory, with faults, on a port of the loopback interface."""
+"""A hub for tests: `node.hub.serving.server` over repositories in memory, with faults, on a loopback port."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-from node.hub.server import HubServer, Receive, Scope, Send
+from node.hub.serving.server import HubServer, Receive, Scope, Send
 from wire.model_files import ModelFile, ModelManifest
 
 

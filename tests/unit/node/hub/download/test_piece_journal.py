@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from node.hub.piece_journal import (
+from node.hub.download.piece_journal import (
     HEADER_BYTES,
     RECORD_BYTES,
     compute_piece_checksum,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.piece_journal import PieceJournal, parse_journal
+from node.hub.download.piece_journal import PieceJournal, parse_journal
 from wire.model_files import ModelFile, ModelManifest
 
 

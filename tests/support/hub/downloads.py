@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,19 @@ class Child:
             assert message is not None, self._log.read_text()
         return message
 
+    def end_agent(self) -> None:
+        """Close the standard input, as at the end of the agent."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+
     def close(self) -> None:
         """End the process in any state."""
         self.popen.kill()
-        self.popen.communicate()
+        self.popen.wait()
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
 def hub_source(url: str, token: str = "") -> ModelSource:

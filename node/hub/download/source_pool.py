@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.retry_rules import MAX_WAIT_SECONDS, compute_backoff
+from node.hub.download.source_client import SourceClient
+from node.hub.download.source_errors import SourceError, SourceLimited, SourcePending, SourceRefusal
 from node.hub.errors import ModelFileError
-from node.hub.retry_rules import MAX_WAIT_SECONDS, compute_backoff
-from node.hub.source_client import SourceClient
-from node.hub.source_errors import SourceError, SourceLimited, SourcePending, SourceRefusal
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelSource, SourceKind
 
@@ -41,6 +41,41 @@ class DownloadSource:
     """Reason for which the source is not used any more."""
     waiting: str = ""
     """Fault of the last request; empty after progress."""
+
+    def begin(self) -> None:
+        """Record the first request: the time without progress counts from here."""
+        self.progressed_at = self.progressed_at or time.monotonic()
+
+    def record_progress(self) -> None:
+        """Record received bytes."""
+        self.progressed_at, self.failures, self.waiting = time.monotonic(), 0, ""
+
+    def record_error(self, error: SourceError) -> float:
+        """Count an error, after which the source may be lost. Return the seconds to wait before the next request."""
+        if self.lost is not None:
+            return 0.0
+        self.failures += 1
+        self.waiting = str(error)
+        self.lost = self._judge(error, time.monotonic() - self.progressed_at)
+        if self.lost is not None:
+            return 0.0
+        if isinstance(error, SourceLimited | SourcePending):
+            return error.seconds
+        return compute_backoff(self.failures - 1, random.random())  # noqa: S311  no secret
+
+    def _judge(self, error: SourceError, silent: float) -> ModelFileError | None:
+        """Return why the source is lost after an error; None if it is not. `silent` is the seconds without progress."""
+        if isinstance(error, SourceRefusal):
+            return ModelFileError(error.code, str(error))
+        if isinstance(error, SourceLimited):
+            if max(error.seconds, silent) <= MAX_WAIT_SECONDS:
+                return None
+            text = f"{error}: pull again after that time, or set a token with a higher limit"
+            return ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds)
+        limit = max(PENDING_TIMEOUT_SECONDS, self.timeout) if isinstance(error, SourcePending) else self.timeout
+        if silent <= limit:
+            return None
+        return ModelFileError(ModelOrderCode.SOURCE_LOST, f"{error}, without progress for {silent:.0f} s")
 
 
 @dataclass(slots=True)
@@ -75,29 +110,20 @@ class SourcePool:
         with self.lock:
             found = next((one for one in self.sources if one.lost is None and one not in excluded), None)
             if found is not None:
-                self.current, found.progressed_at = found, found.progressed_at or time.monotonic()
+                self.current = found
+                found.begin()
             return found
 
     def record_progress(self, source: DownloadSource, size: int) -> None:
         """Count `size` received bytes of a source."""
         with self.lock:
             self.fetched += size
-            source.progressed_at, source.failures, source.waiting = time.monotonic(), 0, ""
+            source.record_progress()
 
     def record_error(self, source: DownloadSource, error: SourceError) -> float:
         """Count an error of a source, which may then be lost. Return the seconds to wait before the next request."""
         with self.lock:
-            if source.lost is not None:
-                return 0.0
-            source.failures += 1
-            source.waiting = str(error)
-            silent = time.monotonic() - source.progressed_at
-            source.lost = _judge(source, error, silent)
-            if source.lost is not None:
-                return 0.0
-            if isinstance(error, SourceLimited | SourcePending):
-                return error.seconds
-            return compute_backoff(source.failures - 1, random.random())  # noqa: S311  no secret
+            return source.record_error(error)
 
     def describe_faults(self) -> str:
         """Return the faults of the sources that are lost or wait, as text; empty without faults."""
@@ -120,18 +146,3 @@ class SourcePool:
         """Close all connections."""
         for source in self.sources:
             source.client.close()
-
-
-def _judge(source: DownloadSource, error: SourceError, silent: float) -> ModelFileError | None:
-    """Return why a source is lost after an error; None if it is not. `silent` is the seconds without progress."""
-    if isinstance(error, SourceRefusal):
-        return ModelFileError(error.code, str(error))
-    if isinstance(error, SourceLimited):
-        if max(error.seconds, silent) <= MAX_WAIT_SECONDS:
-            return None
-        text = f"{error}: pull again after that time, or set a token with a higher limit"
-        return ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds)
-    limit = max(PENDING_TIMEOUT_SECONDS, source.timeout) if isinstance(error, SourcePending) else source.timeout
-    if silent <= limit:
-        return None
-    return ModelFileError(ModelOrderCode.SOURCE_LOST, f"{error}, without progress for {silent:.0f} s")

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import ContentHasher, FileDigest, record_digest
-from node.hub.disk_space import DiskSpace
+from node.hub.download.disk_space import DiskSpace
+from node.hub.download.part_file import PartFile
+from node.hub.download.source_errors import SourceError, SourceFault
+from node.hub.download.source_pool import DownloadSource, SourcePool
 from node.hub.errors import ModelFileError
-from node.hub.part_file import PartFile
-from node.hub.source_errors import SourceError, SourceFault
-from node.hub.source_pool import DownloadSource, SourcePool
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest
 
@@ -29,7 +29,7 @@ END_SECONDS = 1.0
 """Seconds for the threads to end. A thread that waits for a source longer ends with the process."""
 
 
-class _Stopped(Exception):
+class _TransferOver(Exception):
     """Error that ends a thread of a transfer that was stopped or has failed."""
 
 
@@ -169,7 +169,7 @@ class Transfer:
         """Run a thread. Its error becomes that of the transfer."""
         try:
             work()
-        except _Stopped:
+        except _TransferOver:
             pass
         except Exception as error:
             with self._changed:
@@ -181,7 +181,7 @@ class Transfer:
 
     def _check_over(self) -> None:
         if self._is_over():
-            raise _Stopped
+            raise _TransferOver
 
     def _list_open(self) -> list[_FileTask]:
         return [task for task in self._tasks if task.digest is None]

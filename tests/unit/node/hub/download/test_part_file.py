@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.part_file import PartFile
+from node.hub.download.part_file import PartFile
 from wire.model_files import ModelFile
 
 PIECE = 1000

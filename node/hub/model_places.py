@@ -1,0 +1,111 @@
+"""Places of models on the disk of this node, by the names of the catalogue, and the removal of a model.
+
+Rules
+- Only a model below a model folder of the settings, or in the Hugging Face cache, is removed.
+- A link is never followed: a model whose folder, or a folder above it, is a link is refused.
+- The file by which the catalogue finds a model in a model folder is deleted last. After an interruption the rest is
+  therefore still found, and can be removed again.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.errors import ModelFileError
+from node.models.catalogue import EMBEDDED
+from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder
+from node.settings import ModelSettings
+from wire.frames.model_files import ModelOrderCode
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlace:
+    """Place of a model."""
+
+    name: str
+    folder: Path
+    """Folder with its files; for a model of the cache without a snapshot, the folder of its repository."""
+    root: Path
+    """Model folder of the settings, or the Hugging Face cache."""
+    repository: RepositoryFolder | None = None
+    """Repository of the cache; None for a model in a model folder."""
+
+
+def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, str]) -> ModelPlace:
+    """Return the place of a model: the first one with this name, in the order of the catalogue.
+
+    A repository of the cache is also found without a complete snapshot. Raise ModelFileError if there is none.
+    """
+    for top in (Path(folder).expanduser() for folder in settings.folders):
+        for found, folder in find_model_folders(top):
+            if found == name:
+                return ModelPlace(name, folder, top)
+    if settings.use_huggingface_cache:
+        hub = Path(os.path.realpath(get_hub_folder(environment)))
+        repository = RepositoryFolder(hub, name)
+        if repository.root.is_dir():
+            snapshot = next((folder for found, folder in find_snapshots(hub) if found == name), repository.root)
+            return ModelPlace(name, snapshot, hub, repository)
+    if name == EMBEDDED.name:
+        raise ModelFileError(ModelOrderCode.INVALID, f"{name} is a part of Macpool and takes no further disk")
+    raise ModelFileError(ModelOrderCode.NOT_FOUND, f"this node has no model {name} on its disk")
+
+
+def remove_model(place: ModelPlace) -> int:
+    """Delete a model with all revisions, and return the freed bytes. Raise ModelFileError or OSError."""
+    if place.repository is not None:
+        return _remove_repository(place.repository)
+    if place.folder == place.root:
+        raise ModelFileError(
+            ModelOrderCode.INVALID, f"{place.folder} is a model folder of the settings: remove it by hand"
+        )
+    for folder in (place.folder, *place.folder.parents):
+        if folder == place.root:
+            break
+        _refuse_link(folder, place.name)
+    freed = _measure_disk(place.folder)
+    for path in sorted(place.folder.iterdir(), key=lambda path: path.name == MODEL):
+        _delete(path)
+    place.folder.rmdir()
+    return freed
+
+
+def _remove_repository(repository: RepositoryFolder) -> int:
+    """Delete a repository of the cache: the references and links first, because they make it a model."""
+    _refuse_link(repository.root, repository.repo)
+    with repository.lock():
+        freed = _measure_disk(repository.root)
+        first = (repository.refs.name, repository.snapshots.name)
+        for path in sorted(repository.root.iterdir(), key=lambda path: path.name not in first):
+            _delete(path)
+        repository.root.rmdir()
+        return freed
+
+
+def _refuse_link(folder: Path, name: str) -> None:
+    if folder.is_symlink():
+        raise ModelFileError(
+            ModelOrderCode.INVALID, f"{name} is a link to {os.readlink(folder)}: remove the link or its target by hand"
+        )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _measure_disk(folder: Path) -> int:
+    """Return the bytes on the disk that end with a folder: those of each file without a further hard link."""
+    stats = {(stat.st_dev, stat.st_ino): stat.st_blocks * 512 for stat in _list_stats(folder) if stat.st_nlink == 1}
+    return sum(stats.values())
+
+
+def _list_stats(folder: Path) -> Iterator[os.stat_result]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            yield os.lstat(os.path.join(parent, name))

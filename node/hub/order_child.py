@@ -1,0 +1,119 @@
+"""Child process that performs one order about model files, as the agent sees it.
+
+The order goes to the standard input, which stays open: the child ends when the agent ends. Its standard error goes to
+the log of the agent, only if the child fails, without secrets.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import structlog
+
+import node
+from host.exit_status import describe_exit
+from host.redaction import hide_secrets
+from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, build_end
+from wire.frames.model_files import ModelOrderCode
+
+MAX_LINE_BYTES = 1024 * 1024
+MAX_ERROR_BYTES = 4096
+TERMINATE_TIMEOUT_SECONDS = 5.0
+"""Seconds from SIGTERM to SIGKILL."""
+
+log = structlog.get_logger("node.hub.order_child")
+
+
+class OrderChild:
+    """Child process of one order. `module` is run with Python, `order` is its message."""
+
+    def __init__(self, module: str, order: msgspec.Struct, on_progress: Callable[[ChildProgress], None]) -> None:
+        self._module = module
+        self._order = order
+        self._on_progress = on_progress
+        self._process: asyncio.subprocess.Process | None = None
+        self._cancelled = False
+        self._killer: asyncio.TimerHandle | None = None
+
+    async def run(self) -> ChildEnd:
+        """Run the child and return the end of its order. A child that fails ends the order with `failed`."""
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self._module,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                limit=MAX_LINE_BYTES,
+                start_new_session=True,
+                cwd=Path(node.__file__).parents[1],
+            )
+        except OSError as error:
+            return build_end(ModelOrderCode.FAILED, f"a process cannot be started: {error.strerror}")
+        assert process.stdin is not None  # noqa: S101  a pipe
+        assert process.stdout is not None  # noqa: S101  a pipe
+        assert process.stderr is not None  # noqa: S101  a pipe
+        if self._cancelled:
+            self._send_sigterm()
+        errors = asyncio.ensure_future(_read_tail(process.stderr))
+        try:
+            with suppress(ConnectionError):
+                process.stdin.write(msgspec.json.encode(self._order) + b"\n")
+                await process.stdin.drain()
+            end = await self._read_messages(process.stdout)
+            await process.wait()
+            return end or self._build_failure(process.returncode, await errors)
+        finally:
+            errors.cancel()
+            if process.returncode is None:
+                process.kill()
+            process.stdin.close()
+            if self._killer is not None:
+                self._killer.cancel()
+
+    def cancel(self) -> None:
+        """Ask the child to end; kill the child after TERMINATE_TIMEOUT_SECONDS. `run` returns its end."""
+        self._cancelled = True
+        if self._process is not None and self._killer is None:
+            self._send_sigterm()
+
+    def _send_sigterm(self) -> None:
+        self._signal(signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        self._killer = loop.call_later(TERMINATE_TIMEOUT_SECONDS, self._signal, signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    async def _read_messages(self, output: asyncio.StreamReader) -> ChildEnd | None:
+        """Pass on the progress of the child. Return the end of its order; None if the child ends without one."""
+        with suppress(msgspec.DecodeError, ValueError):
+            while line := await output.readline():
+                message = msgspec.json.decode(line, type=ChildMessage)
+                if isinstance(message, ChildEnd):
+                    return message
+                self._on_progress(message)
+        return None
+
+    def _build_failure(self, code: int | None, errors: bytes) -> ChildEnd:
+        if self._cancelled:
+            return build_end(ModelOrderCode.CANCELLED)
+        text = hide_secrets(errors.decode("utf-8", "replace"))
+        log.warning("model order failed", module=self._module, code=code, errors=text)
+        return build_end(ModelOrderCode.FAILED, f"the process of the order {describe_exit(code)}: see the node's log")
+
+
+async def _read_tail(stream: asyncio.StreamReader) -> bytes:
+    """Return the last MAX_ERROR_BYTES of a stream, which is read to its end."""
+    tail = b""
+    while block := await stream.read(MAX_ERROR_BYTES):
+        tail = (tail + block)[-MAX_ERROR_BYTES:]
+    return tail

@@ -1,0 +1,323 @@
+"""Orders of the coordinator about model files on this node: pull, serve, verify, remove, cancel.
+
+Rules
+- Each order gets exactly one `ModelOrderEnded`. An end for which there is no link is sent on the next link. An end that
+  was sent shortly before its link was lost is sent again. The coordinator ignores ends of orders that it does not know.
+- A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
+  restart of the coordinator.
+- Only one order at a time changes the files of a repository.
+- A model that is loaded or being loaded is not removed.
+- Tokens go to a child on its standard input, and nowhere else.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from host.redaction import hide_secrets
+from node.agent.connection import CoordinatorLink
+from node.agent.identity import NodeIdentity
+from node.agent.links import CoordinatorLinks
+from node.hub.child_messages import (
+    ChildEnd,
+    ChildProgress,
+    ClusterFiles,
+    DownloadOrder,
+    MirrorOrder,
+    VerifyOrder,
+    build_end,
+)
+from node.hub.digests import STORE_NAME
+from node.hub.errors import ModelFileError
+from node.hub.model_places import locate_model, remove_model
+from node.hub.order_child import OrderChild
+from node.hub.serving.addresses import choose_hosts
+from node.models.folders import get_hub_folder
+from node.settings import ModelSettings
+from wire.frames import (
+    CancelModelOrder,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    ServeModel,
+    VerifyModel,
+)
+from wire.frames.model_files import ModelOrderCode
+from wire.identity import is_valid_model
+from wire.model_files import find_manifest_fault
+
+MAX_ORDERS = 32
+RESEND_SECONDS = 30.0
+"""Seconds for which an end is sent again on another link, because the link on which it was sent may have been dead."""
+MAX_ENDS = 64
+_DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
+
+log = structlog.get_logger("node.hub.orders")
+
+ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel
+
+
+class _RunningOrder:
+    """Order in progress. A pull can have the numbers of several orders for the same commit.
+
+    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders.
+    """
+
+    def __init__(self, number: int, key: str, commit: str = "") -> None:
+        self.numbers = {number}
+        self.key = key
+        self.commit = commit
+        self._cancelled = False
+        self._child: OrderChild | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        """Perform the order in a task."""
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def run_child(self, child: OrderChild) -> ChildEnd:
+        """Run the process of the order, unless the order is cancelled."""
+        if self._cancelled:
+            return build_end(ModelOrderCode.CANCELLED)
+        self._child = child
+        return await child.run()
+
+    def cancel(self) -> None:
+        """End the process of the order, if the order has one. A removal is not cancelled."""
+        self._cancelled = True
+        if self._child is not None:
+            self._child.cancel()
+
+    async def wait_end(self) -> None:
+        """Wait for the end of the order."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ending:
+    """End of an order, with the link on which it was sent last."""
+
+    frame: ModelOrderEnded
+    link: CoordinatorLink | None
+    sent_at: float
+
+
+class ModelFileOrders:
+    """Orders about model files of this node. Call all methods on the loop of the links.
+
+    `state` is the folder of the node's state. `is_loaded` returns whether a model is loaded or being loaded.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        identity: NodeIdentity,
+        state: Path,
+        links: CoordinatorLinks,
+        is_loaded: Callable[[str], bool],
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._settings = settings
+        self._cluster = ClusterFiles(
+            cluster=identity.cluster, ca=identity.ca, certificate=str(identity.folder / "node.pem")
+        )
+        self._digests = state / STORE_NAME
+        self._links = links
+        self._is_loaded = is_loaded
+        self._environment = environment
+        self._running: set[_RunningOrder] = set()
+        self._ends = deque[_Ending](maxlen=MAX_ENDS)
+        self._stopping = False
+
+    def handle(self, order: ModelOrder | CancelModelOrder, link: CoordinatorLink) -> None:
+        """Begin an order that came over `link`, attach it to a running one, or cancel one. The result is sent later."""
+        running = self._find(order.order)
+        if isinstance(order, CancelModelOrder):
+            if running is not None:
+                running.cancel()
+            return
+        if running is not None:
+            return
+        try:
+            self._begin(order, link)
+        except ModelFileError as error:
+            self._send_end(order.order, build_end(error.code, error.message))
+
+    def resend_ends(self) -> None:
+        """Send ends again that the coordinator may have missed, on a new link."""
+        now, link = asyncio.get_running_loop().time(), self._links.current
+        for ending in tuple(self._ends):
+            missed = ending.link is None or (ending.link is not link and now - ending.sent_at < RESEND_SECONDS)
+            if missed and link is not None:
+                self._ends.remove(ending)
+                self._send_frame(ending.frame)
+
+    async def stop(self) -> None:
+        """End all orders and their processes, and refuse further orders."""
+        self._stopping = True
+        stopped = tuple(self._running)
+        for running in stopped:
+            running.cancel()
+        for running in stopped:
+            await running.wait_end()
+
+    # orders
+
+    def _find(self, number: int) -> _RunningOrder | None:
+        return next((running for running in self._running if number in running.numbers), None)
+
+    def _begin(self, order: ModelOrder, link: CoordinatorLink) -> None:
+        """Begin an order. Raise ModelFileError if it cannot be performed."""
+        if self._stopping or len(self._running) >= MAX_ORDERS:
+            why = "the node stops" if self._stopping else f"{MAX_ORDERS} orders are in progress on this node"
+            raise ModelFileError(ModelOrderCode.IN_USE, f"{why}: try again later")
+        match order:
+            case PullModel():
+                self._start_pull(order)
+            case ServeModel():
+                self._start_mirror(order, link)
+            case VerifyModel():
+                self._check_name(order.model)
+                self._start(_RunningOrder(order.order, order.model), self._verify)
+            case RemoveModel():
+                self._check_name(order.model)
+                self._check_unused(order.model)
+                self._start(_RunningOrder(order.order, order.model), self._remove)
+
+    def _check_name(self, name: str) -> None:
+        if not is_valid_model(name):
+            raise ModelFileError(ModelOrderCode.INVALID, f"{name[:200]!r} is not the name of a model")
+
+    def _check_unused(self, name: str) -> None:
+        """Raise ModelFileError if a model is loaded, or another order uses its files."""
+        if self._is_loaded(name):
+            raise ModelFileError(ModelOrderCode.IN_USE, f"{name} is loaded: unload it first")
+        if any(running.key == name for running in self._running):
+            raise ModelFileError(ModelOrderCode.IN_USE, f"another order works on {name}: cancel it or wait for its end")
+
+    def _start_pull(self, order: PullModel) -> None:
+        manifest = order.manifest
+        fault = find_manifest_fault(manifest)
+        if not self._settings.use_huggingface_cache:
+            fault = "this node does not serve its Hugging Face cache (models.use_huggingface_cache is off)"
+        if fault:
+            raise ModelFileError(ModelOrderCode.INVALID, fault)
+        running = next((one for one in self._running if one.key == manifest.repo and one.commit), None)
+        if running is not None and running.commit == manifest.commit:
+            running.numbers.add(order.order)
+            return
+        if running is not None:
+            raise ModelFileError(
+                ModelOrderCode.IN_USE, f"this node pulls {manifest.repo} at commit {running.commit}: cancel that pull"
+            )
+        message = DownloadOrder(
+            manifest=manifest,
+            sources=order.sources,
+            hub=str(get_hub_folder(self._environment)),
+            digests=str(self._digests),
+            cluster=self._cluster,
+        )
+        log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.kind for one in order.sources])
+        self._start_child(_RunningOrder(order.order, manifest.repo, manifest.commit), _DOWNLOADER, message)
+
+    def _start_mirror(self, order: ServeModel, link: CoordinatorLink) -> None:
+        fault = find_manifest_fault(order.manifest)
+        if fault or not order.token:
+            raise ModelFileError(ModelOrderCode.INVALID, fault or "a mirror needs a token")
+        message = MirrorOrder(
+            manifest=order.manifest,
+            hub=str(get_hub_folder(self._environment)),
+            token=order.token,
+            cluster=self._cluster,
+            hosts=choose_hosts(link.local_address),
+            idle_seconds=order.idle,
+        )
+        self._start_child(_RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
+
+    async def _verify(self, running: _RunningOrder) -> ChildEnd:
+        place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
+        message = VerifyOrder(folder=str(place.folder), digests=str(self._digests))
+        return await self._run_child(running, _VERIFIER, message)
+
+    async def _remove(self, running: _RunningOrder) -> ChildEnd:
+        place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
+        freed = await asyncio.to_thread(remove_model, place)
+        log.info("model removed", model=running.key, folder=str(place.folder), freed=freed)
+        return ChildEnd(code=ModelOrderCode.COMPLETED, freed=freed)
+
+    # lifecycle of an order
+
+    def _start_child(self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder) -> None:
+        self._start(running, lambda running: self._run_child(running, module, message))
+
+    def _start(
+        self, running: _RunningOrder, work: Callable[[_RunningOrder], Coroutine[object, object, ChildEnd]]
+    ) -> None:
+        self._running.add(running)
+        running.start(self._run(running, work(running)))
+
+    async def _run(self, running: _RunningOrder, work: Coroutine[object, object, ChildEnd]) -> None:
+        """Perform an order and send its end, also after an unexpected error."""
+        end = build_end(ModelOrderCode.FAILED, "the order failed: see the node's log")
+        try:
+            end = await work
+        except ModelFileError as error:
+            end = build_end(error.code, error.message)
+        except OSError as error:
+            end = build_end(ModelOrderCode.FAILED, f"the files of {running.key} cannot be changed: {error.strerror}")
+        except Exception:
+            log.exception("model order")
+        finally:
+            self._running.discard(running)
+            log.info("model order ended", model=running.key, code=end.code, message=end.message)
+            for number in sorted(running.numbers):
+                self._send_end(number, end)
+
+    async def _run_child(
+        self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder | VerifyOrder
+    ) -> ChildEnd:
+        child = OrderChild(module, message, lambda progress: self._send_progress(running, progress))
+        end = await running.run_child(child)
+        if end.code == ModelOrderCode.CANCELLED and self._stopping:
+            return build_end(ModelOrderCode.FAILED, "the node was stopped; the received pieces stay: pull again")
+        return end
+
+    def _send_progress(self, running: _RunningOrder, progress: ChildProgress) -> None:
+        for number in running.numbers:
+            self._links.send(
+                ModelOrderProgress(
+                    order=number,
+                    phase=progress.phase,
+                    done=progress.done,
+                    total=progress.total,
+                    speed=progress.speed,
+                    source=progress.source,
+                    addresses=progress.addresses,
+                    fetched=progress.fetched,
+                    message=hide_secrets(progress.message),
+                )
+            )
+
+    def _send_end(self, number: int, end: ChildEnd) -> None:
+        frame = ModelOrderEnded(
+            order=number,
+            code=end.code,
+            message=hide_secrets(end.message),
+            content=end.content,
+            fetched=end.fetched,
+            freed=end.freed,
+            retry_after=end.retry_after,
+        )
+        self._send_frame(frame)
+
+    def _send_frame(self, frame: ModelOrderEnded) -> None:
+        """Send an end if there is a link, and keep the end for the next link."""
+        self._ends.append(_Ending(frame, self._links.current, asyncio.get_running_loop().time()))
+        self._links.send(frame)

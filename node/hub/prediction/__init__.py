@@ -1,0 +1,1 @@
+"""Prediction of a model from the metadata of its repository."""

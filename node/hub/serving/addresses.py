@@ -1,0 +1,35 @@
+"""Addresses of this machine at which a mirror listens."""
+
+import ipaddress
+from collections.abc import Iterable
+
+import ifaddr
+
+
+def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ...]:
+    """Return the addresses for a mirror, given the address of this machine on the link to the coordinator.
+
+    Other nodes reach the coordinator's network, so that the address of the link is enough. If the coordinator runs on
+    this machine, the link uses the loopback interface, and the addresses of all interfaces are added. `own` is the list
+    of these addresses; the default is the list of this machine.
+    """
+    if not linked:
+        return ()
+    if not ipaddress.ip_address(linked.partition("%")[0]).is_loopback:
+        return (linked,)
+    found = _list_own_addresses() if own is None else own
+    return tuple(dict.fromkeys((linked, *(one for one in found if _is_reachable(one)))))
+
+
+def _list_own_addresses() -> list[str]:
+    return [
+        str(one.ip if isinstance(one.ip, str) else one.ip[0])
+        for adapter in ifaddr.get_adapters()
+        for one in adapter.ips
+    ]
+
+
+def _is_reachable(address: str) -> bool:
+    """Return whether other machines of the network can reach an address without a zone."""
+    parsed = ipaddress.ip_address(address)
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_multicast or parsed.is_unspecified)

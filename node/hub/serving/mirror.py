@@ -1,0 +1,143 @@
+"""Child process that serves the files of a manifest to other nodes: `python -m node.hub.serving.mirror`.
+
+The order is a line of the standard input (`MirrorOrder`). The mirror listens on one port of each address, with TLS.
+Both ends show the certificate of a node of the cluster, and the client sends the token of the transfer. The mirror ends
+after `idle_seconds` without a request.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, MirrorOrder, build_end
+from node.hub.serving.node_tls import NodeServerContext
+from node.hub.serving.served_repository import CacheRepository
+from node.hub.serving.server import HubServer
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+
+REPORT_SECONDS = 0.5
+MAX_CONNECTIONS = 64
+MAX_HEADER_BYTES = 16 * 1024
+KEEP_ALIVE_SECONDS = 30
+BACKLOG = 64
+NICENESS = 10
+
+
+def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
+    """Listen on one free port of each address, the same port where possible. Raise OSError if no address can be used.
+
+    Addresses that cannot be used are left out.
+    """
+    opened, error = list[socket.socket](), OSError("the order names no address")
+    for host in hosts:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        wanted = opened[0].getsockname()[1] if opened else 0
+        for port in dict.fromkeys((wanted, 0)):
+            try:
+                opened.append(socket.create_server((host, port), family=family, backlog=BACKLOG))
+                break
+            except OSError as refused:
+                error = refused
+    if not opened:
+        raise error
+    return opened
+
+
+def format_url(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+
+
+class MirrorServer:
+    """Mirror of one manifest."""
+
+    def __init__(self, order: MirrorOrder, channel: ChildChannel) -> None:
+        self._order = order
+        self._channel = channel
+        repository = CacheRepository(Path(os.path.realpath(order.hub)), order.manifest)
+        self._app = HubServer(repository.find, token=order.token)
+
+    def run(self) -> ChildEnd:
+        """Serve until the order ends, and return its end. Raise OSError, ValueError or ssl.SSLError if the mirror
+        cannot begin."""
+        context = NodeServerContext.create(self._order.cluster)
+        listeners = open_ports(self._order.hosts)
+        server = uvicorn.Server(_build_config(self._app, lambda: context))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(listeners)), daemon=True)
+        thread.start()
+        self._report(tuple(map(format_url, listeners)))
+        while not self._channel.stop.wait(REPORT_SECONDS):
+            if self._app.measure_idle() > self._order.idle_seconds:
+                return build_end(ModelOrderCode.COMPLETED)
+            if not thread.is_alive():
+                return build_end(ModelOrderCode.FAILED, "the server of the mirror has ended")
+            self._report(tuple(map(format_url, listeners)))
+        return build_end(ModelOrderCode.CANCELLED)
+
+    def _report(self, addresses: tuple[str, ...]) -> None:
+        self._channel.send(
+            ChildProgress(
+                phase=ModelOrderPhase.SERVING,
+                done=self._app.sent_bytes,
+                total=self._order.manifest.size,
+                addresses=addresses,
+            )
+        )
+
+
+def _build_config(app: HubServer, create_context: Callable[[], ssl.SSLContext]) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        ssl_context_factory=lambda config, default: create_context(),
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+
+
+def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
+    """Perform an order and return its end."""
+    try:
+        return MirrorServer(order, channel).run()
+    except (OSError, ValueError) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return build_end(ModelOrderCode.FAILED, f"the mirror cannot begin: {text}")
+
+
+def main() -> None:
+    """Perform the order of the standard input, and end the process."""
+    with suppress(OSError):
+        os.nice(NICENESS)
+    channel = ChildChannel()
+    channel.stop_on_sigterm()
+    try:
+        order = channel.read_order(MirrorOrder)
+    except msgspec.DecodeError:
+        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
+        sys.exit(2)
+    channel.watch_agent()
+    channel.send(run_mirror(order, channel))
+    os._exit(0)  # requests may still be in progress
+
+
+if __name__ == "__main__":
+    main()

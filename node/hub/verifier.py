@@ -1,0 +1,91 @@
+"""Child process that hashes the files of a model: `python -m node.hub.verifier`.
+
+The order is a line of the standard input (`VerifyOrder`). The digests are stored for the agent (`node.hub.digests`).
+The process runs with low priority, and reads at most `max_bytes_per_second`.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, VerifyOrder, build_end
+from node.hub.digests import DigestStore, FileDigest, compute_content, hash_file, list_content_files
+from node.hub.errors import OrderStopped
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+
+REPORT_SECONDS = 0.5
+NICENESS = 10
+
+
+class Verification:
+    """Verification of one model folder."""
+
+    def __init__(self, order: VerifyOrder, channel: ChildChannel) -> None:
+        self._order = order
+        self._channel = channel
+        self._folder = Path(order.folder)
+        self._began = time.monotonic()
+        self._reported_at = 0.0
+        self._total = 0
+        self._done = 0
+
+    def run(self) -> ChildEnd:
+        """Hash all files, store their digests, and return the end with the content hash. Raise OSError."""
+        names = list_content_files(self._folder)
+        self._total = sum((self._folder / name).stat().st_size for name in names)
+        found: dict[str, FileDigest] = {}
+        for name in names:
+            digest = hash_file(self._folder / name, self._add)
+            if digest is None:
+                return build_end(ModelOrderCode.FAILED, f"{name} changed while it was read: verify again")
+            found[name] = digest
+        DigestStore(Path(self._order.digests)).add({self._folder / name: one for name, one in found.items()})
+        content = compute_content({name: one.sha256 for name, one in found.items()})
+        if not content:
+            return build_end(ModelOrderCode.NOT_FOUND, f"{self._folder} has no files of a model")
+        return ChildEnd(code=ModelOrderCode.COMPLETED, content=content)
+
+    def _add(self, block: bytes) -> None:
+        if self._channel.stop.is_set():
+            raise OrderStopped
+        self._done += len(block)
+        now = time.monotonic()
+        if self._order.max_bytes_per_second:
+            self._channel.stop.wait(self._began + self._done / self._order.max_bytes_per_second - now)
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            speed = self._done / (now - self._began) if now > self._began else 0.0
+            self._channel.send(
+                ChildProgress(phase=ModelOrderPhase.VERIFYING, done=self._done, total=self._total, speed=speed)
+            )
+
+
+def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
+    """Perform an order and return its end."""
+    try:
+        return Verification(order, channel).run()
+    except OrderStopped:
+        return build_end(ModelOrderCode.CANCELLED)
+    except OSError as error:
+        return build_end(ModelOrderCode.FAILED, f"{order.folder} cannot be read: {error.strerror or error}")
+
+
+def main() -> None:
+    """Perform the order of the standard input, and end the process."""
+    os.nice(NICENESS)
+    channel = ChildChannel()
+    channel.stop_on_sigterm()
+    try:
+        order = channel.read_order(VerifyOrder)
+    except msgspec.DecodeError:
+        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
+        sys.exit(2)
+    channel.watch_agent()
+    channel.send(run_verification(order, channel))
+
+
+if __name__ == "__main__":
+    main()

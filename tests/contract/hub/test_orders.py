@@ -1,0 +1,247 @@
+"""Orders about model files on a node, from a coordinator over a real link."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.hub.cache_layout import RepositoryFolder
+from tests.support.cluster.cluster_port import Line
+from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
+from tests.support.hub.downloads import PIECE, download, hub_source
+from tests.support.hub.hub import Hub, running_hub
+from wire.frames import (
+    CancelModelOrder,
+    LoadModel,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    Report,
+    ServeModel,
+    VerifyModel,
+)
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+from wire.model_files import ModelManifest, ModelSource, SourceKind
+
+pytestmark = pytest.mark.slow
+
+WEIGHTS = "model.safetensors"
+FILES = {"config.json": b'{"model_type": "llama"}', WEIGHTS: random.Random(8).randbytes(40 * PIECE + 5)}
+TOTAL = sum(map(len, FILES.values()))
+SECRET = "hf_secretsecretsecretsecret"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with running_hub() as made:
+        yield made
+
+
+@pytest.fixture
+async def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ModelNode]:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    made = ModelNode(tmp_path, [tmp_path])
+    yield made
+    await made.stop()
+
+
+def repository(folder: Path, manifest: ModelManifest) -> RepositoryFolder:
+    return RepositoryFolder(folder / "hub", manifest.repo)
+
+
+def is_complete(folder: Path, manifest: ModelManifest) -> bool:
+    root = repository(folder, manifest).get_snapshot(manifest.commit)
+    return {file.path: (root / file.path).read_bytes() for file in manifest.files} == FILES
+
+
+async def wait_progress(line: Line, order: int, is_enough: Callable[[ModelOrderProgress], bool]) -> ModelOrderProgress:
+    while True:
+        frame = await line.until(ModelOrderProgress)
+        if frame.order == order and is_enough(frame):
+            return frame
+
+
+def list_children() -> list[psutil.Process]:
+    """Return the processes of orders."""
+    return [child for child in psutil.Process().children() if any("node.hub" in word for word in child.cmdline())]
+
+
+async def test_a_pull_reports_its_progress_and_one_end(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.1
+    line = await node.start()
+    line.send(PullModel(7, manifest, (hub_source(hub.url, SECRET),)))
+    await wait_progress(line, 7, lambda one: one.phase == ModelOrderPhase.DOWNLOADING and one.fetched > 0)
+    hub.faults.chunk_seconds = 0.0
+    end, _ = await wait_end(line, 7)
+    assert (end.code, end.message, end.fetched, len(end.content)) == (ModelOrderCode.COMPLETED, "", TOTAL, 64)
+    assert is_complete(tmp_path, manifest)
+    assert {request.authorization for request in hub.requests} == {f"Bearer {SECRET}"}
+    assert list_children() == []
+
+
+async def test_tokens_are_in_no_frame_and_no_command_line(hub: Hub, node: ModelNode):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.1
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source("http://127.0.0.1:9", SECRET), hub_source(hub.url, SECRET))))
+    shown = str(await wait_progress(line, 1, lambda one: bool(one.message)))
+    commands = [" ".join(child.cmdline()) for child in list_children()]
+    line.send(CancelModelOrder(1))
+    end, progress = await wait_end(line, 1)
+    assert len(commands) == 1
+    assert SECRET not in f"{shown}{commands}{end}{progress}"
+
+
+async def test_a_pull_can_be_cancelled_and_continued(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.05
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    await wait_progress(line, 1, lambda one: one.fetched > 0)
+    line.send(CancelModelOrder(1))
+    assert (await wait_end(line, 1))[0].code == ModelOrderCode.CANCELLED
+    hub.faults.chunk_seconds = 0.0
+    line.send(PullModel(2, manifest, (hub_source(hub.url),)))
+    assert (await wait_end(line, 2))[0].code == ModelOrderCode.COMPLETED
+    assert is_complete(tmp_path, manifest)
+
+
+async def test_a_pull_continues_without_a_link_and_a_repeated_order_attaches(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.2
+    line = await node.start()
+    order = (manifest, (hub_source(hub.url),))
+    line.send(PullModel(1, *order))
+    await wait_progress(line, 1, lambda one: one.fetched > 0)
+    (child,) = list_children()
+    line.close()
+    second = await node.next_link()
+    second.send(PullModel(5, *order), PullModel(5, *order))
+    await wait_progress(second, 5, lambda one: one.fetched > 0)
+    assert list_children() == [child]
+    hub.faults.chunk_seconds = 0.0
+    ends = [await second.until(ModelOrderEnded) for _ in range(2)]
+    assert [(end.order, end.code) for end in ends] == [(1, ModelOrderCode.COMPLETED), (5, ModelOrderCode.COMPLETED)]
+    assert is_complete(tmp_path, manifest)
+
+
+async def test_an_end_without_a_link_is_sent_on_the_next_link(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.05
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    await wait_progress(line, 1, lambda one: one.fetched > 0)
+    line.close()
+    second = await node.next_link()
+    end, _ = await wait_end(second, 1)
+    assert end.code == ModelOrderCode.COMPLETED
+    assert is_complete(tmp_path, manifest)
+
+
+async def test_a_second_commit_of_a_repository_waits_for_the_first(hub: Hub, node: ModelNode):
+    first = hub.add("tests/tiny", FILES)
+    second = hub.add("tests/tiny", {**FILES, "config.json": b"{}"})
+    hub.faults.chunk_seconds = 0.2
+    line = await node.start()
+    line.send(PullModel(1, first, (hub_source(hub.url),)), PullModel(2, second, (hub_source(hub.url),)))
+    end = await line.until(ModelOrderEnded)
+    assert (end.order, end.code) == (2, ModelOrderCode.IN_USE)
+    line.send(RemoveModel(3, "tests/tiny"))
+    end = await line.until(ModelOrderEnded)
+    assert (end.order, end.code) == (3, ModelOrderCode.IN_USE)
+
+
+async def test_unsafe_manifests_are_refused(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("../tiny", FILES)
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    assert (await wait_end(line, 1))[0].code == ModelOrderCode.INVALID
+    line.send(ServeModel(2, manifest, "token"))
+    assert (await wait_end(line, 2))[0].code == ModelOrderCode.INVALID
+    assert not (tmp_path / "hub").exists()
+
+
+async def test_a_killed_process_ends_its_order_as_failed(hub: Hub, node: ModelNode):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.2
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    await wait_progress(line, 1, lambda one: one.fetched > 0)
+    for child in list_children():
+        child.kill()
+    end, _ = await wait_end(line, 1)
+    assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.FAILED, True)
+
+
+async def test_a_mirror_serves_another_node(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    assert (await wait_end(line, 1))[0].code == ModelOrderCode.COMPLETED
+    line.send(ServeModel(2, manifest, "transfer", idle=60.0))
+    serving = await wait_progress(line, 2, lambda one: one.phase == ModelOrderPhase.SERVING)
+    source = ModelSource(SourceKind.MIRROR, serving.addresses[0], "transfer", "n1")
+    follower = tmp_path / "follower"
+    files = get_files(make_identity(follower, node.authority, "n2"))
+    end = await asyncio.to_thread(download, follower, manifest, [source], cluster=files)
+    assert (end.code, end.fetched) == (ModelOrderCode.COMPLETED, TOTAL)
+    await wait_progress(line, 2, lambda one: one.done == TOTAL)
+    line.send(CancelModelOrder(2))
+    assert (await wait_end(line, 2))[0].code == ModelOrderCode.CANCELLED
+
+
+async def test_verify_hashes_a_model_and_remove_deletes_it(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    pulled, _ = await wait_end(line, 1)
+    line.send(VerifyModel(2, "tests/tiny"))
+    verified, _ = await wait_end(line, 2)
+    assert (verified.code, verified.content) == (ModelOrderCode.COMPLETED, pulled.content)
+    blob = repository(tmp_path, manifest).get_blob(manifest.files[1].etag)
+    blob.write_bytes(bytes(100))
+    line.send(VerifyModel(3, "tests/tiny"))
+    changed, _ = await wait_end(line, 3)
+    assert changed.content not in ("", pulled.content)
+    line.send(RemoveModel(4, "tests/tiny"))
+    removed, _ = await wait_end(line, 4)
+    assert (removed.code, removed.freed > 0) == (ModelOrderCode.COMPLETED, True)
+    assert not repository(tmp_path, manifest).root.exists()
+    for missing in (RemoveModel(5, "tests/tiny"), VerifyModel(6, "tests/tiny")):
+        line.send(missing)
+        assert (await wait_end(line, missing.order))[0].code == ModelOrderCode.NOT_FOUND
+
+
+async def test_a_loaded_model_is_not_removed(node: ModelNode, tmp_path: Path):
+    folder = tmp_path / "scripted-1"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    line = await node.start()
+    report = await wait_ready(line)
+    if not report.models[0].loaded:
+        line.send(LoadModel(1, report.models[0].name))
+        while not (await line.until(Report)).models[0].loaded:
+            pass
+    line.send(RemoveModel(2, report.models[0].name))
+    end, _ = await wait_end(line, 2)
+    assert (end.code, "unload it first" in end.message) == (ModelOrderCode.IN_USE, True)
+    assert (folder / "config.json").exists()
+
+
+async def test_orders_end_with_the_node(hub: Hub, node: ModelNode):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.2
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    await wait_progress(line, 1, lambda one: one.fetched > 0)
+    stopping: Awaitable[None] = asyncio.ensure_future(node.stop())
+    end, _ = await wait_end(line, 1)
+    assert (end.code, "pull again" in end.message) == (ModelOrderCode.FAILED, True)
+    await stopping
+    assert list_children() == []

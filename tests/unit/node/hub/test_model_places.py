@@ -1,0 +1,144 @@
+"""Places of models, and their removal: nothing outside of the model's own folder is deleted."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.errors import ModelFileError
+from node.hub.model_places import locate_model, remove_model
+from node.settings import ModelSettings
+from wire.frames.model_files import ModelOrderCode
+
+COMMIT = "c" * 40
+BLOCK = 8192
+
+
+class Disk:
+    """A model folder with `me/tiny`, and a cache with `hub/tiny` in two revisions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.models, self.hub, self.outside = folder / "models", folder / "hub", folder / "outside"
+        self.settings = ModelSettings(folders=(str(self.models),))
+        self.environment = {"HF_HUB_CACHE": str(self.hub)}
+        self.model = self.models / "me" / "tiny"
+        self.model.mkdir(parents=True)
+        self.outside.mkdir()
+        (self.model / "config.json").write_bytes(bytes(BLOCK))
+        (self.model / "model.safetensors").write_bytes(bytes(BLOCK))
+        self.repository = RepositoryFolder(self.hub, "hub/tiny")
+        self.repository.prepare()
+        for commit in (COMMIT, "d" * 40):
+            self.repository.get_snapshot(commit).mkdir()
+            blob = self.repository.get_blob(commit)
+            blob.write_bytes(bytes(BLOCK))
+            (self.repository.get_snapshot(commit) / "config.json").symlink_to(f"../../blobs/{commit}")
+        self.repository.write_references(COMMIT, ("main",))
+
+    def remove(self, name: str) -> int:
+        return remove_model(locate_model(self.settings, name, self.environment))
+
+    def refuse(self, name: str, code: ModelOrderCode) -> str:
+        with pytest.raises(ModelFileError) as caught:
+            self.remove(name)
+        assert caught.value.code == code
+        return caught.value.message
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+def test_locate_model_finds_both_kinds(disk: Disk):
+    assert locate_model(disk.settings, "me/tiny", disk.environment).folder == disk.model
+    found = locate_model(disk.settings, "hub/tiny", disk.environment)
+    assert found.folder == disk.repository.get_snapshot(COMMIT)
+
+
+def test_locate_model_prefers_model_folders_as_the_catalogue_does(disk: Disk):
+    other = disk.models / "hub" / "tiny"
+    other.mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    assert locate_model(disk.settings, "hub/tiny", disk.environment).folder == other
+
+
+def test_locate_model_ignores_a_cache_that_is_not_served(disk: Disk):
+    settings = ModelSettings(use_huggingface_cache=False)
+    with pytest.raises(ModelFileError, match="no model hub/tiny"):
+        locate_model(settings, "hub/tiny", disk.environment)
+
+
+def test_remove_model_deletes_a_folder_below_a_model_folder(disk: Disk):
+    assert disk.remove("me/tiny") == 2 * BLOCK
+    assert not disk.model.exists()
+    assert disk.models.exists()
+
+
+def test_remove_model_deletes_all_revisions_of_a_repository(disk: Disk):
+    assert disk.remove("hub/tiny") >= 2 * BLOCK
+    assert not disk.repository.root.exists()
+    assert disk.hub.exists()
+
+
+def test_remove_model_deletes_an_abandoned_download(disk: Disk):
+    partial = RepositoryFolder(disk.hub, "hub/partial")
+    partial.prepare()
+    partial.get_part("a" * 64).write_bytes(bytes(BLOCK))
+    assert disk.remove("hub/partial") == BLOCK
+    assert not partial.root.exists()
+
+
+def test_remove_model_leaves_targets_of_links(disk: Disk):
+    (disk.outside / "shared").write_bytes(bytes(BLOCK))
+    (disk.repository.blobs / "shared").symlink_to(disk.outside / "shared")
+    (disk.model / "folder").symlink_to(disk.outside)
+    disk.remove("me/tiny")
+    disk.remove("hub/tiny")
+    assert (disk.outside / "shared").read_bytes() == bytes(BLOCK)
+
+
+def test_remove_model_counts_no_files_with_another_link(disk: Disk):
+    os.link(disk.model / "model.safetensors", disk.outside / "kept")
+    assert disk.remove("me/tiny") == BLOCK
+    assert (disk.outside / "kept").exists()
+
+
+@pytest.mark.parametrize("at", ["model", "publisher"])
+def test_remove_model_refuses_a_folder_that_is_a_link(disk: Disk, at: str):
+    link = disk.model if at == "model" else disk.model.parent
+    target = disk.outside / "moved"
+    link.rename(target)
+    link.symlink_to(target)
+    assert "is a link" in disk.refuse("me/tiny", ModelOrderCode.INVALID)
+    assert list(target.rglob("config.json"))
+
+
+def test_remove_model_refuses_a_repository_that_is_a_link(disk: Disk):
+    target = disk.outside / "moved"
+    disk.repository.root.rename(target)
+    disk.repository.root.symlink_to(target)
+    assert "is a link" in disk.refuse("hub/tiny", ModelOrderCode.INVALID)
+    assert (target / "refs" / "main").exists()
+
+
+def test_remove_model_refuses_a_folder_of_the_settings(disk: Disk):
+    disk.settings = ModelSettings(folders=(str(disk.model),))
+    assert "by hand" in disk.refuse("tiny", ModelOrderCode.INVALID)
+    assert (disk.model / "config.json").exists()
+
+
+def test_remove_model_refuses_a_repository_that_is_being_downloaded(disk: Disk):
+    with disk.repository.lock():
+        disk.refuse("hub/tiny", ModelOrderCode.IN_USE)
+    assert (disk.repository.refs / "main").exists()
+
+
+@pytest.mark.parametrize("name", ["none", "me/none", "..", "../outside", "me/../../outside", ""])
+def test_locate_model_refuses_unknown_names(disk: Disk, name: str):
+    disk.refuse(name, ModelOrderCode.NOT_FOUND)
+
+
+def test_locate_model_refuses_the_embedded_model(disk: Disk):
+    disk.refuse("macpool-tiny", ModelOrderCode.INVALID)
