@@ -22,7 +22,6 @@ from node.engine.memory.wired_limit import WireMode
 from node.engine.model_commands import ModelCommands
 from node.engine.model_describer import DescriberRules, ModelDescriber
 from node.engine.model_report import LoadFacts, ModelFacts, compute_longest_row, describe_loaded, describe_unloaded
-from node.engine.models.last_use import LastUse
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.loaded_model import LoadedModel
@@ -47,6 +46,7 @@ from node.engine_process.environment import DIGESTS, PROFILES
 from node.hub.digests import DigestStore, find_content
 from node.memory.sensor import open_machine
 from node.models.catalogue import ModelCatalogue
+from node.models.last_use import LastUse
 from node.settings import NodeSettings
 from wire.capacity.arithmetic import Fits
 from wire.report import Hardware

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 from node.engine.admission import RequestLimits
 from node.engine.memory.gate import MemoryGate
 from node.engine.model_report import LoadFacts, ModelFacts, add_measurements, describe_loaded, describe_unloaded
-from node.engine.models.last_use import LastUse
 from node.engine.models.load_times import LoadTimes
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_manager import ModelManager
 from node.engine.models.model_table import ModelTable
 from node.engine.models.profiler import Profiler
 from node.models.catalogue import ModelCatalogue
+from node.models.last_use import LastUse
 from wire.capacity.batches import compute_waste_bytes
 from wire.report import Memory, Model
 

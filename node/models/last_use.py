@@ -13,7 +13,7 @@ STORE_INTERVAL_SECONDS = 60.0
 """Seconds by which a last use must be later than the stored one before it is stored."""
 MAX_MODELS = 1024
 
-log = structlog.get_logger("engine.last_use")
+log = structlog.get_logger("node.models.last_use")
 
 
 class LastUse:

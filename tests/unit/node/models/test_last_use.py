@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from node.engine.models.last_use import FILE, LastUse
+from node.models.last_use import FILE, LastUse
 
 
 class Wall:
