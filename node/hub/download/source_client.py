@@ -98,8 +98,7 @@ class SourceClient:
             raise SourceRefusal(
                 ModelOrderCode.FAILED, f"{self.url} redirects {subject} to an invalid address"
             ) from None
-        allowed = ("https",) if url.scheme == "https" else ("https", "http")
-        if self._is_mirror or target.scheme not in allowed or not location:
+        if self._is_mirror or not location or not is_allowed_redirect(url, target):
             raise SourceRefusal(
                 ModelOrderCode.FAILED,
                 f"{self.url} redirects {subject} to {target.scheme}://{target.host}, which is not allowed",
@@ -142,6 +141,11 @@ class SourceClient:
         if refusal is not None:
             return SourceRefusal(refusal.code, refusal.message)
         return SourceFault(f"{self.url} answered {status} for {subject}")
+
+
+def is_allowed_redirect(source: httpx2.URL, target: httpx2.URL) -> bool:
+    """Return whether a redirect may be followed: to HTTPS, and from HTTP also to HTTP."""
+    return target.scheme == "https" or (target.scheme == "http" and source.scheme == "http")
 
 
 def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:

@@ -214,10 +214,10 @@ class Transfer:
             start, end = task.part.get_extent(pieces[0])[0] + len(buffer), task.part.get_extent(pieces[-1])[1]
             try:
                 with source.client.open_range(self._manifest, task.file, start, end) as blocks:
+                    task.add_origin(source)
                     for block in blocks:
                         self._check_over()
                         self._pool.record_progress(source, len(block))
-                        task.add_origin(source)
                         buffer += block
                         self._store_pieces(task, pieces, buffer)
                 if pieces:

@@ -22,6 +22,7 @@ from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import environment, until
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest, ModelSource
+from wire.units import MIB
 
 pytestmark = pytest.mark.slow
 
@@ -351,6 +352,21 @@ def test_too_little_free_disk_is_refused_with_numbers(hub: Hub, tmp_path: Path):
     assert end.code == ModelOrderCode.DISK_FULL
     assert "GiB free" in end.message
     assert hub.requests == []
+
+
+def test_the_reserve_of_the_disk_is_kept_while_pieces_arrive(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.1
+    reserve = shutil.disk_usage(tmp_path).free - 64 * MIB
+    order = download_order(tmp_path, manifest, [hub_source(hub.url)], reserve_bytes=reserve)
+    child = Child("node.hub.downloader", order, tmp_path / "log")
+    until(lambda: hub.requests, what="a request")
+    with (tmp_path / "other").open("wb") as other:
+        os.posix_fallocate(other.fileno(), 0, 256 * MIB)
+    end = child.wait_end()
+    child.close()
+    assert end.code == ModelOrderCode.DISK_FULL
+    assert end.fetched < TOTAL
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
