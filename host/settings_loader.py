@@ -3,9 +3,14 @@
 Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* environment < --set. Unknown keys are
 errors. A settings type is a tree of msgspec structs. The key of a leaf is its dotted path (`memory.cap`), its name in
 the environment is MACPOOL_MEMORY__CAP. Coordinator and node read the same file and skip each other's sections by name.
+
+A table is a setting of named entries, such as `[router.aliases]`. The key of an entry is that of its table and the
+entry's name. A name with other characters than letters, digits, `_` and `-` is in quotes, as in TOML.
 """
 
 import difflib
+import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -15,6 +20,9 @@ import msgspec
 PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
 """Variables of command-line options, which are not settings."""
+
+_BARE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_KEY_PART = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.|$)|([^.]*)(?:\.|$)')
 
 GIVEN = frozenset({"environment", "--set", "--models"})
 """Origins that a change of the file does not affect."""
@@ -41,7 +49,10 @@ class Setting:
     key: str
     """Dotted path, such as `memory.cap`."""
     default: object
+    """Default; an empty dictionary for a table of named entries."""
     description: str
+    entry_default: object = None
+    """For a table whose entries are lists, an empty tuple; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +75,14 @@ def list_settings(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]
             found += list_settings(hint, key + ".")
             continue
         default: object = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        found.append(Setting(key, default, _find_description(hint)))
+        found.append(Setting(key, default, _find_description(hint), _find_entry_default(hint)))
     return found
+
+
+def _find_entry_default(hint: Any) -> object:
+    """Return an empty tuple for the type of a table whose entries are lists, None for any other type."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return () if get_origin(kind) is dict and get_origin(get_args(kind)[1]) is tuple else None
 
 
 def _find_description(hint: Any) -> str:
@@ -80,11 +97,28 @@ def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]
     """Flatten a parsed TOML file to values by dotted key. `prefix` is put before each key."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
+        part = name if _BARE_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
         if isinstance(value, dict):
-            flat |= from_tree(cast("dict[str, object]", value), f"{prefix}{name}.")
+            flat |= from_tree(cast("dict[str, object]", value), f"{prefix}{part}.")
         else:
-            flat[prefix + name] = value
+            flat[prefix + part] = value
     return flat
+
+
+def split_key(key: str) -> list[str]:
+    """Split a dotted key into its names. A name in quotes may have dots."""
+    names: list[str] = []
+    at = 0
+    while at < len(key):
+        part = _KEY_PART.match(key, at)
+        if part is None or part.end() == at:
+            return key.split(".")
+        try:
+            names.append(part[2] if part[1] is None else json.loads(f'"{part[1]}"'))
+        except ValueError:
+            return key.split(".")
+        at = part.end()
+    return names
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
@@ -120,8 +154,11 @@ def resolve_layers(
     origins: dict[str, str] = {}
     for origin, flat in layers:
         for key, value in flat.items():
+            table = _find_table(key, known)
             if key in known:
                 merged[key], origins[key] = _split_list(value, known[key].default), origin
+            elif table is not None:
+                merged[key], origins[key] = _split_list(value, table.entry_default), origin
             elif key not in others and key.split(".")[0] not in others:
                 raise SettingsError(_describe_unknown_key(key, origin, [*known, *others]))
     return ResolvedSettings(_convert_settings(kind, merged, origins), origins)
@@ -145,13 +182,16 @@ def find_invalid_settings(
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
+    The entries of tables are checked together, because one may name another: the key is that of the whole entry.
     `rule` raises SettingsError for values that types cannot restrict. `others` are keys or sections of another process,
     which are skipped.
     """
     known = {setting.key: setting for setting in list_settings(kind)}
-    found: list[InvalidSetting] = []
+    found = _find_invalid_entries(kind, flat, known)
     for key, value in flat.items():
         if key not in known:
+            if _find_table(key, known) is not None:
+                continue
             if key not in others and key.split(".")[0] not in others:
                 near = difflib.get_close_matches(key, [*known, *others], 1, 0.5)
                 found.append(InvalidSetting(key, "unknown setting", near[0] if near else ""))
@@ -166,6 +206,37 @@ def find_invalid_settings(
     return found
 
 
+def _find_table(key: str, known: Mapping[str, Setting]) -> Setting | None:
+    """Return the table to whose entries a key belongs; None if it belongs to none."""
+    parts = key.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        setting = known.get(".".join(parts[:count]))
+        if setting is not None:
+            return setting if isinstance(setting.default, dict) else None
+    return None
+
+
+def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting]) -> list[InvalidSetting]:
+    """Return the invalid entries of tables. Entries are added one by one, tables in reverse alphabetical order."""
+    entries: dict[tuple[str, str], dict[str, object]] = {}
+    for key, value in flat.items():
+        table = None if key in known else _find_table(key, known)
+        if table is not None:
+            name = split_key(key[len(table.key) + 1 :])[0]
+            entries.setdefault((table.key, name), {})[key] = _split_list(value, table.entry_default)
+    found: list[InvalidSetting] = []
+    valid: dict[str, object] = {}
+    for (table_key, name), values in sorted(entries.items(), key=lambda entry: entry[0][0], reverse=True):
+        try:
+            _convert_settings(kind, valid | values, {})
+            valid |= values
+        except SettingsError as error:
+            part = name if _BARE_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
+            text = re.sub(r"^setting \S+ \(value\): ", "", str(error))
+            found.append(InvalidSetting(f"{table_key}.{part}", text, meaning=known[table_key].description))
+    return found
+
+
 def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`."""
     rows: list[dict[str, object]] = []
@@ -174,6 +245,10 @@ def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object]
         for step in one.key.split("."):
             value = getattr(value, step)
         origin = resolved.origins.get(one.key, "default")
+        if isinstance(value, dict):
+            value = msgspec.to_builtins(value)
+            entries = (key for key in resolved.origins if key.startswith(one.key + "."))
+            origin = next((resolved.origins[key] for key in entries), origin)
         rows.append({"key": one.key, "value": value, "origin": origin, "description": one.description})
     return tuple(rows)
 
@@ -201,12 +276,14 @@ def find_changed_settings(
         for row in running
         if row["origin"] not in GIVEN
         and (key := str(row["key"])) in later
-        and _restore_tuple(row["value"]) != later[key]
+        and _restore_tuples(row["value"]) != later[key]
     ]
 
 
-def _restore_tuple(value: object) -> object:
-    """Convert a list from JSON to the tuple that settings use."""
+def _restore_tuples(value: object) -> object:
+    """Convert lists from JSON to the tuples that settings use, also in tables."""
+    if isinstance(value, dict):
+        return {name: _restore_tuples(one) for name, one in cast("dict[str, object]", value).items()}
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
@@ -225,10 +302,13 @@ def _describe_unknown_key(key: str, origin: str, known: Collection[str]) -> str:
 def _convert_settings(kind: type[T], merged: Flat, origins: Mapping[str, str]) -> T:
     tree: dict[str, Any] = {}
     for key, value in merged.items():
-        *path, leaf = key.split(".")
+        *path, leaf = split_key(key)
         branch = tree
         for step in path:
-            branch = branch.setdefault(step, {})
+            inner: object = branch.setdefault(step, {})
+            if not isinstance(inner, dict):
+                raise SettingsError(f"setting {key} ({origins.get(key, 'value')}): {step} is a value, not a table")
+            branch = cast("dict[str, Any]", inner)
         branch[leaf] = value
     try:
         return msgspec.convert(tree, kind, strict=False)

@@ -2,10 +2,15 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from host.settings_loader import Section
+from router.aliases import find_alias_fault
+from router.profiles import ProfileSettings, find_profile_fault
 from wire.units import MIB
+
+CandidateName = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -97,3 +102,27 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             description="Longest time without progress of a stream with unsent text. After it the stream is ended.",
         ),
     ] = 60.0
+    aliases: Annotated[
+        dict[str, tuple[CandidateName, ...]],
+        Meta(
+            description=(
+                'Aliases with their ordered candidates, as `coder = ["big-30b", "small-8b"]` in `[router.aliases]`. '
+                "The first candidate that can start now gets the request."
+            )
+        ),
+    ] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
+    profiles: Annotated[
+        dict[str, ProfileSettings],
+        Meta(
+            description=(
+                "Profiles, each a table `[router.profiles.NAME]` with defaults of sampling, template arguments and a "
+                "context limit, which clients use as `MODEL:NAME`."
+            )
+        ),
+    ] = msgspec.field(default_factory=dict[str, ProfileSettings])
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for aliases or profiles that contradict each other, with one sentence."""
+        fault = find_alias_fault(self.aliases) or find_profile_fault(self.profiles)
+        if fault:
+            raise ValueError(fault)

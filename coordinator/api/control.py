@@ -91,13 +91,13 @@ class ControlApi:
         self._store = admin.store
         pool = PoolRoutes(facts, nodes, traffic, seen.conditions, seen.load)
         members = NodeRoutes(nodes, traffic, admin.store)
-        models = ModelRoutes(nodes, loads, ring)
+        models = ModelRoutes(nodes, loads, ring, traffic.names)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
         nodes.queries.offer(
             {
                 "/api/v1/status": pool.build_status_row,
                 "/api/v1/nodes": lambda: {"schema": 1, "nodes": members.build_rows()},
-                "/api/v1/models": lambda: {"schema": 1, "models": models.build_rows()},
+                "/api/v1/models": lambda: models.build_answer(),
             }
         )
         sections = SnapshotSources(pool, members, models, joins, traffic, ring, WallClock(traffic.get_time))

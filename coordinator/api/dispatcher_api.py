@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from router.admission.model_names import ModelNames
 from router.admission.usage import UsageCounter
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import CircuitBreakers
@@ -17,6 +18,7 @@ class DispatcherApi(Protocol):
     history: DecisionLog
     breakers: CircuitBreakers[NodeId]
     placer: Placer
+    names: ModelNames
 
     def count_in_flight(self, node: NodeId) -> int:
         """Return the number of requests on a node."""

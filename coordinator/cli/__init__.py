@@ -20,7 +20,10 @@ SECTIONS = {
         "leave": ("coordinator.cli.commands.join:leave", "Leave the cluster with this machine."),
         "status": ("coordinator.cli.commands.nodes:status", "Print the state of the pool in a few lines."),
         "nodes": ("coordinator.cli.commands.nodes:nodes", "List the nodes with their memory."),
-        "models": ("coordinator.cli.commands.models:models", "List the models and their nodes; keep models loaded."),
+        "models": (
+            "coordinator.cli.commands.model_files:models",
+            "List the models and their nodes; keep models loaded.",
+        ),
         "pull": ("coordinator.cli.commands.pulls:pull", "Get a model from the hub onto the nodes."),
         "chat": ("coordinator.cli.commands.use:chat", "Send a prompt to a model and print the answer."),
         "top": ("coordinator.cli.commands.logs_and_top:top", "Show the pool live."),

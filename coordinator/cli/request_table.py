@@ -9,7 +9,10 @@ from wire.units import show_size
 
 
 def print_placement(answer: dict[str, Any]) -> None:
-    """Print the candidates of a placement with their memory, and the chosen node."""
+    """Print the candidates of a placement with their memory, and the chosen node. Name the passed-over models of an
+    alias."""
+    for one in answer.get("passed_over", ()):
+        click.echo(f"passed over {one['model']}: {one['reason']}")
     sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
     print_table(
         ("NODE", *[size.upper() for size in sizes], "VERDICT"),
@@ -23,7 +26,8 @@ def print_placement(answer: dict[str, Any]) -> None:
         ],
     )
     if answer["node"] is not None:
-        click.echo(f"would go to {answer['name']}")
+        model = f" with {answer['model']}" if answer.get("alias") else ""
+        click.echo(f"would go to {answer['name']}{model}")
 
 
 def print_requests(answer: dict[str, Any]) -> None:
@@ -59,6 +63,10 @@ def print_request(answer: dict[str, Any]) -> None:
         click.echo(f"{one['request_id']}  {one['model'] or 'no model'}, key {one['key']}: {took}")
         if one["message"]:
             click.echo(f"  {one['message']}")
+        if one.get("alias"):
+            click.echo(f"  alias {one['alias']}{_describe_passed_over(one['passed_over'])}")
+        if one.get("profile"):
+            click.echo(f"  profile {one['profile']}")
         if one["ignored"]:
             click.echo(f"  ignored: {', '.join(one['ignored'])}")
         _print_steps(one["steps"])
@@ -69,9 +77,17 @@ def print_request(answer: dict[str, Any]) -> None:
             f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
             f"{one['completion_tokens']} generated"
         )
+    several = len({one["demand"]["model"] for one in answer["decisions"]}) > 1
     for one in answer["decisions"]:
-        click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
+        about = f" about {one['demand']['model']}" if several else ""
+        verdict = one["refused"] or "placed"
+        click.echo(f"\ndecided{about} {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {verdict}")
         print_placement({"candidates": one["candidates"], "node": None})
+
+
+def _describe_passed_over(passed_over: list[dict[str, Any]]) -> str:
+    """Describe the candidates of an alias before the model that answered; empty without any."""
+    return "".join(f"\n    {one['model']} passed over: {one['reason']}" for one in passed_over)
 
 
 def _print_steps(steps: list[dict[str, Any]]) -> None:

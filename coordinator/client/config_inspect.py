@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,9 +143,14 @@ def inspect_settings(
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
-    right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
+    right = [(origin, {key: flat[key] for key in flat if not _is_part_of(key, bad)}) for origin, flat in layers]
     rows = redact_rows(build_setting_rows(resolve_layers(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
+
+
+def _is_part_of(key: str, faults: Collection[str]) -> bool:
+    """Return whether a key is one of `faults`, or belongs to an entry of a table that is one."""
+    return key in faults or any(key.startswith(fault + ".") for fault in faults)
 
 
 def read_node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:

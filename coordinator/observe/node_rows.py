@@ -45,6 +45,7 @@ def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFa
         "engine": _build_engine_row(view.engine, reported=facts.reported),
         "models": [_build_model_row(model) for model in view.models.values()],
         "video": build_video_row(view.video, allowed=view.video_allowed),
+        "disk": asdict(view.disk),
     }
 
 

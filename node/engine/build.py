@@ -46,6 +46,7 @@ from node.engine_process.environment import DIGESTS, PROFILES
 from node.hub.digests import DigestStore, find_content
 from node.memory.sensor import open_machine
 from node.models.catalogue import ModelCatalogue
+from node.models.last_use import LastUse
 from node.settings import NodeSettings
 from wire.capacity.arithmetic import Fits
 from wire.report import Hardware
@@ -167,6 +168,7 @@ def compose(
         gate=gate,
         times=times,
         profiler=profiler,
+        last_use=LastUse(profiles),
         rules=DescriberRules(limits, preparer.list_features, find_cause, pinned, floor),
     )
     forwards = GatedForwards(

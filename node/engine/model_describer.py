@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from node.engine.admission import RequestLimits
 from node.engine.memory.gate import MemoryGate
 from node.engine.model_report import LoadFacts, ModelFacts, add_measurements, describe_loaded, describe_unloaded
@@ -12,6 +14,7 @@ from node.engine.models.model_manager import ModelManager
 from node.engine.models.model_table import ModelTable
 from node.engine.models.profiler import Profiler
 from node.models.catalogue import ModelCatalogue
+from node.models.last_use import LastUse
 from wire.capacity.batches import compute_waste_bytes
 from wire.report import Memory, Model
 
@@ -51,6 +54,7 @@ class ModelDescriber:
         gate: MemoryGate,
         times: LoadTimes,
         profiler: Profiler,
+        last_use: LastUse,
         rules: DescriberRules,
     ) -> None:
         self._table = table
@@ -59,6 +63,7 @@ class ModelDescriber:
         self._gate = gate
         self._times = times
         self._profiler = profiler
+        self._last_use = last_use
         self._rules = rules
 
     def describe(self, descriptor: ModelDescriptor, now: float) -> Model:
@@ -83,11 +88,12 @@ class ModelDescriber:
         )
 
     def describe_measured(self, descriptor: ModelDescriptor, memory: Memory, now: float) -> Model:
-        """Return the description of a model for the report, with the results of measurements if it is loaded."""
+        """Return the description of a model for the report: with its last use, and with measurements if loaded."""
         loaded_model, model = self._table.loaded.get(descriptor.name), self.describe(descriptor, now)
         if loaded_model is None:
-            return model
-        return add_measurements(model, loaded_model, memory, self._rules.limits.batch)
+            return replace(model, used=self._last_use.find(model.name))
+        used = self._last_use.record(model.name, loaded_model.usage.compute_idle_seconds(now))
+        return replace(add_measurements(model, loaded_model, memory, self._rules.limits.batch), used=used)
 
     def describe_all(self, memory: Memory, now: float) -> tuple[Model, ...]:
         """Return the descriptions of all models on disk for the report."""

@@ -48,3 +48,38 @@ MAX_TOOLS_BYTES = 256 * 1024
 MAX_VARIABLES_BYTES = 16 * 1024
 MAX_JSON_DEPTH = 64
 """Maximum nesting of objects and lists in JSON for the engine, whose parser must not run out of stack."""
+TEMPLATE_VARIABLES = frozenset(
+    {
+        "add_vision_id",
+        "builtin_tools",
+        "clear_thinking",
+        "custom_instructions",
+        "date_string",
+        "documents",
+        "enable_cot",
+        "enable_thinking",
+        "force_reasoning",
+        "interleaved_thinking",
+        "keep_all_reasoning",
+        "keep_past_thinking",
+        "language",
+        "model_identity",
+        "persona",
+        "preserve_thinking",
+        "python_tools",
+        "reasoning",
+        "reasoning_effort",
+        "reasoning_strategy",
+        "role",
+        "system_message",
+        "system_prompt",
+        "task",
+        "think",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "tools_in_user_message",
+        "xml_tools",
+    }
+)
+"""Variables of a chat template that a request may set: those used by the templates of known models."""

@@ -119,6 +119,9 @@ def _build_record(request: ActiveRequest, outcome: Outcome, seconds: float) -> R
         completion_tokens=completion,
         timings=None if finished is None else finished.timings,
         ignored=spec.ignored,
+        alias="" if request.alias is None else request.alias.name,
+        profile=spec.profile,
+        passed_over=() if request.alias is None else request.alias.list_passed_over(),
     )
 
 

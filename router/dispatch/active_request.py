@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from router.admission.queue import QueuedRequest
 from router.admission.rate_limits import RateState, estimate_probable_tokens
+from router.dispatch.aliases.candidates import AliasCandidates, CandidateState
+from router.dispatch.aliases.tried_nodes import TriedNodes
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.generated_tokens import GeneratedTokens
 from router.dispatch.request import SWAP, Outcome, RequestSpec
@@ -20,45 +22,10 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, GenerationParams
 from wire.identity import NodeId
 from wire.model_version import UNKNOWN_VERSION, ModelVersion
-from wire.refusals import Refused
 
 _STREAMING = RequestState.STREAMING
 MAX_STEPS = 64
 """Maximum recorded steps of a request."""
-
-
-class TriedNodes:
-    """Nodes that a request has tried, which placement excludes."""
-
-    __slots__ = ("lost", "never", "refused")
-
-    def __init__(self) -> None:
-        self.refused: dict[NodeId, float] = {}
-        """Nodes that refused the request, with the arrival time of the report under which they refused."""
-        self.never: dict[NodeId, Refused] = {}
-        """Nodes that could never hold the request, with their refusals."""
-        self.lost: set[NodeId] = set()
-        """Nodes that were lost with the request."""
-
-    def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
-        """Exclude a node until its next report, or for good if its refusal is final."""
-        self.refused[node] = reported_at
-        if refused is not None and refused.final:
-            self.never[node] = refused
-
-    def mark_lost(self, node: NodeId) -> None:
-        """Exclude a node that was lost with the request."""
-        self.lost.add(node)
-
-    def readmit(self, node: NodeId) -> None:
-        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals stay."""
-        self.lost.discard(node)
-
-    def remove_node(self, node: NodeId) -> None:
-        """Remove all state of a node that is no longer a member."""
-        self.lost.discard(node)
-        self.refused.pop(node, None)
-        self.never.pop(node, None)
 
 
 class ActiveRequest:
@@ -67,10 +34,12 @@ class ActiveRequest:
     `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are those of `spec` unless
     given. `charged` is the charge of its key's quota in tokens; None if the quota refused the request or is not
     charged. `rates` is the state of the key's rates after the charge. `chain` has the hashes of its prompt; None if
-    placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache.
+    placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache. `alias`
+    has the candidates of the alias that the client named; None without an alias.
     """
 
     __slots__ = (
+        "alias",
         "answer",
         "arrived",
         "cached_shares",
@@ -109,24 +78,26 @@ class ActiveRequest:
         rates: tuple[RateState, ...] = (),
         chain: PrefixHashChain | None = None,
         cached_shares: Mapping[NodeId, float] = NOWHERE,
+        alias: AliasCandidates | None = None,
     ) -> None:
-        self.spec = spec
+        self.spec: RequestSpec = spec
         self.weighted_key = weighted_key
         self.number = number
         self.arrived = now
-        self.demand = demand or spec.demand
+        self.demand: ResourceDemand = demand or spec.demand
         self.params = params or spec.params
         self.charged = charged
         self.rates = rates
-        self.chain = chain
-        self.cached_shares = cached_shares
+        self.chain: PrefixHashChain | None = chain
+        self.cached_shares: Mapping[NodeId, float] = cached_shares
+        self.alias = alias
         self.estimated_tokens = estimate_probable_tokens(spec.demand)
         """Expected tokens of the request, for the share of its key."""
         self.answer: StreamedAnswer | CollectedAnswer = (
             StreamedAnswer() if spec.stream else CollectedAnswer(spec.params.n, spec.params.logprobs)
         )
         self.tokens = GeneratedTokens(spec.params.n, self.params.max_tokens)
-        self.tried = TriedNodes()
+        self.tried: TriedNodes = TriedNodes()
         self.life = RequestLife(now)
         self.node: NodeId | None = None
         """Node of the current attempt, as in `life`: read for every token."""
@@ -203,6 +174,15 @@ class ActiveRequest:
         """Remove all state of a node that is no longer a member."""
         self.tried.remove_node(node)
         self.cached_shares = {other: share for other, share in self.cached_shares.items() if other != node}
+        for state in () if self.alias is None else self.alias.list_states():
+            state.remove_node(node)
+
+    def use_candidate(self, state: CandidateState) -> CandidateState:
+        """Use the state of another candidate of the alias. Return the state of the former one."""
+        former = CandidateState(self.spec, self.demand, self.tried, self.chain, self.cached_shares)
+        self.spec, self.demand, self.tried = state.spec, state.demand, state.tried
+        self.chain, self.cached_shares = state.chain, state.cached_shares
+        return former
 
     # tokens
 

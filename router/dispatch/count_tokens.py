@@ -9,6 +9,7 @@ import asyncio
 from msgspec.structs import replace
 
 from router.admission.key_scope import filter_view
+from router.admission.model_names import ModelTarget
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_commands import CommandResult
@@ -28,15 +29,28 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)
-    request = replace(request, model=dispatcher.intake.resolve_model_name(request.model, limits))
-    demand = replace(compute_demand(request.model, request.messages, GenerationParams(), request.tools), choices=0)
+    target = dispatcher.intake.resolve_model_name(request.model, limits)
+    if isinstance(target, Refused):
+        return from_refused(target)
+    model = _choose_model(dispatcher, target, limits)
+    request = dispatcher.intake.apply_profile_to_count(replace(request, model=model), target)
+    demand = compute_demand(target.permitted, request.messages, GenerationParams(), request.tools)
+    demand = replace(demand, choices=0)
     charged = quotas.admit(key, demand, dispatcher.get_time())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), limits)
+        seen = replace(limits, models=()) if target.alias else limits
+        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), seen)
     finally:
         quotas.record_end(key, demand, charged, 0, dispatcher.get_time())
+
+
+def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits) -> str:
+    """Return the first candidate that some node could count with; the first of all without one."""
+    labels_only = replace(limits, models=())
+    able = (model for model in target.candidates if _list_counting_nodes(dispatcher, model, labels_only))
+    return next(able, target.candidates[0])
 
 
 async def _ask_nodes(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits) -> int | Problem:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from router.dispatch.aliases.candidates import PassedOver
 from router.errors import Problem
 from router.placement.candidate import Candidate, NoPlacement, Placement, ResourceDemand, explain
 from router.placement.policies import Policy
@@ -73,6 +74,12 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """Timings reported by the request's last node; None without a complete answer."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that had no effect."""
+    alias: str = ""
+    """Alias that the client named; empty without one."""
+    profile: str = ""
+    """Profile that the client named; empty without one."""
+    passed_over: tuple[PassedOver, ...] = ()
+    """Candidates of the alias before the model that the request used."""
 
 
 class DecisionLog:

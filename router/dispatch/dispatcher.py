@@ -97,7 +97,7 @@ class Dispatcher:
         self.quotas = surroundings.quotas
         self.ledger, self.queue, self.breakers = parts.ledger, parts.queue, parts.breakers
         self.affinity, self.usage, self.history = parts.affinity, parts.usage, parts.history
-        self.placer, self.intake = parts.placer, parts.intake
+        self.placer, self.intake, self.names = parts.placer, parts.intake, parts.intake.names
         self.commands = NodeCommands(send, lambda: numbers()[0])
         self._live: Mapping[int, ActiveRequest] = parts.attempts.live
         self._open: dict[int, ActiveRequest] = {}

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from router.admission.rate_limits import RateState
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.candidates import AliasCandidates
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.request import CompleteAnswer, Outcome, RequestSpec
 from router.placement.candidate import ResourceDemand
@@ -52,6 +53,16 @@ class MergedRequest:
     def rates(self) -> tuple[RateState, ...]:
         """Rate state of the key after the last request."""
         return self._requests[-1].rates
+
+    @property
+    def alias(self) -> AliasCandidates | None:
+        """Candidates of the alias that the client named; None without one."""
+        return self._requests[0].alias
+
+    @property
+    def model_names(self) -> str:
+        """Names of the models of all requests, separated by commas, in order and without duplicates."""
+        return ",".join(dict.fromkeys(request.demand.model for request in self._requests))
 
     @property
     def node_name(self) -> str:

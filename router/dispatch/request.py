@@ -34,6 +34,14 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Name of the conversation, if its client gave one."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that have no effect."""
+    given: frozenset[str] = frozenset()
+    """Penalties that the request sets: `params` does not show one that has its default."""
+    default_limit: bool = False
+    """Whether `params.max_tokens` is the default of the dialect and not set by the request."""
+    profile: str = ""
+    """Profile that the client named; empty without one."""
+    context_limit: int = 0
+    """Most tokens of prompt and answer together, by the profile; 0: the context of the model."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):

@@ -93,9 +93,9 @@ class AttemptEnded(OfAttempt, frozen=True, gc=False):
 
 
 class Stopped(Event, frozen=True, gc=False):
-    """Event: the client left, the reader stalled, the answer is too long, or the coordinator stops."""
+    """Event: the client left, the reader stalled, the prompt or the answer is too long, or the coordinator stops."""
 
-    outcome: RequestFailure
+    outcome: RequestFailure | Refused
 
 
 class Action(msgspec.Struct, frozen=True, gc=False):

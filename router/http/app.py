@@ -224,11 +224,11 @@ class RouterApp:
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
-        view = filter_view(self._dispatcher.view, key.limits)
+        found = self._dispatcher.names.list_visible(self._dispatcher.view, key.limits)
         one, listing = models.get_model, models.list_models
         if exchange.style is ANTHROPIC:
             one, listing = models.get_anthropic_model, models.list_anthropic_models
-        await exchange.respond(one(view, name, self._started) if name else listing(view, self._started))
+        await exchange.respond(one(found, name, self._started) if name else listing(found, self._started))
 
     async def _serve_ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
@@ -240,7 +240,8 @@ class RouterApp:
         elif not known:
             await exchange.refuse(build_unsupported_route(path))
         elif path == "/api/tags":
-            await exchange.respond(ollama_models.list_models(filter_view(view, key.limits), self._started))
+            seen = self._dispatcher.names.list_visible(view, key.limits)
+            await exchange.respond(ollama_models.list_models(seen, self._started))
         elif path == "/api/ps":
             await exchange.respond(ollama_models.list_loaded_models(filter_view(view, key.limits)))
         elif path == "/api/version":
@@ -248,7 +249,7 @@ class RouterApp:
         else:
             body = await exchange.receive_body(replace(self._settings, max_body_bytes=self._short))
             if body is not None:
-                seen = filter_view(view, key.limits)
+                seen = self._dispatcher.names.list_visible(view, key.limits)
                 await exchange.respond(
                     body if isinstance(body, Problem) else ollama_models.show_model(seen, body, self._started)
                 )

@@ -21,6 +21,8 @@ from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
 """Header that names ignored fields and tools."""
+MODEL = b"x-macpool-model"
+"""Header of the answer to a request that names an alias: the model that answers."""
 Answered = ActiveRequest | MergedRequest
 """Request of a client: one for the dispatcher, or one for each prompt."""
 
@@ -96,11 +98,14 @@ def _build_request_headers(request: Answered) -> list[Header]:
 
 
 def build_optional_headers(request: Answered) -> list[Header]:
-    """Return the headers of an answer that may be absent: ignored fields and tools, and the state of the key's
-    rates."""
+    """Return the optional headers of an answer: ignored fields and tools, the model of an alias, the key's rates."""
+    found = build_ignored_header(request.spec.ignored)
+    if request.alias is not None:
+        names = request.model_names if isinstance(request, MergedRequest) else request.demand.model
+        found.append((MODEL, names.encode("ascii", "replace")))
     if not request.rates:
-        return build_ignored_header(request.spec.ignored)
-    return build_ignored_header(request.spec.ignored) + [
+        return found
+    return found + [
         (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
         for rate in request.rates
         for name, value in (

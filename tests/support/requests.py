@@ -1,10 +1,14 @@
-"""Requests of the dispatcher in a wanted state, by the events that lead there."""
+"""Requests of the dispatcher in a wanted state, by the events that lead there, and the models that a key may use."""
 
+from router.admission.model_names import ModelNames, VisibleModels
+from router.admission.rate_limits import KeyLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.request import RequestFailure
 from router.dispatch.request_events import AttemptLost, FirstTokens, Placed
 from router.placement.candidate import Candidate
+from router.placement.cluster_view import ClusterView
 from router.placement.recovery import LossKind
+from router.settings import RouterSettings
 from wire.identity import NodeId
 
 
@@ -19,3 +23,10 @@ def send(request: ActiveRequest, node: str, attempt: int = 1, *, name: str = "",
 def speak(request: ActiveRequest, now: float = 0.0) -> None:
     """Apply the first tokens of the current attempt of a request."""
     request.step(FirstTokens(request.attempt), now)
+
+
+def list_visible(
+    view: ClusterView, settings: RouterSettings | None = None, limits: KeyLimits | None = None
+) -> VisibleModels:
+    """Return the models and aliases of a view that a key with these limits may use."""
+    return ModelNames(settings or RouterSettings()).list_visible(view, limits)

@@ -175,6 +175,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
     content: Word = ""
     """Content hash of that model; empty if unknown."""
+    context_limit: Tokens = 0
+    """Most tokens of prompt and answer together; 0: the context of the model."""
 
     def get_known_ids(self, choice: int) -> tuple[int, ...]:
         """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""

@@ -14,6 +14,7 @@ from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import filter_view
+from router.admission.model_names import ModelNames, VisibleModels
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.request import RequestFailure
 from router.errors import Problem, build_invalid, from_failure
@@ -36,10 +37,11 @@ class ModelBody(Body):
 class ModelRoutes:
     """Routes of `cluster models`, `load`, `unload` and `profile`."""
 
-    def __init__(self, nodes: NodePool, loads: ModelOperations, ring: KeyRing) -> None:
+    def __init__(self, nodes: NodePool, loads: ModelOperations, ring: KeyRing, names: ModelNames) -> None:
         self._nodes = nodes
         self._operations = loads
         self._ring = ring
+        self._names = names
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of models."""
@@ -87,9 +89,15 @@ class ModelRoutes:
                 row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
         return [found[name] for name in sorted(found)]
 
+    def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
+        """Return the models and aliases that a key with these limits may use."""
+        visible = self._names.list_visible(self._nodes.registry.build_view(), limits)
+        aliases = [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
+        return {"schema": 1, "models": self.build_rows(limits), "aliases": aliases}
+
     async def models(self) -> dict[str, Any]:
-        """List the models that the key may use, and their state on each node; sizes in bytes."""
-        return {"schema": 1, "models": self.build_rows(self._ring.get_limits(KEY.get()))}
+        """List the models and aliases that the key may use, and the state of models on each node; sizes in bytes."""
+        return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
@@ -116,6 +124,12 @@ class ModelRoutes:
             if body.node is None
             else self._nodes.registry.build_view().find_node(find_node(self._nodes.directory, body.node))
         )
+
+
+def _build_alias_row(visible: VisibleModels, alias: str) -> dict[str, Any]:
+    """Return an alias with its candidates in order, and the first of them that a node can serve."""
+    model = visible.find_alias_model(alias)
+    return {"name": alias, "candidates": list(visible.aliases[alias]), "served": None if model is None else model.name}
 
 
 def _check_model_name(body: ModelBody) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import Query
 from fastapi.responses import Response, StreamingResponse
+from msgspec.structs import replace
 from pydantic import Field
 
 from coordinator.api.body import Body
@@ -14,11 +15,15 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Content, Route
 from router.admission.api_keys import KeyRing
+from router.admission.model_names import ModelTarget
+from router.admission.rate_limits import NO_LIMITS
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.candidates import PassedOver, get_reason
 from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
 from router.errors import Problem
 from router.errors import from_refused as problem_of
-from router.placement.candidate import Placement, ResourceDemand, explain
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand, explain
+from wire.refusals import Refused
 
 JSON_LINES_TYPE = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
@@ -54,10 +59,16 @@ class RequestRoutes:
 
     async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
+        target = self._traffic.names.resolve(body.model, self._traffic.placer.view, NO_LIMITS)
+        if isinstance(target, Refused):
+            raise ProblemError(problem_of(target))
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
-        result = self._traffic.placer.preview(demand)
+        model, result, passed_over = self._preview(demand, target)
         answer: dict[str, Any] = {
             "schema": 1,
+            "alias": target.alias,
+            "model": model,
+            "passed_over": [{"model": one.model, "reason": one.reason} for one in passed_over],
             "node": None,
             "name": None,
             "refused": None,
@@ -67,6 +78,21 @@ class RequestRoutes:
             return {**answer, "node": result.chosen.node, "name": result.chosen.name}
         problem = problem_of(result.refused)
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
+
+    def _preview(
+        self, demand: ResourceDemand, target: ModelTarget
+    ) -> tuple[str, Placement | NoPlacement, list[PassedOver]]:
+        """Return the model, its placement, and the candidates of an alias before it. Without a placement the model is
+        the first candidate."""
+        passed_over: list[PassedOver] = []
+        results: list[NoPlacement] = []
+        for model in target.candidates:
+            result = self._traffic.placer.preview(replace(demand, model=model))
+            if isinstance(result, Placement):
+                return model, result, passed_over
+            results.append(result)
+            passed_over.append(PassedOver(model, get_reason(result, model)))
+        return target.candidates[0], results[0], passed_over if target.alias else []
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
         """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
@@ -175,6 +201,7 @@ def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:
         "request_id": request.spec.request_id,
         "key": request.spec.key,
         "model": request.spec.demand.model,
+        "alias": "" if request.alias is None else request.alias.name,
         "phase": get_phase(request),
         "seconds": now - request.arrived,
         "steps": _build_step_rows(request.steps),

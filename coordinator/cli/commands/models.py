@@ -28,8 +28,8 @@ _WISH_PATH = "/api/v1/models/wishes/"
 def models(session: ApiSession) -> None:
     """List the models and the nodes that have them, or keep models loaded.
 
-    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. `-o wide` names every
-    node with the speeds and sizes that were measured there.
+    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Aliases are listed with
+    their candidates. `-o wide` names every node with the speeds and sizes that were measured there.
     """
     if click.get_current_context().invoked_subcommand is None:
         _list_models(session)
@@ -72,7 +72,7 @@ def show_model(session: ApiSession, name: str) -> None:
 
 
 def print_models(answer: dict[str, Any], *, wide: bool) -> None:
-    """Print the models of an answer of `/api/v1/models` as a table, with notes about conflicts and causes below.
+    """Print the models of an answer of `/api/v1/models` as a table, with aliases, conflicts and causes below.
 
     With `wide`, name every node, and add measured speeds and sizes.
     """
@@ -90,6 +90,8 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
         print_table(
             ("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT")
         )
+    for alias in answer.get("aliases", ()):
+        click.echo(_describe_alias(alias))
     for model in answer["models"]:
         if model.get("conflict"):
             click.echo(_describe_conflict(model))
@@ -102,6 +104,13 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
             speeds += [_format_measured(node["measured"])] if node.get("measured") else []
             if speeds:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(speeds)}")
+
+
+def _describe_alias(alias: dict[str, Any]) -> str:
+    """Describe an alias with its candidates in order, and the candidates that no node can serve."""
+    served = alias["served"]
+    note = "no node can serve any of them" if served is None else f"first one on a node: {served}"
+    return f"alias {alias['name']}: {', then '.join(alias['candidates'])} ({note})"
 
 
 def _format_loaded_on(model: dict[str, Any]) -> str:

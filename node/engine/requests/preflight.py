@@ -39,12 +39,13 @@ class RequestShape:
 
 def compute_shape(request: Generate, prompt: int, default_limit: int, context: int) -> RequestShape:
     """Return the size of a request with `prompt` prompt tokens. `default_limit` is the length of an answer without
-    max_tokens, `context` that of the model, both in tokens.
+    max_tokens, `context` that of the model, both in tokens. The request may have a lower limit of its own.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
     then ends with its next token.
     """
     max_tokens = request.params.max_tokens
+    context = min(context, request.context_limit or context)
     known = max(map(len, request.resume), default=0)
     limit = max_tokens if max_tokens is not None else max(1, min(default_limit, context - prompt))
     if max_tokens is None and known > limit:

@@ -96,6 +96,7 @@ def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool
         bool(body.stream),
         True,
         tools.text,
+        frozenset(),
         template,
         body.session,
         sanitize_names([*ignored, *tools.left_out]),

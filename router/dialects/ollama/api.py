@@ -58,6 +58,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
             include_usage=True,
             text=self.text,
             ignored=self.ignored,
+            given=self.given,
         )
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
@@ -133,7 +134,7 @@ def _build_request(
     drawn = _parse_options(body.options or {}, strict=strict)
     if isinstance(drawn, Problem):
         return drawn
-    params, unread = drawn
+    params, given, unread = drawn
     form = convert_schema(body.format, "format") if isinstance(body.format, dict) else None
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT) if body.format == "json" else form
     if isinstance(grammar, Problem):
@@ -159,6 +160,7 @@ def _build_request(
         stream,
         True,
         tools.text,
+        given,
         template,
         chat=chat,
         text=text,
@@ -166,8 +168,10 @@ def _build_request(
     )
 
 
-def _parse_options(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams, list[str]] | Problem:
-    """Return the sampling parameters and the ignored options."""
+def _parse_options(
+    options: dict[str, Any], *, strict: bool
+) -> tuple[GenerationParams, frozenset[str], list[str]] | Problem:
+    """Return the sampling parameters, the penalties that are set, and the ignored options."""
     found = OPTIONS.parse(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
@@ -189,7 +193,13 @@ def _parse_options(options: dict[str, Any], *, strict: bool) -> tuple[Generation
         frequency_penalty=drawn.frequency_penalty or 0.0,
         repetition_penalty=1.0 if drawn.repeat_penalty is None else drawn.repeat_penalty,
     )
-    return params, [f"options.{name}" for name in found.ignored]
+    penalties = {
+        "presence_penalty": drawn.presence_penalty,
+        "frequency_penalty": drawn.frequency_penalty,
+        "repetition_penalty": drawn.repeat_penalty,
+    }
+    given = frozenset(name for name, value in penalties.items() if value is not None)
+    return params, given, [f"options.{name}" for name in found.ignored]
 
 
 def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:

@@ -8,6 +8,7 @@ import hashlib
 
 import msgspec
 
+from router.admission.model_names import VisibleModels
 from router.dialects.ollama.api import strip_latest_tag
 from router.dialects.ollama.response import format_time
 from router.dialects.ollama.schema import SHOW
@@ -29,12 +30,15 @@ def encode_version() -> bytes:
     return msgspec.json.encode({"version": OLLAMA_VERSION})
 
 
-def list_models(view: ClusterView, created: int) -> bytes:
-    """Return every model that a member can serve, as JSON in Ollama's shape. `created` is in Unix seconds."""
-    served = view.get_served_models()
-    return msgspec.json.encode(
-        {"models": [_build_row(served[name], modified_at=format_time(created)) for name in sorted(served)]}
-    )
+def list_models(models: VisibleModels, created: int) -> bytes:
+    """Return every model that a member can serve, and every alias of one, as JSON in Ollama's shape.
+
+    `created` is in Unix seconds.
+    """
+    served = models.view.get_served_models()
+    found = [served[name] for name in sorted(served)]
+    found += (model for alias in models.list_aliases() if (model := models.find_model(alias)) is not None)
+    return msgspec.json.encode({"models": [_build_row(model, modified_at=format_time(created)) for model in found]})
 
 
 def list_loaded_models(view: ClusterView) -> bytes:
@@ -51,7 +55,7 @@ def list_loaded_models(view: ClusterView) -> bytes:
     )
 
 
-def show_model(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
+def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Problem:
     """Return the model that a body names, as JSON in Ollama's shape. `created` is in Unix seconds.
 
     Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
@@ -62,7 +66,7 @@ def show_model(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     name = strip_latest_tag(found.body.model or found.body.name or "")
     if not name:
         return build_invalid("model: Field required", "model")
-    model = view.get_served_models().get(view.resolve_name(name))
+    model = models.find_model(name)
     if model is None:
         return Problem(404, RefusalCode.NO_MODEL, f"no node serves the model {name!r}", "model")
     return msgspec.json.encode(

@@ -11,7 +11,7 @@ from router.dialects.openai import chat_fast_parse
 from router.dialects.openai.chat_messages import convert_messages
 from router.dialects.openai.chat_response import ChatChunks, encode_completion
 from router.dialects.openai.chat_schema import CHAT, ChatBody, ChatCustomTool, ChatTool
-from router.dialects.shared.common_fields import ForeignPart, build_params, parse_stream_options
+from router.dialects.shared.common_fields import ForeignPart, build_params, list_given_penalties, parse_stream_options
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import add_call_constraints
@@ -131,6 +131,7 @@ def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, st
         bool(body.stream),
         include_usage,
         tools.text,
+        list_given_penalties(body),
         template,
         body.session,
         sanitize_names([*ignored, *unread, *tools.left_out]),

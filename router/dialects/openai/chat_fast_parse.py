@@ -30,6 +30,7 @@ from router.admission.request_limits import (
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
 from router.dispatch.resource_demand import compute_demand
 from router.placement.candidate import ResourceDemand
+from router.profiles import PENALTIES
 from wire.frames import GenerationParams, Message, ToolCall
 
 MAX_BODY_BYTES = 64 * 1024
@@ -38,6 +39,8 @@ _WHITESPACE = b" \t\n\r"
 _BEGINNING = 64
 """Bytes that locate the tools in their body: their quotes are bare, and no text contains the same bytes."""
 _INT64 = 2**63 - 1
+_NO_PENALTIES = (None, None, None)
+_NONE_GIVEN: frozenset[str] = frozenset()
 
 Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -55,6 +58,7 @@ class PlainChatBody(NamedTuple):
     stream: bool
     include_usage: bool
     tools: str
+    given: frozenset[str]
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -180,7 +184,17 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )
     demand = compute_demand(found.model, messages, params, tools)
-    return PlainChatBody(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
+    include_usage = options is not None and options.include_usage
+    return PlainChatBody(
+        demand, tuple(messages), params, stream, include_usage, tools, _list_given_penalties(optional[-3:])
+    )
+
+
+def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]:
+    """Return the names of the penalties that are not None, of three in the order of `PENALTIES`."""
+    if penalties == _NO_PENALTIES:
+        return _NONE_GIVEN
+    return frozenset(name for name, value in zip(PENALTIES, penalties, strict=True) if value is not None)
 
 
 def _convert_message(one: _Message) -> Message | None:

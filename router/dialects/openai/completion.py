@@ -12,7 +12,7 @@ import msgspec
 from router.admission.request_limits import MAX_CHOICES
 from router.dialects.openai.completion_response import CompletionChunks, encode_completion
 from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
-from router.dialects.shared.common_fields import build_params, parse_stream_options
+from router.dialects.shared.common_fields import build_params, list_given_penalties, parse_stream_options
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.validation import build_unsupported
@@ -38,6 +38,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     echo: bool
     session: str = ""
     ignored: tuple[str, ...] = ()
+    given: frozenset[str] = frozenset()
+    """Penalties that the body sets."""
+    default_limit: bool = False
+    """Whether the body has no `max_tokens`."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -58,6 +62,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
             ids=ids,
             session=self.session,
             ignored=self.ignored,
+            given=self.given,
+            default_limit=self.default_limit,
         )
 
     def _list_echoes(self) -> list[str]:
@@ -109,6 +115,8 @@ def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> Completion
         bool(body.echo),
         body.session,
         sanitize_names(ignored),
+        list_given_penalties(body),
+        default_limit=body.max_tokens is None,
     )
 
 

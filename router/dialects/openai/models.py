@@ -1,4 +1,4 @@
-"""`/v1/models`: list the models that the cluster can serve, in OpenAI's or Anthropic's shape.
+"""`/v1/models`: list the models that the cluster can serve, and their aliases, in OpenAI's or Anthropic's shape.
 
 A model that no node can load is left out.
 """
@@ -7,14 +7,17 @@ from datetime import UTC, datetime
 from itertools import chain
 
 import msgspec
+from msgspec.structs import replace
 
+from router.admission.model_names import VisibleModels
 from router.errors import Problem
 from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
-from router.placement.cluster_view import ClusterView
 from wire.refusals import RefusalCode
 from wire.report import Model
 
 OWNER = "macpool"
+ALIAS_OWNER = "macpool-alias"
+"""Owner of an alias in the list of models."""
 _ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
 _BY_FEATURE = {
     TOOLS: ("tools", "tool_choice", "parallel_tool_calls"),
@@ -24,18 +27,23 @@ _BY_FEATURE = {
 }
 
 
-def list_models(view: ClusterView, created: int) -> bytes:
-    """Return every model that a member can serve, sorted by name, as JSON in OpenAI's shape.
+def list_models(models: VisibleModels, created: int) -> bytes:
+    """Return every model that a member can serve, and every alias, sorted by name, as JSON in OpenAI's shape.
 
     `created` is in Unix seconds.
     """
-    served, loaded = view.get_served_models(), view.get_loaded_models()
-    models = [_build_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
-    return msgspec.json.encode({"object": "list", "data": models})
+    served, loaded = models.view.get_served_models(), models.view.get_loaded_models()
+    rows = [_build_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
+    rows += [_build_alias(models, alias, created) for alias in models.list_aliases()]
+    return msgspec.json.encode({"object": "list", "data": rows})
 
 
-def get_model(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Return a model as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
+def get_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
+    """Return a model or an alias as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix
+    seconds."""
+    alias, view = models.find_alias(name), models.view
+    if alias is not None:
+        return msgspec.json.encode(_build_alias(models, alias, created))
     name = view.resolve_name(name)
     found = view.get_served_models().get(name)
     if found is not None:
@@ -73,21 +81,37 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
     }
 
 
-def list_anthropic_models(view: ClusterView, created: int) -> bytes:
-    """Return every model that a member can serve, as JSON in Anthropic's shape, all on one page.
+def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, object]:
+    """Return an alias in OpenAI's shape: the properties of its first candidate that a node can serve, and all
+    candidates in `alias.candidates`."""
+    about = {"candidates": models.aliases[alias]}
+    model = models.find_alias_model(alias)
+    if model is None:
+        return {"id": alias, "object": "model", "created": created, "owned_by": ALIAS_OWNER, "alias": about}
+    loaded = model.name in models.view.get_loaded_models()
+    return {**_build_model(model, created, loaded=loaded), "id": alias, "owned_by": ALIAS_OWNER, "alias": about}
+
+
+def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
+    """Return every model that a member can serve, and every alias of one, as JSON in Anthropic's shape, all on one
+    page.
 
     `created` is in Unix seconds.
     """
-    served = view.get_served_models()
-    models = [_build_anthropic_model(served[name], created) for name in sorted(served)]
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
-    return msgspec.json.encode({"data": models, "has_more": False, **ends})
+    served = models.view.get_served_models()
+    rows = [_build_anthropic_model(served[name], created) for name in sorted(served)]
+    for alias in models.list_aliases():
+        model = models.find_alias_model(alias)
+        rows += [] if model is None else [_build_anthropic_model(replace(model, name=alias), created)]
+    ends = {"first_id": rows[0]["id"], "last_id": rows[-1]["id"]} if rows else {"first_id": None, "last_id": None}
+    return msgspec.json.encode({"data": rows, "has_more": False, **ends})
 
 
-def get_anthropic_model(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Return a model as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix seconds."""
-    found = view.get_served_models().get(view.resolve_name(name))
-    return msgspec.json.encode(_build_anthropic_model(found, created)) if found else get_model(view, name, created)
+def get_anthropic_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
+    """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix
+    seconds."""
+    found = models.find_model(name)
+    return msgspec.json.encode(_build_anthropic_model(found, created)) if found else get_model(models, name, created)
 
 
 def _build_anthropic_model(model: Model, created: int) -> dict[str, object]:

@@ -126,6 +126,7 @@ class ResponsesRoute:
             bool(body.stream),
             True,
             tools.text,
+            frozenset(),
             template,
             body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
             sanitize_names([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),

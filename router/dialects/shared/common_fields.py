@@ -219,6 +219,16 @@ def build_params(
     )
 
 
+def list_given_penalties(body: SamplingFields) -> frozenset[str]:
+    """Return the names of the penalties that a body sets, also to their defaults."""
+    given = {
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "repetition_penalty": body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty,
+    }
+    return frozenset(name for name, value in given.items() if value is not None)
+
+
 def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     """Return the stop strings of a field that has none, one, or several."""
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

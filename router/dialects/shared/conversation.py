@@ -18,6 +18,8 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     """Whether the last chunk of a stream has the usage."""
     tools: str = ""
     """Tools as in `wire.frames.Generate`."""
+    given: frozenset[str] = frozenset()
+    """Penalties that the body sets."""
     template: str = ""
     """Template variables as in `wire.frames.Generate`."""
     session: str = ""
@@ -40,6 +42,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
             self.include_usage,
             session=self.session,
             ignored=self.ignored,
+            given=self.given,
         )
 
     def to_specs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:

@@ -7,60 +7,25 @@ allow-list, because each name becomes an argument of the render call, where a na
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from router.admission.request_limits import MAX_VARIABLES_BYTES
+from router.admission.request_limits import MAX_VARIABLES_BYTES, TEMPLATE_VARIABLES
 from router.dialects.shared.strict_json import Body, encode_json
 from router.errors import Problem, build_invalid
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = frozenset(get_args(Effort))
 
-VARIABLES = frozenset(
-    {
-        "add_vision_id",
-        "builtin_tools",
-        "clear_thinking",
-        "custom_instructions",
-        "date_string",
-        "documents",
-        "enable_cot",
-        "enable_thinking",
-        "force_reasoning",
-        "interleaved_thinking",
-        "keep_all_reasoning",
-        "keep_past_thinking",
-        "language",
-        "model_identity",
-        "persona",
-        "preserve_thinking",
-        "python_tools",
-        "reasoning",
-        "reasoning_effort",
-        "reasoning_strategy",
-        "role",
-        "system_message",
-        "system_prompt",
-        "task",
-        "think",
-        "thinking",
-        "thinking_budget",
-        "thinking_mode",
-        "tools_in_user_message",
-        "xml_tools",
-    }
-)
-"""Variables used by the chat templates of known models."""
-
 
 def encode_variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
     """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
 
     A variable `given` by name overrides the value `meant` by another parameter. None means no value. Return a 400
-    problem for a variable that is not in `VARIABLES`, or for too much content.
+    problem for a variable that is not in `TEMPLATE_VARIABLES`, or for too much content.
     """
     given = given or {}
-    strange = sorted(given.keys() - VARIABLES)
+    strange = sorted(given.keys() - TEMPLATE_VARIABLES)
     if strange:
-        text = f"{strange[0][:64]} is not a template variable that a client may set: use {', '.join(sorted(VARIABLES))}"
+        known = ", ".join(sorted(TEMPLATE_VARIABLES))
+        text = f"{strange[0][:64]} is not a template variable that a client may set: use {known}"
         return build_invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
     found = {name: value for name, value in meant.items() if value is not None} | dict(given)
     return encode_json(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""

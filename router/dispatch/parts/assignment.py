@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from router.admission.queue import AdmissionQueue
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.placement import AliasPlacement
 from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.endings import Endings
@@ -35,6 +36,7 @@ class Assignment:
         apply: Callable[[ActiveRequest, Event], None],
         numbers: Callable[[], tuple[int, int]],
         *,
+        aliases: AliasPlacement,
         placer: Placer,
         attempts: Attempts,
         ledger: ReservationLedger,
@@ -44,6 +46,7 @@ class Assignment:
     ) -> None:
         self._apply = apply
         self._numbers = numbers
+        self._aliases = aliases
         self._placer = placer
         self._attempts = attempts
         self._ledger = ledger
@@ -65,7 +68,7 @@ class Assignment:
         offered to the node of `start_at_decider`. The next offer is to a full node where another key holds more than
         its fair share.
         """
-        result = self._placer.decide(request)
+        result = self._aliases.decide(request)
         while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowds.must_wait(request, result.chosen):
                 self._apply(request, NoRoom(result))
@@ -73,12 +76,14 @@ class Assignment:
             if self.start_attempt(request, result.chosen, result.chosen.need):
                 self._queue.count_overtake()
                 return
-            result = self._placer.decide(request)
+            result = self._aliases.decide(request)
         if isinstance(result, NoPlacement):
             if result.refused.final:
                 self._endings.deny(request, result.refused)
                 return
-            if self.start_at_decider(request, result) or self._start_for_share(request, result):
+            if self._aliases.offer(
+                request, result, lambda one: self.start_at_decider(request, one) or self._start_for_share(request, one)
+            ):
                 return
         self._apply(request, NoRoom(result))
 

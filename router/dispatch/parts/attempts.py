@@ -105,6 +105,7 @@ class Attempts:
             content=request.version.content if known else "",
             cache_scope=self._scopes.scope,
             shared=self._scopes.has_shared_prompt(spec.messages),
+            context_limit=spec.context_limit,
         )
         return self._send(placed.chosen.node, frame)
 

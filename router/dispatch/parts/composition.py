@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.admission.cache_scope import CacheScopes
+from router.admission.model_names import ModelNames
 from router.admission.queue import AdmissionQueue
 from router.admission.rate_limits import RateLimits
 from router.admission.usage import UsageCounter
 from router.dispatch.accounting import Accounting
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.placement import AliasPlacement
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
@@ -110,11 +112,13 @@ class Parts:
         self.intake = Intake(
             clock,
             surroundings.draw,
+            names=ModelNames(settings),
             placer=placer,
             quotas=surroundings.quotas,
             affinity=self.affinity,
             scopes=surroundings.scopes,
         )
+        self.aliases = aliases = AliasPlacement(clock, placer=placer, intake=self.intake, crowds=self.crowds)
         self.attempts = attempts = Attempts(
             surroundings.send,
             clock,
@@ -137,6 +141,7 @@ class Parts:
         self.assignment = Assignment(
             apply,
             surroundings.numbers,
+            aliases=aliases,
             placer=placer,
             attempts=attempts,
             ledger=ledger,
@@ -149,6 +154,7 @@ class Parts:
             clock,
             settings.queue_timeout_seconds,
             queue=self.queue,
+            aliases=aliases,
             placer=placer,
             assignment=self.assignment,
             endings=self.endings,

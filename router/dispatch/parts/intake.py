@@ -1,18 +1,21 @@
 """Intake of requests: the model that the client means, the quota of its key, its prefix hashes, its seed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from router.admission.cache_scope import CacheScopes
-from router.admission.key_scope import filter_view
+from router.admission.model_names import ModelNames, ModelTarget
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.candidates import AliasCandidates
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request import RequestSpec
+from router.dispatch.resource_demand import find_features
 from router.placement.prefix_affinity import NOWHERE, PrefixAffinity, PrefixHashChain, compute_hash_chain
 from wire.capacity.fairness import WeightedKey
-from wire.frames import GenerationParams, Message
+from wire.frames import CountTokens, GenerationParams, Message
+from wire.identity import NodeId
 from wire.refusals import Refused
 
 MIN_AFFINITY_BYTES = 1024
@@ -29,6 +32,7 @@ class Intake:
         clock: Callable[[], float],
         draw: Callable[[], float],
         *,
+        names: ModelNames,
         placer: Placer,
         quotas: RateLimits,
         affinity: PrefixAffinity,
@@ -36,26 +40,34 @@ class Intake:
     ) -> None:
         self._clock = clock
         self._draw = draw
+        self.names = names
         self._placer = placer
         self._quotas = quotas
         self._affinity = affinity
         self._scopes = scopes
 
     def accept(self, spec: RequestSpec, number: int, *, charges_quota: bool) -> tuple[ActiveRequest, Refused | None]:
-        """Return a new request with this number, and the refusal if its key is over its quota.
+        """Return a new request with this number, and the refusal if its key is over its quota or its model's name is
+        refused.
 
         Without `charges_quota`, the quota is neither checked nor charged.
         """
         limits, now = self._quotas.get_limits(spec.key), self._clock()
-        name = self.resolve_model_name(spec.demand.model, limits)
-        if name != spec.demand.model:
-            spec = replace(spec, demand=replace(spec.demand, model=name))
-        charged = self._quotas.admit(spec.key, spec.demand, now) if charges_quota else None
-        refused = charged if isinstance(charged, Refused) else None
+        target = self._resolve_unless_plain(spec.demand.model, limits)
+        refused = target if isinstance(target, Refused) else None
+        charged: int | Refused | None = None
+        if isinstance(target, ModelTarget):
+            spec = self._apply_target(spec, target)
+        if charges_quota and refused is None:
+            asked = spec.demand
+            if isinstance(target, ModelTarget) and target.alias:
+                asked = replace(asked, model=target.permitted)
+            charged = self._quotas.admit(spec.key, asked, now)
+            refused = charged if isinstance(charged, Refused) else None
         demand = spec.demand
         if limits.labels and refused is None:
             demand = replace(demand, labels=frozenset(limits.labels))
-        chain = self._compute_hash_chain(spec)
+        chain = self.compute_hash_chain(spec)
         request = ActiveRequest(
             spec,
             WeightedKey(spec.key, limits.weight),
@@ -66,17 +78,47 @@ class Intake:
             charged=None if isinstance(charged, Refused) else charged,
             rates=self._quotas.list_rates(spec.key, now) if charges_quota else (),
             chain=chain,
-            cached_shares=NOWHERE if chain is None else self._affinity.estimate_shares(chain),
+            cached_shares=self.estimate_shares(chain),
+            alias=AliasCandidates(target.alias, target.candidates)
+            if isinstance(target, ModelTarget) and target.alias
+            else None,
         )
+        if request.alias is not None:
+            request.alias.add_unused(request.spec, request.demand, request.tried.lost)
         return request, refused
 
-    def resolve_model_name(self, model: str, limits: KeyLimits) -> str:
-        """Return the name of the model that a client means (`ClusterView.resolve_name`), among those that its key may
-        use."""
-        view = self._placer.view
-        if any(model in node.models for node in view.nodes):
-            return model
-        return filter_view(view, limits).resolve_name(model)
+    def resolve_model_name(self, model: str, limits: KeyLimits) -> ModelTarget | Refused:
+        """Return the target of a name, or its refusal (`ModelNames.resolve`)."""
+        return self.names.resolve(model, self._placer.view, limits)
+
+    def apply_profile_to_count(self, request: CountTokens, target: ModelTarget) -> CountTokens:
+        """Return a count with the template arguments of the profile that its client named."""
+        if not target.profile:
+            return request
+        profile = self.names.get_profile(target.profile)
+        return replace(request, template=profile.apply_to_template(request.template))
+
+    def _resolve_unless_plain(self, model: str, limits: KeyLimits) -> ModelTarget | Refused | None:
+        """Return the target of a name, or its refusal; None for exactly the name of a model."""
+        return None if self.names.is_plain(model, self._placer.view) else self.resolve_model_name(model, limits)
+
+    def _apply_target(self, spec: RequestSpec, target: ModelTarget) -> RequestSpec:
+        """Return the request for the first candidate, with the defaults of the profile where it sets none."""
+        if not target.profile:
+            return replace(spec, demand=replace(spec.demand, model=target.candidates[0]))
+        profile = self.names.get_profile(target.profile)
+        params = profile.apply_to_params(spec.params, spec.given, default_limit=spec.default_limit)
+        features = spec.demand.features | find_features(params)
+        demand = replace(spec.demand, model=target.candidates[0], max_tokens=params.max_tokens, features=features)
+        is_plain_text = bool(spec.text or spec.ids)
+        return replace(
+            spec,
+            demand=demand,
+            params=params,
+            template=spec.template if is_plain_text else profile.apply_to_template(spec.template),
+            profile=target.profile,
+            context_limit=profile.context_limit or 0,
+        )
 
     def _add_seed(self, spec: RequestSpec) -> GenerationParams:
         """Return the parameters with a seed: without one, no other node could resume the answer with the same draws."""
@@ -84,7 +126,11 @@ class Intake:
             return spec.params
         return replace(spec.params, seed=int(self._draw() * (1 << SEED_BITS)))
 
-    def _compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
+    def estimate_shares(self, chain: PrefixHashChain | None) -> Mapping[NodeId, float]:
+        """Return the share of a prompt that each node has in its prefix cache."""
+        return NOWHERE if chain is None else self._affinity.estimate_shares(chain)
+
+    def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
         """Return the prefix hashes of a request; None where no choice of a node depends on them."""
         view = self._placer.view
         if len(view.nodes) <= 1 or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session):

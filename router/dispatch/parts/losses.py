@@ -10,6 +10,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.placement import may_restart_with_other_model
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.parts.assignment import Assignment
@@ -87,7 +88,7 @@ class Losses:
         request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
         others = self._list_other_models(request)
         resumes = request.resumable and any(request.version.is_same(model.version) for model in others)
-        restarts = bool(others) and not request.answer.begun
+        restarts = (bool(others) and not request.answer.begun) or may_restart_with_other_model(request)
         stranded = None if resumes or restarts else _build_stranded_failure(request, cause, others)
         self._apply(request, AttemptLost(request.attempt, kind, cause, stranded))
         if request.state is not RequestState.NEW:

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 from router.dispatch.accounting import bound_usage, compute_max_prompt_tokens
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.context_limit import refuse_beyond_limit
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.parts.assignment import Assignment
 from router.dispatch.parts.endings import Endings
 from router.dispatch.parts.losses import Losses
 from router.dispatch.parts.placer import Placer
-from router.dispatch.request_events import AttemptEnded, Event, NodeAdmitted, NodeRefused
+from router.dispatch.request_events import AttemptEnded, Event, NodeAdmitted, NodeRefused, Stopped
 from router.dispatch.request_state import RequestState
 from wire.frames import Admitted, Failed, Finished, Refusal
 from wire.identity import NodeId
@@ -61,6 +62,9 @@ class NodeFrames:
         """Apply a frame about a request that is on this node."""
         if isinstance(frame, Admitted):
             self._apply(request, NodeAdmitted(frame.request, frame))
+            refused = refuse_beyond_limit(request.spec, request.demand.prompt_tokens)
+            if refused is not None:
+                self._apply(request, Stopped(refused))
         elif isinstance(frame, Finished):
             self._breakers.record_success(node, frame.request)
             frame = bound_usage(request, frame)
@@ -85,5 +89,9 @@ class NodeFrames:
             return
         if frame.prompt_tokens is not None:
             request.set_prompt_tokens(min(frame.prompt_tokens, compute_max_prompt_tokens(request)))
+            beyond = refuse_beyond_limit(request.spec, request.demand.prompt_tokens)
+            if beyond is not None:
+                self._endings.deny(request, beyond)
+                return
         request.tried.mark_refused(node, self._placer.get_report_time(node), refused)
         self._assignment.assign(request)

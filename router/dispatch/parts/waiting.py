@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from router.admission.queue import AdmissionQueue
 from router.admission.rate_limits import RateLimits, estimate_probable_tokens
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.placement import AliasPlacement
 from router.dispatch.counters import Counters
 from router.dispatch.model_swaps import fits_next_to_loaded
 from router.dispatch.parts.assignment import Assignment
@@ -33,6 +34,7 @@ class QueuedRequests:
         timeout_seconds: float,
         *,
         queue: AdmissionQueue[ActiveRequest],
+        aliases: AliasPlacement,
         placer: Placer,
         assignment: Assignment,
         endings: Endings,
@@ -46,6 +48,7 @@ class QueuedRequests:
         self._clock = clock
         self._timeout_seconds = timeout_seconds
         self._queue = queue
+        self._aliases = aliases
         self._placer = placer
         self._assignment = assignment
         self._endings = endings
@@ -106,6 +109,8 @@ class QueuedRequests:
 
     def _try_request(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
         """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
+        if self._aliases.start_any(request, lambda: self._start_on_changed(request, changed)):
+            return True
         result = self._placer.judge(request, changed, request.demand)
         if isinstance(result, Placement):
             return self._start_request(request)
@@ -114,6 +119,11 @@ class QueuedRequests:
         if keep or request.life.lost_by is not None:
             self._hold_memory(request, result)
         return False
+
+    def _start_on_changed(self, request: ActiveRequest, changed: ClusterView) -> bool:
+        """Send a queued request with the model in use if that fits on a changed node; return whether it was sent."""
+        result = self._placer.judge(request, changed, request.demand)
+        return isinstance(result, Placement) and self._start_request(request)
 
     def _start_request(self, request: ActiveRequest) -> bool:
         """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
@@ -133,9 +143,9 @@ class QueuedRequests:
         """
         if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
-        result = self._placer.decide(request)
+        result = self._aliases.decide(request)
         if isinstance(result, Placement):
-            return False
+            return request.alias is not None and self._start_request(request)
         if result.refused.code is RefusalCode.LOAD_FAILED:
             self._endings.deny(request, result.refused)
             return True
@@ -168,7 +178,7 @@ class QueuedRequests:
         """Send or end the requests whose deadline has passed at `now` (monotonic seconds)."""
         for request in self._queue.expire(now):
             self._apply(request, DeadlinePassed())
-            result = self._placer.decide(request)
+            result = self._aliases.decide(request)
             waited = f" (waited {now - request.arrived:.0f} s in the queue)"
             if not isinstance(result, Placement):
                 refused = result.refused

@@ -6,13 +6,18 @@ import msgspec
 import pytest
 
 from host.settings_loader import (
+    InvalidSetting,
     Section,
     SettingsError,
+    build_setting_rows,
+    find_changed_settings,
+    find_invalid_settings,
     from_environment,
     from_pairs,
     from_tree,
     list_settings,
     resolve_layers,
+    split_key,
 )
 
 
@@ -69,3 +74,74 @@ def test_every_leaf_is_described() -> None:
         ("memory.steps", 3, "how many"),
         ("quiet", False, "say less"),
     ]
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: int
+    inner: dict[str, bool] = msgspec.field(default_factory=dict[str, bool])
+
+
+class Tables(Section, frozen=True, kw_only=True):
+    lists: Annotated[dict[str, tuple[str, ...]], msgspec.Meta(description="lists")] = msgspec.field(
+        default_factory=dict[str, tuple[str, ...]]
+    )
+    sizes: Annotated[dict[str, Entry], msgspec.Meta(description="sizes")] = msgspec.field(
+        default_factory=dict[str, Entry]
+    )
+
+    def __post_init__(self) -> None:
+        for name, values in self.lists.items():
+            if "missing" in values and "missing" not in self.sizes:
+                raise ValueError(f"{name} needs an entry that is missing")
+
+
+TREE = {"lists": {"a": ["x", "y"], "b.1:2": ["z"]}, "sizes": {"big": {"size": 3, "inner": {"on": True}}}}
+
+
+def test_a_table_has_named_entries_from_every_layer() -> None:
+    layers = [
+        ("config.toml", from_tree(TREE)),
+        ("environment", from_environment({"MACPOOL_LISTS__A": "p,q"})),
+        ("--set", from_pairs(['lists."c.d"=r', "sizes.small.size=4"])),
+    ]
+    resolved = resolve_layers(Tables, layers)
+    assert resolved.value.lists == {"a": ("p", "q"), "b.1:2": ("z",), "c.d": ("r",)}
+    assert resolved.value.sizes == {"big": Entry(3, {"on": True}), "small": Entry(4)}
+    rows = {row["key"]: row for row in build_setting_rows(resolved)}
+    assert rows["sizes"]["value"] == {"big": {"size": 3, "inner": {"on": True}}, "small": {"size": 4, "inner": {}}}
+    assert rows["sizes"]["origin"] == "config.toml"
+
+
+def test_a_key_is_split_like_a_key_of_toml() -> None:
+    assert split_key('a."b.c".d') == ["a", "b.c", "d"]
+    assert split_key("a.b") == ["a", "b"]
+    assert split_key("a..b") == ["a", "", "b"]
+    assert split_key('a."b') == ["a", '"b']
+    assert split_key('a."\\x"') == ["a", '"\\x"']
+
+
+def test_entries_of_tables_are_checked_together() -> None:
+    flat = from_tree({"lists": {"a": ["missing"], "b": ["x"]}, "sizes": {"missing": {"size": 1}}})
+    assert find_invalid_settings(Tables, flat) == []
+    flat = from_tree({"lists": {"a": ["missing"], "b.c": 1}, "sizes": {"big": {"sice": 1}}})
+    assert find_invalid_settings(Tables, flat) == [
+        InvalidSetting("sizes.big", "Object contains unknown field `sice`", meaning="sizes"),
+        InvalidSetting("lists.a", "a needs an entry that is missing", meaning="lists"),
+        InvalidSetting('lists."b.c"', "Expected `array`, got `int`", meaning="lists"),
+    ]
+
+
+def test_a_value_in_the_place_of_a_table_is_refused() -> None:
+    with pytest.raises(SettingsError, match="Expected `object`, got `str`"):
+        resolve_layers(Tables, [("file", {"lists": "x"})])
+    with pytest.raises(SettingsError, match="big is a value, not a table"):
+        resolve_layers(Tables, [("file", {"sizes.big": 1, "sizes.big.size": 1})])
+
+
+def test_changed_tables_are_found() -> None:
+    rows = msgspec.json.decode(
+        msgspec.json.encode(build_setting_rows(resolve_layers(Tables, [("f", from_tree(TREE))])))
+    )
+    assert find_changed_settings(rows, Tables, from_tree(TREE)) == []
+    changed = find_changed_settings(rows, Tables, from_tree({**TREE, "lists": {"a": ["x"]}}))
+    assert [one.key for one in changed] == ["lists"]

@@ -135,6 +135,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
         "system": "macOS 26",
         "version": "1.2.3",
         "protocol": 5,
+        "disk": {"free": 0, "total": 0, "folder": ""},
         "cap": 1001,
         "ceiling": 1002,
         "margin": 1003,

@@ -15,6 +15,7 @@ from router.placement.candidate import Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement
 from tests.support.cluster.loopback_cluster import a_model
+from tests.support.requests import list_visible
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
 from wire.frames import Admitted, GenerationParams, Message
@@ -201,7 +202,7 @@ async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
 def test_the_list_of_models_shows_the_one_that_is_served():
     nodes = node("a", "x", context=1000), node("b", "x", context=1000), node("c", "y", context=99)
     view = ClusterView(nodes)
-    assert b'"max_input_tokens":1000' in openai.list_anthropic_models(view, 0)
+    assert b'"max_input_tokens":1000' in openai.list_anthropic_models(list_visible(view), 0)
     assert view.get_served_models()["tiny"].fingerprint == view.get_models()["tiny"].fingerprint == "x"
     assert view.get_loaded_models()["tiny"].fingerprint == "x"
     only: dict[str, Model] = ClusterView((node("c", "y"),)).get_served_models()

@@ -58,6 +58,8 @@ def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_i
 def test_without_a_limit_an_answer_ends_with_the_context():
     assert compute_shape(request(expected=400), 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
     assert compute_shape(request(expected=400), 4096, 512, 4096).limit == 1
+    assert compute_shape(request(expected=400, context_limit=4010), 4000, 512, 4096).limit == 10
+    assert compute_shape(request(expected=400, context_limit=5000), 4000, 512, 4096).limit == 96
     assert RequestShape(4000, 96, 90, 3).length == 4090
     assert RequestShape(4000, 96, 90, 3).replace_choices(1) == RequestShape(4000, 96, 90, 1)
 

@@ -25,6 +25,7 @@ from router.dialects.shared.interface import ParsedRequest
 from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView
+from tests.support.requests import list_visible
 from wire.codec import encode
 from wire.frames import Generate
 
@@ -36,7 +37,7 @@ PARSERS: dict[str, tuple[Callable[[bytes, str], object], type]] = {
     "ollama chat": (OllamaChatRoute().parse, OllamaChatBody),
     "ollama generate": (OllamaGenerateRoute().parse, OllamaGenerateBody),
     "count": (lambda body, _: api.parse_count(body, 0), MessagesBody),
-    "show": (lambda body, _: models.show_model(ClusterView(), body, 0), OllamaChatBody),
+    "show": (lambda body, _: models.show_model(list_visible(ClusterView()), body, 0), OllamaChatBody),
 }
 WORDS = st.sampled_from(
     ["user", "assistant", "system", "tool", "text", "tiny", "auto", "function", "", "\0", "x" * 300]

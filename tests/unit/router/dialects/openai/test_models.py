@@ -10,6 +10,7 @@ from router.placement.cluster_view import ClusterView
 from router.placement.sanitize_report import build_node_view
 from tests.support.answers import CREATED
 from tests.support.cluster.loopback_cluster import a_memory, a_model
+from tests.support.requests import list_visible
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.report import EngineState
@@ -38,7 +39,7 @@ def view() -> ClusterView:
 
 
 def test_a_model_in_openai_s_shape_says_what_other_servers_say():
-    listed = json.loads(models.list_models(view(), CREATED))
+    listed = json.loads(models.list_models(list_visible(view()), CREATED))
     assert listed["object"] == "list"
     loaded, on_disk = listed["data"]
     assert loaded == {
@@ -80,13 +81,13 @@ def test_a_model_in_openai_s_shape_says_what_other_servers_say():
     }
     assert (on_disk["id"], on_disk["state"], on_disk["loaded_context_length"]) == ("on-disk", "not-loaded", None)
     assert (on_disk["size"], on_disk["max_context_length"], on_disk["capabilities"]) == (3 * GIB, 8192, [])
-    one = models.get_model(view(), "on-disk", CREATED)
+    one = models.get_model(list_visible(view()), "on-disk", CREATED)
     assert isinstance(one, bytes)
     assert json.loads(one) == on_disk
 
 
 def test_a_model_in_anthropic_s_shape():
-    found = json.loads(models.list_anthropic_models(view(), CREATED))
+    found = json.loads(models.list_anthropic_models(list_visible(view()), CREATED))
     assert (found["first_id"], found["last_id"], found["has_more"]) == ("loaded", "on-disk", False)
     assert found["data"][0] == {
         "type": "model",
@@ -97,7 +98,7 @@ def test_a_model_in_anthropic_s_shape():
         "max_input_tokens": 4096,
         "max_tokens": 4096,
     }
-    assert json.loads(models.list_anthropic_models(ClusterView(), CREATED)) == {
+    assert json.loads(models.list_anthropic_models(list_visible(ClusterView()), CREATED)) == {
         "data": [],
         "has_more": False,
         "first_id": None,
@@ -107,7 +108,7 @@ def test_a_model_in_anthropic_s_shape():
 
 def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
     for show in (models.get_model, models.get_anthropic_model):
-        problem = show(view(), "broken", CREATED)
+        problem = show(list_visible(view()), "broken", CREATED)
         assert isinstance(problem, Problem)
         assert (problem.status, problem.code, problem.param) == (404, "model_not_found", "model")
         assert problem.message == "no node can load the model 'broken': no weights"
@@ -122,7 +123,7 @@ def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
         "parameter_size": "",
         "quantization_level": "",
     }
-    loaded, on_disk = json.loads(ollama_models.list_models(view(), CREATED))["models"]
+    loaded, on_disk = json.loads(ollama_models.list_models(list_visible(view()), CREATED))["models"]
     row = {
         "name": "loaded",
         "model": "loaded",
@@ -138,14 +139,14 @@ def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
 
 def test_ollama_shows_what_a_model_can():
     for body in (b'{"model": "loaded:latest"}', b'{"name": "loaded"}'):
-        shown = ollama_models.show_model(view(), body, CREATED)
+        shown = ollama_models.show_model(list_visible(view()), body, CREATED)
         assert isinstance(shown, bytes)
         found = json.loads(shown)
         assert found["capabilities"] == ["completion", "tools"]
         assert found["model_info"] == {"general.architecture": "mlx", "mlx.context_length": 4096}
-    shown = ollama_models.show_model(view(), b'{"model": "on-disk"}', CREATED)
+    shown = ollama_models.show_model(list_visible(view()), b'{"model": "on-disk"}', CREATED)
     assert isinstance(shown, bytes)
     assert json.loads(shown)["capabilities"] == ["completion"]
-    missing = ollama_models.show_model(view(), b'{"model": "nothing"}', CREATED)
+    missing = ollama_models.show_model(list_visible(view()), b'{"model": "nothing"}', CREATED)
     assert isinstance(missing, Problem)
     assert (missing.status, missing.code) == (404, "model_not_found")

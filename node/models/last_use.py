@@ -1,0 +1,66 @@
+"""Last use of each model on this machine, stored with the measurements, for the removal of unused models."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+FILE = "last-use.json"
+STORE_INTERVAL_SECONDS = 60.0
+"""Seconds by which a last use must be later than the stored one before it is stored."""
+MAX_MODELS = 1024
+
+log = structlog.get_logger("node.models.last_use")
+
+
+class LastUse:
+    """Unix times of the last use by name of the model, in a file of `folder`; None: in memory only.
+
+    `wall` returns Unix seconds.
+    """
+
+    def __init__(self, folder: Path | None, wall: Callable[[], float] = time.time) -> None:
+        self._file = None if folder is None else folder / FILE
+        self._wall = wall
+        self._stored = _read_times(self._file)
+
+    def find(self, name: str) -> float:
+        """Return the Unix time of the last use of a model; 0 if it was never used here."""
+        return self._stored.get(name, 0.0)
+
+    def record(self, name: str, idle_seconds: float) -> float:
+        """Record that a model was used `idle_seconds` ago. Return the Unix time of its last use."""
+        used = max(0.0, self._wall() - idle_seconds)
+        if used - self._stored.get(name, 0.0) >= STORE_INTERVAL_SECONDS:
+            self._stored.pop(name, None)
+            self._stored[name] = used
+            while len(self._stored) > MAX_MODELS:
+                del self._stored[next(iter(self._stored))]
+            self._write()
+        return max(used, self._stored.get(name, 0.0))
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        part = self._file.with_suffix(f".{os.getpid()}")
+        try:
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.write_bytes(msgspec.json.encode(self._stored))
+            part.replace(self._file)
+        except OSError as error:
+            log.warning("last use not stored", error=str(error)[:200])
+
+
+def _read_times(file: Path | None) -> dict[str, float]:
+    if file is None:
+        return {}
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, float])
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.DecodeError) as error:
+        log.warning("last use unreadable", error=str(error)[:200])
+        return {}

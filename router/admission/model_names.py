@@ -1,0 +1,152 @@
+"""Names that clients use for models: a model's own name, an alias, and either of them with `:PROFILE`. Pure.
+
+A name is compared with these in turn:
+
+1. Aliases, then models, with exactly this name.
+2. Aliases, then models, without regard to case; models also without provider parts (`openai/`).
+3. Aliases without provider parts.
+4. The part before its last colon, by the same rules, with a profile. A model whose own name has a colon keeps its name.
+
+A key that may use an alias may use its candidates through it. A key that may not use the alias by its name may use
+those of its candidates that it may use by their own names.
+"""
+
+import msgspec
+from msgspec.structs import replace
+
+from router.admission.key_scope import filter_view
+from router.admission.rate_limits import NO_LIMITS, KeyLimits, refuse_model
+from router.aliases import list_candidates
+from router.placement.cluster_view import MAX_NAME_PREFIXES, ClusterView
+from router.profiles import ProfileSettings
+from router.settings import RouterSettings
+from wire.refusals import RefusalCode, Refused
+from wire.report import Model
+
+
+class ModelTarget(msgspec.Struct, frozen=True, gc=False):
+    """Models that a client means with a name."""
+
+    candidates: tuple[str, ...]
+    """Models in order, at least one; one without an alias."""
+    permitted: str
+    """Name by which the key may use them: the alias, or a model."""
+    alias: str = ""
+    """Alias that the client named; empty without one."""
+    profile: str = ""
+    """Profile that the client named; empty without one."""
+
+
+class ModelNames:
+    """Aliases and profiles of the settings, by which names of clients are resolved."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.aliases = {name: list_candidates(settings.aliases, name) for name in settings.aliases}
+        """Candidates of each alias, with nested aliases expanded."""
+        self._profiles = settings.profiles
+        self._folded = {name.casefold(): name for name in self.aliases}
+        self._folded_profiles = {name.casefold(): name for name in self._profiles}
+
+    def is_plain(self, name: str, view: ClusterView) -> bool:
+        """Return whether a name is exactly that of a model, and of no alias. Runs for every request."""
+        return name not in self.aliases and any(name in node.models for node in view.nodes)
+
+    def get_profile(self, name: str) -> ProfileSettings:
+        """Return a profile by its name as `resolve` returns it."""
+        return self._profiles[name]
+
+    def find_alias(self, name: str, view: ClusterView) -> str | None:
+        """Return the alias that a name means among the models of `view`; None if the name means none."""
+        if name in self.aliases:
+            return name
+        if not self.aliases or any(name in node.models for node in view.nodes):
+            return None
+        whole = self._folded.get(name.casefold())
+        if whole is not None or _has_model(view, view.resolve_name(name)):
+            return whole
+        parts = name.casefold().split("/", MAX_NAME_PREFIXES)
+        tails = ("/".join(parts[at:]) for at in range(1, len(parts)))
+        return next((self._folded[tail] for tail in tails if tail in self._folded), None)
+
+    def resolve(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused:
+        """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
+
+        An unknown name is returned unchanged. `limits` are those of the client's key.
+        """
+        found = self._resolve_base(name, view, limits)
+        base, _, profile = name.rpartition(":")
+        if found is None and base and self._profiles:
+            found = self._resolve_base(base, view, limits)
+            known = self._folded_profiles.get(profile.casefold())
+            if isinstance(found, ModelTarget):
+                return self._refuse_profile(base, profile) if known is None else replace(found, profile=known)
+        return ModelTarget((name,), name) if found is None else found
+
+    def _resolve_base(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused | None:
+        """Return the target of a name without profile, or its refusal; None for an unknown name."""
+        if self.is_plain(name, view):
+            return ModelTarget((name,), name)
+        seen = filter_view(view, limits)
+        alias = self.find_alias(name, seen)
+        if alias is None:
+            model = seen.resolve_name(name)
+            return ModelTarget((model,), model) if _has_model(view, model) else None
+        candidates = tuple(view.resolve_name(candidate) for candidate in self.aliases[alias])
+        if limits.allows(alias):
+            return ModelTarget(candidates, alias, alias)
+        permitted = tuple(candidate for candidate in candidates if limits.allows(candidate))
+        return ModelTarget(permitted, permitted[0], alias) if permitted else refuse_model(alias, limits)
+
+    def _refuse_profile(self, base: str, profile: str) -> Refused:
+        known = ", ".join(sorted(self._profiles))
+        text = f"there is no profile {profile[:200]!r} for {base[:200]}; the profiles are {known}"
+        return Refused(RefusalCode.NO_MODEL, text)
+
+    def list_visible(self, view: ClusterView, limits: KeyLimits | None) -> "VisibleModels":
+        """Return the models and aliases that a key with these limits may use; all of them without limits."""
+        found: dict[str, tuple[str, ...]] = {}
+        for alias in self.aliases:
+            target = self._resolve_base(alias, view, limits or NO_LIMITS)
+            if isinstance(target, ModelTarget):
+                found[alias] = target.candidates
+        nodes = filter_view(view, None if limits is None else replace(limits, models=()))
+        return VisibleModels(self, filter_view(view, limits), nodes, found)
+
+
+class VisibleModels:
+    """Models and aliases that a key may use. `view` has its models, `nodes` all models of its nodes."""
+
+    def __init__(
+        self, names: ModelNames, view: ClusterView, nodes: ClusterView, aliases: dict[str, tuple[str, ...]]
+    ) -> None:
+        self._names = names
+        self._nodes = nodes
+        self.view = view
+        self.aliases = aliases
+        """Candidates of each alias in order."""
+
+    def list_aliases(self) -> list[str]:
+        """Return the aliases, sorted by name."""
+        return sorted(self.aliases)
+
+    def find_alias(self, name: str) -> str | None:
+        """Return the alias that a name means; None if the name means none that the key may use."""
+        alias = self._names.find_alias(name, self.view)
+        return alias if alias in self.aliases else None
+
+    def find_alias_model(self, alias: str) -> Model | None:
+        """Return the first candidate of an alias that a node can serve; None without one."""
+        served = self._nodes.get_served_models()
+        return next((served[model] for model in self.aliases[alias] if model in served), None)
+
+    def find_model(self, name: str) -> Model | None:
+        """Return the model that a name means, or that of an alias under the alias's name; None without one."""
+        alias = self.find_alias(name)
+        if alias is None:
+            return self.view.get_served_models().get(self.view.resolve_name(name))
+        model = self.find_alias_model(alias)
+        return None if model is None else replace(model, name=alias)
+
+
+def _has_model(view: ClusterView, name: str) -> bool:
+    return any(name in node.models for node in view.nodes)

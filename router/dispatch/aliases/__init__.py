@@ -1,0 +1,1 @@
+"""Aliases in the dispatcher: the candidates of a request, and their placement in order."""

@@ -1,0 +1,141 @@
+"""Candidates of the alias that a request names: the state of the request for each, and why each was passed over.
+
+A request uses one candidate at a time: its `spec`, `demand` and tried nodes are those of this candidate. The state for
+the other candidates is stored here. Prompt tokens and refusals of nodes belong to one model and are never used for
+another one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+
+from router.dispatch.aliases.tried_nodes import TriedNodes
+from router.dispatch.request import RequestSpec
+from router.placement.candidate import NoPlacement, Placement, ResourceDemand
+from router.placement.prefix_affinity import PrefixHashChain
+from wire.identity import NodeId
+from wire.refusals import RefusalCode, Refused
+
+MUST_WAIT = "many prompts are ahead of it on its node, and this API key already uses more than its share"
+
+
+class PassedOver(msgspec.Struct, frozen=True, gc=False):
+    """Candidate of an alias that a request did not use."""
+
+    model: str
+    reason: str
+
+
+@dataclass(slots=True)
+class CandidateState:
+    """State of a request for one candidate."""
+
+    spec: RequestSpec
+    demand: ResourceDemand
+    tried: TriedNodes
+    chain: PrefixHashChain | None
+    """Hashes of the prompt for this model; None if placement does not use them."""
+    cached_shares: Mapping[NodeId, float]
+    """Share of the prompt in the prefix cache of each node."""
+
+    def remove_node(self, node: NodeId) -> None:
+        """Remove all state of a node that is no longer a member."""
+        self.tried.remove_node(node)
+        self.cached_shares = {other: share for other, share in self.cached_shares.items() if other != node}
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedCandidate:
+    """State of a request for a candidate that it has not used yet."""
+
+    spec: RequestSpec
+    demand: ResourceDemand
+    lost: set[NodeId]
+    """Nodes that were lost with the request, shared by all its candidates."""
+
+    def prepare(self, chain: PrefixHashChain | None, cached_shares: Mapping[NodeId, float]) -> CandidateState:
+        """Return the state for the first use, with the prefix hashes of the prompt and the nodes that have a part of
+        it."""
+        return CandidateState(self.spec, self.demand, TriedNodes(self.lost), chain, cached_shares)
+
+
+class AliasCandidates:
+    """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first."""
+
+    __slots__ = ("at", "models", "name", "reasons", "results", "stored", "unused")
+
+    def __init__(self, name: str, models: Sequence[str]) -> None:
+        self.name = name
+        self.models = tuple(models)
+        self.at = 0
+        """Position of the candidate in use."""
+        self.unused: dict[int, UnusedCandidate] = {}
+        """Candidates that were not used yet, by position."""
+        self.stored: dict[int, CandidateState] = {}
+        """States of the candidates that were used before, by position."""
+        self.results: list[Placement | NoPlacement] = []
+        """Newest placement of each candidate, as far as they were tried."""
+        self.reasons: dict[str, str] = {}
+        """Reason for which each model was passed over."""
+
+    def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
+        """Add all candidates but the first one as unused. `spec` and `demand` are those of the first one."""
+        for at, model in enumerate(self.models[1:], 1):
+            own_spec = replace(spec, demand=replace(spec.demand, model=model))
+            self.unused[at] = UnusedCandidate(own_spec, replace(demand, model=model), lost)
+
+    def take(self, at: int) -> CandidateState | UnusedCandidate:
+        """Return the state of a candidate that is not in use, which is used from now on."""
+        return self.unused.pop(at) if at in self.unused else self.stored.pop(at)
+
+    def store(self, at: int, former: CandidateState) -> None:
+        """Store the state of the former candidate, and record the position of the one in use."""
+        self.stored[self.at] = former
+        self.at = at
+
+    def set_results(self, results: Sequence[Placement | NoPlacement]) -> None:
+        """Set the newest placement of each candidate that was tried."""
+        self.results = list(results)
+
+    def list_waitable(self) -> list[int]:
+        """Return the positions of the candidates for which waiting is not useless, by their newest placements."""
+        return [at for at, result in enumerate(self.results) if not _is_final(result)]
+
+    def set_reason(self, model: str, reason: str) -> bool:
+        """Set why a model was passed over. Return whether that is new."""
+        is_new = self.reasons.get(model) != reason
+        self.reasons[model] = reason
+        return is_new
+
+    def list_passed_over(self) -> tuple[PassedOver, ...]:
+        """Return the candidates before the one in use, with the newest reason of each."""
+        before = self.models[: self.at]
+        return tuple(PassedOver(model, self.reasons[model]) for model in before if model in self.reasons)
+
+    def list_states(self) -> Iterable[CandidateState]:
+        """Return the states of the candidates that were used before."""
+        return self.stored.values()
+
+    def combine_refusals(self, best: NoPlacement) -> Refused:
+        """Return one refusal with the reasons of all candidates, and with the code and the numbers of `best`."""
+        parts = (
+            f"{model}: {get_reason(result, model)}" for model, result in zip(self.models, self.results, strict=False)
+        )
+        text = f"no candidate of {self.name} can start now: {'; '.join(parts)}"
+        return replace(best.refused, message=text)
+
+
+def get_reason(result: Placement | NoPlacement, model: str) -> str:
+    """Return why a candidate was passed over with this placement.
+
+    The reason names no models that the key may not use, unlike the refusal of an unknown model.
+    """
+    if isinstance(result, Placement):
+        return MUST_WAIT
+    return f"no node serves {model}" if result.refused.code is RefusalCode.NO_MODEL else result.refused.message
+
+
+def _is_final(result: Placement | NoPlacement) -> bool:
+    return isinstance(result, NoPlacement) and result.refused.final

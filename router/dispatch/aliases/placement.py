@@ -1,0 +1,113 @@
+"""Placement of requests that name an alias: its candidates are tried in order at every attempt.
+
+The first candidate that can start now gets the request. If none can, the request waits for the first one that could
+ever take it, and every retry tries all candidates again. The candidate is fixed once the client has the head of a
+stream or tokens exist, because the answer names its model.
+"""
+
+from collections.abc import Callable
+
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.candidates import AliasCandidates, UnusedCandidate, get_reason
+from router.dispatch.parts.crowding import CrowdRules
+from router.dispatch.parts.intake import Intake
+from router.dispatch.parts.placer import Placer
+from router.placement.candidate import NoPlacement, Placement
+
+
+class AliasPlacement:
+    """Placement of requests with their candidates. `clock` returns monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float], *, placer: Placer, intake: Intake, crowds: CrowdRules) -> None:
+        self._clock = clock
+        self._placer = placer
+        self._intake = intake
+        self._crowds = crowds
+
+    def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
+        """Compute and record the placement of a request, with the first candidate of its alias that can start now.
+
+        If none can, the request uses the first candidate for which waiting is not useless.
+        """
+        alias = request.alias
+        if alias is None or not may_change_model(request):
+            return self._placer.decide(request)
+        results: list[Placement | NoPlacement] = []
+        for at in range(len(alias.models)):
+            self._use(request, alias, at)
+            result = self._placer.decide(request)
+            results.append(result)
+            if isinstance(result, Placement) and not self._crowds.must_wait(request, result.chosen):
+                self._record_passed_over(request, alias, results[:-1])
+                return result
+        alias.set_results(results)
+        self._record_passed_over(request, alias, results)
+        at = next(iter(alias.list_waitable()), 0)
+        self._use(request, alias, at)
+        best = results[at]
+        if isinstance(best, Placement):
+            return best
+        return NoPlacement(alias.combine_refusals(best), best.candidates, best.candidate)
+
+    def offer(self, request: ActiveRequest, result: NoPlacement, start: Callable[[NoPlacement], bool]) -> bool:
+        """Call `start` with the result of a request without room, or of each candidate that may wait, until it returns
+        True.
+
+        Return whether it did. If not, the candidate in use stays.
+        """
+        alias = request.alias
+        if alias is None or not may_change_model(request):
+            return start(result)
+        former = alias.at
+        for at in alias.list_waitable():
+            one = alias.results[at]
+            self._use(request, alias, at)
+            if isinstance(one, NoPlacement) and start(one):
+                return True
+        self._use(request, alias, former)
+        return False
+
+    def start_any(self, request: ActiveRequest, start: Callable[[], bool]) -> bool:
+        """Call `start` with each candidate in use in turn, until it returns True; return whether it did.
+
+        If not, the candidate in use stays. Without other candidates, do nothing.
+        """
+        alias = request.alias
+        if alias is None or not may_change_model(request):
+            return False
+        former = alias.at
+        for at in range(len(alias.models)):
+            self._use(request, alias, at)
+            if start():
+                return True
+        self._use(request, alias, former)
+        return False
+
+    def _use(self, request: ActiveRequest, alias: AliasCandidates, at: int) -> None:
+        if at == alias.at:
+            return
+        state = alias.take(at)
+        if isinstance(state, UnusedCandidate):
+            chain = self._intake.compute_hash_chain(state.spec)
+            state = state.prepare(chain, self._intake.estimate_shares(chain))
+        alias.store(at, request.use_candidate(state))
+
+    def _record_passed_over(
+        self, request: ActiveRequest, alias: AliasCandidates, results: list[Placement | NoPlacement]
+    ) -> None:
+        """Record why candidates were passed over, for `cluster explain`."""
+        now = self._clock()
+        for model, result in zip(alias.models, results, strict=False):
+            reason = get_reason(result, model)
+            if alias.set_reason(model, reason):
+                request.add_step(now, f"passed over {model}: {reason}")
+
+
+def may_change_model(request: ActiveRequest) -> bool:
+    """Return whether a request may use another candidate of its alias: nothing of its answer exists yet."""
+    return request.alias is not None and not request.answer.opened and not request.tokens.longest
+
+
+def may_restart_with_other_model(request: ActiveRequest) -> bool:
+    """Return whether a request may begin again with another candidate: its client has nothing of the answer."""
+    return request.alias is not None and not request.answer.opened and not request.answer.begun

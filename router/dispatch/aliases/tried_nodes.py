@@ -1,0 +1,38 @@
+"""Nodes that a request has tried with one model."""
+
+from wire.identity import NodeId
+from wire.refusals import Refused
+
+
+class TriedNodes:
+    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`."""
+
+    __slots__ = ("lost", "never", "refused")
+
+    def __init__(self, lost: set[NodeId] | None = None) -> None:
+        self.refused: dict[NodeId, float] = {}
+        """Nodes that refused the request, with the arrival time of the report under which they refused."""
+        self.never: dict[NodeId, Refused] = {}
+        """Nodes that could never hold the request, with their refusals."""
+        self.lost: set[NodeId] = set() if lost is None else lost
+        """Nodes that were lost with the request."""
+
+    def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
+        """Exclude a node until its next report, or for good if its refusal is final."""
+        self.refused[node] = reported_at
+        if refused is not None and refused.final:
+            self.never[node] = refused
+
+    def mark_lost(self, node: NodeId) -> None:
+        """Exclude a node that was lost with the request."""
+        self.lost.add(node)
+
+    def readmit(self, node: NodeId) -> None:
+        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals stay."""
+        self.lost.discard(node)
+
+    def remove_node(self, node: NodeId) -> None:
+        """Remove all state of a node that is no longer a member."""
+        self.lost.discard(node)
+        self.refused.pop(node, None)
+        self.never.pop(node, None)

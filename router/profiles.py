@@ -1,0 +1,83 @@
+"""Profiles of the settings: defaults of requests that clients select as `MODEL:PROFILE`.
+
+A profile has defaults of sampling, arguments of the chat template, and a context limit. A parameter of the request
+overrides that of the profile.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from router.admission.request_limits import MAX_TOKENS, MAX_TOP_K, TEMPLATE_VARIABLES
+from wire.frames import GenerationParams
+
+TemplateValue = bool | int | float | str
+RESERVED = "latest"
+"""Tag that Ollama's clients add to names of models."""
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Parameters whose absence has the same value as their default."""
+
+
+class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Section `router.profiles.NAME`: defaults of requests. None leaves the default of the model."""
+
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=MAX_TOP_K)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict[str, TemplateValue])
+    """Arguments of the chat template, as in the body of a chat."""
+    context_limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
+    """Most tokens of prompt and answer together."""
+
+    def apply_to_params(
+        self, params: GenerationParams, given: frozenset[str], *, default_limit: bool
+    ) -> GenerationParams:
+        """Return the parameters with the defaults of the profile where the request sets none.
+
+        `given` are the penalties that the request sets. With `default_limit`, `max_tokens` is that of the dialect.
+        """
+        found: dict[str, object] = {}
+        for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", *PENALTIES):
+            value = getattr(self, name)
+            is_set = name in given if name in PENALTIES else getattr(params, name) is not None
+            if name == "max_tokens" and default_limit:
+                is_set = False
+            if value is not None and not is_set:
+                found[name] = value
+        return replace(params, **found)
+
+    def apply_to_template(self, template: str) -> str:
+        """Return the template variables (JSON, empty for none) with those of the profile where the request sets
+        none."""
+        if not self.chat_template_kwargs:
+            return template
+        own: dict[str, object] = msgspec.json.decode(template) if template else {}
+        return msgspec.json.encode({**self.chat_template_kwargs, **own}).decode()
+
+
+def find_profile_fault(profiles: Mapping[str, ProfileSettings]) -> str:
+    """Return the first fault of the profiles as one sentence; empty without one."""
+    folded: dict[str, str] = {}
+    for name, profile in profiles.items():
+        if not name.strip() or ":" in name or name.casefold() == RESERVED:
+            return f"a profile cannot have the name {name!r}"
+        if name.casefold() in folded:
+            return f"the profiles {folded[name.casefold()]} and {name} differ only in case"
+        folded[name.casefold()] = name
+        strange = sorted(profile.chat_template_kwargs.keys() - TEMPLATE_VARIABLES)
+        if strange:
+            return f"the profile {name} sets {strange[0]!r}, which is not a template variable that may be set"
+        most, limit = profile.max_tokens, profile.context_limit
+        if most is not None and limit is not None and most >= limit:
+            return (
+                f"the profile {name} has max_tokens {most}, which leaves no room for a prompt in context_limit {limit}"
+            )
+    return ""
