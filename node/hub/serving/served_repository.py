@@ -99,7 +99,7 @@ class CacheRepository:
 
 
 class _GrowingFile:
-    """File that is complete, or whose pieces another process writes. New records of the journal are read at each call."""
+    """File that is complete, or whose pieces another process writes. Each call reads new records of the journal."""
 
     def __init__(
         self, file: ModelFile, find_complete: Callable[[ModelFile], Path | None], folder: RepositoryFolder
