@@ -14,7 +14,7 @@ from wire.bounds import MAX_ITEMS, Size, Text, Word
 from wire.report import WireStruct
 
 PIECE_BYTES = 8 * 1024 * 1024
-"""Bytes of one piece: the unit of a download that is fetched again after an interruption."""
+"""Maximum bytes that a download fetches again after an interruption, over all of its connections."""
 MAX_PATH_CHARACTERS = 255
 MAX_PATH_PARTS = 8
 

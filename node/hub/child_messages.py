@@ -19,6 +19,9 @@ from wire.model_files import PIECE_BYTES, ModelManifest, ModelSource
 
 T = TypeVar("T")
 
+CONNECTIONS = 4
+"""Parallel ranges of a download."""
+
 
 class ClusterFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Files of this node's identity, for TLS between nodes."""
@@ -41,8 +44,9 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     digests: str
     """File of the digest store."""
     cluster: ClusterFiles = ClusterFiles()
-    piece_bytes: int = PIECE_BYTES
-    connections: int = 4
+    piece_bytes: int = PIECE_BYTES // CONNECTIONS
+    """Bytes of a piece. An interruption of all connections costs at most PIECE_BYTES."""
+    connections: int = CONNECTIONS
     """Number of parallel ranges."""
     reserve_bytes: int = -1
     """Bytes of disk that stay free; -1 for 5 GiB or 5 % of the disk, whichever is less."""

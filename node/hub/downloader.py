@@ -157,7 +157,7 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
         return ChildEnd(code=error.code, message=error.message, fetched=download.fetched, retry_after=error.retry_after)
     except OSError as error:
         code = ModelOrderCode.DISK_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else ModelOrderCode.FAILED
-        text = f"the cache {order.hub} cannot be written: {error.strerror or type(error).__name__}"
+        text = f"the cache {order.hub} cannot be used: {error.strerror or type(error).__name__}"
         return ChildEnd(code=code, message=text, fetched=download.fetched)
     return ChildEnd(code=ModelOrderCode.COMPLETED, content=content, fetched=download.fetched)
 

@@ -26,10 +26,15 @@ class DiskSpace:
     def check(self, needed: int) -> None:
         """Raise ModelFileError with `disk_full` if `needed` more bytes do not fit."""
         usage = shutil.disk_usage(self._folder)
+        if usage.free - compute_reserve(usage.total, self._reserve) < needed:
+            raise self.build_error(needed)
+
+    def build_error(self, needed: int) -> ModelFileError:
+        """Return the error of a disk on which `needed` more bytes do not fit."""
+        usage = shutil.disk_usage(self._folder)
         reserve = compute_reserve(usage.total, self._reserve)
-        if usage.free - reserve < needed:
-            raise ModelFileError(
-                ModelOrderCode.DISK_FULL,
-                f"the disk of {self._folder} has {show_size(usage.free)} free and keeps {show_size(reserve)}, "
-                f"and the download needs {show_size(needed)} more: remove files or models",
-            )
+        return ModelFileError(
+            ModelOrderCode.DISK_FULL,
+            f"the disk of {self._folder} has {show_size(usage.free)} free and keeps {show_size(reserve)}, "
+            f"and the download needs {show_size(needed)} more: remove files or models",
+        )

@@ -27,6 +27,21 @@ class PieceJournal:
     pieces: dict[int, int] = field(default_factory=dict[int, int])
     """CRC-32 of each received piece, by its number from 0."""
 
+    def add_records(self, content: bytes) -> int:
+        """Add the records in the next bytes of the journal, up to the first torn record.
+
+        Return the number of bytes of the added records.
+        """
+        count = count_pieces(self.size, self.piece_bytes)
+        at = 0
+        while at + RECORD_BYTES <= len(content):
+            piece, checksum, check = _RECORD.unpack_from(content, at)
+            if check != _compute_record_check(piece, checksum) or piece >= count:
+                break
+            self.pieces[piece] = checksum
+            at += RECORD_BYTES
+        return at
+
 
 def count_pieces(size: int, piece_bytes: int) -> int:
     """Return the number of pieces of a file with `size` bytes."""
@@ -56,14 +71,9 @@ def parse_journal(content: bytes) -> PieceJournal | None:
     _, size, piece_bytes, _ = _HEADER.unpack_from(content)
     if content[:HEADER_BYTES] != encode_header(size, piece_bytes) or piece_bytes == 0:
         return None
-    pieces: dict[int, int] = {}
-    count = count_pieces(size, piece_bytes)
-    for at in range(HEADER_BYTES, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
-        piece, checksum, check = _RECORD.unpack_from(content, at)
-        if check != _compute_record_check(piece, checksum) or piece >= count:
-            break
-        pieces[piece] = checksum
-    return PieceJournal(size, piece_bytes, pieces)
+    journal = PieceJournal(size, piece_bytes)
+    journal.add_records(content[HEADER_BYTES:])
+    return journal
 
 
 def _compute_record_check(piece: int, checksum: int) -> int:

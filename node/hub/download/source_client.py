@@ -34,12 +34,15 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class SourceClient:
-    """Client of a source. Its methods may be called by several threads at once."""
+    """Client of a source. Its methods may be called by several threads at once.
+
+    Raise ValueError if the address of the source cannot be used, OSError for the certificates of this node.
+    """
 
     def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:
         self._source = source
-        self._base = httpx2.URL(source.url.rstrip("/") + "/")
         self._is_mirror = source.kind == SourceKind.MIRROR
+        self._base = _parse_base(source.url, ("https",) if self._is_mirror else ("https", "http"))
         self._http = httpx2.Client(
             verify=NodeClientContext.create(cluster, source.node) if self._is_mirror else True,
             trust_env=not self._is_mirror,
@@ -98,8 +101,7 @@ class SourceClient:
             raise SourceRefusal(
                 ModelOrderCode.FAILED, f"{self.url} redirects {subject} to an invalid address"
             ) from None
-        allowed = ("https",) if url.scheme == "https" else ("https", "http")
-        if self._is_mirror or target.scheme not in allowed or not location:
+        if self._is_mirror or not location or not is_allowed_redirect(url, target):
             raise SourceRefusal(
                 ModelOrderCode.FAILED,
                 f"{self.url} redirects {subject} to {target.scheme}://{target.host}, which is not allowed",
@@ -142,6 +144,22 @@ class SourceClient:
         if refusal is not None:
             return SourceRefusal(refusal.code, refusal.message)
         return SourceFault(f"{self.url} answered {status} for {subject}")
+
+
+def _parse_base(url: str, schemes: tuple[str, ...]) -> httpx2.URL:
+    """Parse the address of a source. Raise ValueError if it is invalid or has another scheme."""
+    try:
+        base = httpx2.URL(url.rstrip("/") + "/")
+    except httpx2.InvalidURL:
+        raise ValueError("its address is invalid") from None
+    if base.scheme not in schemes or not base.host:
+        raise ValueError(f"its address must begin with {' or '.join(schemes)}")
+    return base
+
+
+def is_allowed_redirect(source: httpx2.URL, target: httpx2.URL) -> bool:
+    """Return whether a redirect may be followed: to HTTPS, and from HTTP also to HTTP."""
+    return target.scheme == "https" or (target.scheme == "http" and source.scheme == "http")
 
 
 def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:

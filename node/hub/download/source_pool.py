@@ -83,6 +83,8 @@ class SourcePool:
     """Sources of a download. All methods may be called by several threads."""
 
     sources: Sequence[DownloadSource]
+    unusable: tuple[str, ...] = ()
+    """Reasons of sources that could not be used from the start."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     fetched: int = 0
     """Bytes received over the network."""
@@ -94,16 +96,21 @@ class SourcePool:
     ) -> "SourcePool":
         """Create the clients of all sources whose kind is known. `timeout` of 0 selects the default of each kind.
 
-        Raise OSError or ValueError if the certificates of this node cannot be used for a mirror.
+        A source that cannot be used from the start is left out, with its reason in `unusable`.
         """
-        opened = list[DownloadSource]()
+        opened, unusable = list[DownloadSource](), list[str]()
         for source in sources:
             if source.kind not in (SourceKind.HUB, SourceKind.MIRROR):
                 continue
             default = HUB_TIMEOUT_SECONDS if source.kind == SourceKind.HUB else MIRROR_TIMEOUT_SECONDS
-            client = SourceClient(source, cluster, connections=connections)
+            try:
+                client = SourceClient(source, cluster, connections=connections)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                unusable.append(f"a {source.kind} cannot be used: {reason}")
+                continue
             opened.append(DownloadSource(client, timeout or default))
-        return cls(opened)
+        return cls(opened, tuple(unusable))
 
     def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
         """Return the source for the next request; None if all are lost or excluded."""
@@ -135,11 +142,12 @@ class SourcePool:
         """Return the error of a download without any source left."""
         lost = [one.lost for one in self.sources if one.lost is not None]
         if not self.sources:
-            return ModelFileError(ModelOrderCode.SOURCE_LOST, "the order has no source that this node can use")
+            reasons = "; ".join(self.unusable) or "the order names none"
+            return ModelFileError(ModelOrderCode.SOURCE_LOST, f"this node can use no source: {reasons}")
         telling = next((one for one in reversed(lost) if one.code in _TELLING), None)
-        if telling is not None or len(lost) == 1:
+        if telling is not None or (len(lost) == 1 and not self.unusable):
             return telling or lost[0]
-        reasons = "; ".join(str(one) for one in lost)
+        reasons = "; ".join((*self.unusable, *(str(one) for one in lost)))
         return ModelFileError(ModelOrderCode.SOURCE_LOST, f"all sources are lost, the received pieces stay: {reasons}")
 
     def close(self) -> None:

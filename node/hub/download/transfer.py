@@ -9,6 +9,7 @@ A span stays with its worker until it is complete. A body that ends early is con
 source or the next.
 """
 
+import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from node.hub.errors import ModelFileError
 from wire.frames.model_files import ModelOrderCode
 from wire.model_files import ModelFile, ModelManifest
 
-MAX_SPAN_PIECES = 8
+MAX_SPAN_PIECES = 32
 POLL_SECONDS = 0.2
 END_SECONDS = 1.0
 """Seconds for the threads to end. A thread that waits for a source longer ends with the process."""
@@ -151,7 +152,7 @@ class Transfer:
         """
         for task in self._tasks:
             task.open()
-        self._disk.check(sum(task.missing_bytes for task in self._tasks))
+        self._disk.check(self._count_missing())
         works = [self._fetch_spans] * self._connections + [self._verify]
         threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
         for thread in threads:
@@ -214,10 +215,10 @@ class Transfer:
             start, end = task.part.get_extent(pieces[0])[0] + len(buffer), task.part.get_extent(pieces[-1])[1]
             try:
                 with source.client.open_range(self._manifest, task.file, start, end) as blocks:
+                    task.add_origin(source)
                     for block in blocks:
                         self._check_over()
                         self._pool.record_progress(source, len(block))
-                        task.add_origin(source)
                         buffer += block
                         self._store_pieces(task, pieces, buffer)
                 if pieces:
@@ -242,11 +243,23 @@ class Transfer:
             start, end = task.part.get_extent(pieces[0])
             if len(buffer) < end - start:
                 return
-            self._disk.check(0)
-            task.part.write_piece(pieces.popleft(), buffer[: end - start])
+            self._write_piece(task, pieces.popleft(), buffer[: end - start])
             del buffer[: end - start]
             with self._changed:
                 self._changed.notify_all()
+
+    def _write_piece(self, task: _FileTask, piece: int, content: bytearray) -> None:
+        """Write a piece if the disk has room. Raise ModelFileError with the missing bytes if it has not."""
+        self._disk.check(0)
+        try:
+            task.part.write_piece(piece, content)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise self._disk.build_error(self._count_missing()) from None
+
+    def _count_missing(self) -> int:
+        return sum(one.missing_bytes for one in self._tasks)
 
     # verifier
 

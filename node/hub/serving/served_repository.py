@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.download.piece_journal import PieceJournal, parse_journal
+from node.hub.download.piece_journal import HEADER_BYTES, PieceJournal, parse_journal
 from wire.model_files import ModelFile, ModelManifest
 
 
@@ -99,7 +99,7 @@ class CacheRepository:
 
 
 class _GrowingFile:
-    """File that is complete, or whose pieces another process writes. The journal is read again when it has changed."""
+    """File that is complete, or whose pieces another process writes. Each call reads new records of the journal."""
 
     def __init__(
         self, file: ModelFile, find_complete: Callable[[ModelFile], Path | None], folder: RepositoryFolder
@@ -108,7 +108,8 @@ class _GrowingFile:
         self._find_complete = find_complete
         self._part = folder.get_part(file.etag)
         self._journal = folder.get_journal(file.etag)
-        self._journal_state: tuple[int, int] = (0, 0)
+        self._journal_inode = 0
+        self._parsed_bytes = 0
         self._pieces: PieceJournal | None = None
         self._opened: OpenFile | None = None
         self._complete = False
@@ -142,16 +143,16 @@ class _GrowingFile:
             self.close()
             self._opened, self._complete = OpenFile(complete), True
             return
-        with suppress(FileNotFoundError):
-            stat = self._journal.stat()
-            state = (stat.st_ino, stat.st_size)
-            if state == self._journal_state:
-                return
-            if state[0] != self._journal_state[0]:
+        with suppress(FileNotFoundError), self._journal.open("rb") as journal:
+            inode = os.fstat(journal.fileno()).st_ino
+            if inode != self._journal_inode or self._opened is None:
                 self.close()
-            if self._opened is None:
-                self._opened = OpenFile(self._part)
-            self._pieces, self._journal_state = parse_journal(self._journal.read_bytes()), state
+                self._opened, self._journal_inode = OpenFile(self._part), inode
+                self._pieces = parse_journal(journal.read(HEADER_BYTES))
+                self._parsed_bytes = HEADER_BYTES
+            if self._pieces is not None:
+                journal.seek(self._parsed_bytes)
+                self._parsed_bytes += self._pieces.add_records(journal.read())
 
 
 def _has_size(path: Path, size: int) -> bool:

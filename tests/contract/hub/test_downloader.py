@@ -21,7 +21,8 @@ from tests.support.hub.downloads import PIECE, Child, download, download_order, 
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import environment, until
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelFile, ModelManifest, ModelSource
+from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind
+from wire.units import GIB
 
 pytestmark = pytest.mark.slow
 
@@ -267,7 +268,23 @@ def test_without_any_source_the_download_ends(hub: Hub, tmp_path: Path):
     manifest = hub.add("tests/tiny", FILES)
     end = download(tmp_path, manifest, [hub_source("http://127.0.0.1:9"), hub_source("http://127.0.0.1:9")])
     assert (end.code, "all sources are lost" in end.message) == (ModelOrderCode.SOURCE_LOST, True)
-    assert download(tmp_path, manifest, [ModelSource("future", hub.url)]).code == ModelOrderCode.SOURCE_LOST
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (ModelSource("future", "https://127.0.0.1:9"), "names none"),
+        (ModelSource(SourceKind.HUB, "no address"), "a hub cannot be used"),
+        (ModelSource(SourceKind.HUB, "http://[::1"), "address is invalid"),
+        (ModelSource(SourceKind.MIRROR, "http://127.0.0.1:9", "token", "n1"), "must begin with https"),
+        (ModelSource(SourceKind.MIRROR, "https://127.0.0.1:9", "token", "n1"), "a mirror cannot be used"),
+    ],
+)
+def test_sources_that_cannot_be_used_are_named(hub: Hub, tmp_path: Path, source: ModelSource, reason: str):
+    manifest = hub.add("tests/tiny", FILES)
+    end = download(tmp_path, manifest, [source])
+    assert (end.code, reason in end.message) == (ModelOrderCode.SOURCE_LOST, True)
+    assert download(tmp_path, manifest, [source, hub_source(hub.url)]).code == ModelOrderCode.COMPLETED
 
 
 def test_the_token_does_not_follow_a_redirect_to_another_host(hub: Hub, tmp_path: Path):
@@ -353,6 +370,24 @@ def test_too_little_free_disk_is_refused_with_numbers(hub: Hub, tmp_path: Path):
     assert hub.requests == []
 
 
+def test_the_reserve_of_the_disk_is_kept_while_pieces_arrive(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.chunk_seconds = 0.1
+    free = shutil.disk_usage(tmp_path).free
+    if free < 6 * GIB or not hasattr(os, "posix_fallocate"):
+        pytest.skip("the disk of the tests cannot be filled at once")
+    reserve = free - GIB  # other processes use this disk as well
+    order = download_order(tmp_path, manifest, [hub_source(hub.url)], reserve_bytes=reserve)
+    child = Child("node.hub.downloader", order, tmp_path / "log")
+    until(lambda: hub.requests, what="a request")
+    with (tmp_path / "other").open("wb") as other:
+        os.posix_fallocate(other.fileno(), 0, 3 * GIB)
+    end = child.wait_end()
+    child.close()
+    assert end.code == ModelOrderCode.DISK_FULL
+    assert end.fetched < TOTAL
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
 def test_a_disk_that_fills_up_ends_the_download_and_its_pieces_stay(hub: Hub, tmp_path: Path):
     manifest = hub.add("tests/tiny", FILES)
@@ -369,7 +404,7 @@ def test_a_disk_that_fills_up_ends_the_download_and_its_pieces_stay(hub: Hub, tm
         (disk / "more").write_bytes(bytes(2 * 1024 * 1024))
         end = child.wait_end()
         child.close()
-        assert end.code == ModelOrderCode.DISK_FULL
+        assert (end.code, "free and keeps" in end.message) == (ModelOrderCode.DISK_FULL, True)
         assert not is_published(disk, manifest)
         for name in ("other", "more"):
             (disk / name).unlink()

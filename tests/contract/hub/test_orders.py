@@ -13,6 +13,7 @@ from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
 from tests.support.hub.downloads import PIECE, download, hub_source
 from tests.support.hub.hub import Hub, running_hub
+from tests.support.processes import until
 from wire.frames import (
     CancelModelOrder,
     LoadModel,
@@ -137,11 +138,26 @@ async def test_an_end_without_a_link_is_sent_on_the_next_link(hub: Hub, node: Mo
     line = await node.start()
     line.send(PullModel(1, manifest, (hub_source(hub.url),)))
     await wait_progress(line, 1, lambda one: one.fetched > 0)
+    node.welcoming.clear()
     line.close()
+    await asyncio.to_thread(until, lambda: not list_children(), what="the end of the pull")
+    node.welcoming.set()
     second = await node.next_link()
     end, _ = await wait_end(second, 1)
     assert end.code == ModelOrderCode.COMPLETED
     assert is_complete(tmp_path, manifest)
+
+
+async def test_an_end_that_may_be_lost_with_its_link_is_sent_again_once(hub: Hub, node: ModelNode):
+    manifest = hub.add("tests/tiny", FILES)
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    first, _ = await wait_end(line, 1)
+    line.close()
+    second = await node.next_link()
+    assert (await wait_end(second, 1))[0] == first
+    second.send(RemoveModel(2, "tests/none"))
+    assert (await second.until(ModelOrderEnded)).order == 2
 
 
 async def test_a_second_commit_of_a_repository_waits_for_the_first(hub: Hub, node: ModelNode):

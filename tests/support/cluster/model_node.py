@@ -54,6 +54,9 @@ class ModelNode:
         self.folder = folder
         self.authority = ClusterCa(folder / "authority", time.time)
         self.links: asyncio.Queue[Line] = asyncio.Queue()
+        self.welcoming = asyncio.Event()
+        """Set while new links get their Welcome."""
+        self.welcoming.set()
         self._settings, self._origins = resolved.value, resolved.origins
 
     async def start(self) -> Line:
@@ -84,6 +87,7 @@ class ModelNode:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = Line(reader, writer)
         await line.until(Hello)
+        await self.welcoming.wait()
         line.send(Welcome(1, self.authority.cluster, "home", time.time(), "1.2.3", (), 0, b""))
         self.links.put_nowait(line)
 
