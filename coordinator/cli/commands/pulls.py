@@ -110,6 +110,8 @@ def describe_node(node: dict[str, Any]) -> str:
             return f"{name}: waits until the node is back" + (f" ({message})" if message else "")
         case "waiting":
             return f"{name}: waits for a source" + (f" ({message})" if message else "")
+        case "pulling" if not node["total"]:
+            return f"{name}: starts"
         case "pulling":
             left = "" if node["seconds_left"] is None else f", {format_seconds(node['seconds_left'])} left"
             share = node["done"] / node["total"] if node["total"] else 0.0
@@ -128,11 +130,11 @@ def format_seconds(seconds: float) -> str:
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
-@click.pass_context
-def pulls(context: click.Context) -> None:
+@session_options
+def pulls(session: ApiSession) -> None:
     """List, follow or cancel pulls."""
-    if context.invoked_subcommand is None:
-        context.invoke(list_pulls)
+    if click.get_current_context().invoked_subcommand is None:
+        session.print_answer(session.request_json("GET", "/api/v1/pulls"), _print_pulls)
 
 
 @pulls.command("list")
