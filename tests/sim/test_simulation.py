@@ -16,8 +16,8 @@ from simulation.report import RunStatistics
 from simulation.routers import CLAIRVOYANT, NAMES
 from simulation.run import compare, load_scenario_texts, run_scenario, select_policies
 from simulation.scenario import Scenario, read_scenario
+from tests.sim.offline_loads import PlannedRequest, count_fewest_loads
 from tests.sim.simulation import STORIES, told
-from tests.support.offline_loads import PlannedRequest, count_fewest_loads
 from wire.units import parse_size
 
 NOWHERE = Path("nowhere")

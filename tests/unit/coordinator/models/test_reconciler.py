@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish
 from router.placement.reservations import SwapTurn
-from tests.support.wish_pool import WishNode, WishPool
+from tests.support.cluster.wish_pool import WishNode, WishPool
 from wire.identity import NodeId
 from wire.report import EngineState
 from wire.units import GIB
