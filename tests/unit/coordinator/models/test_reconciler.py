@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.models.action_history import ActionHistory
+from coordinator.models.reconciler import plan_actions
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish
 from router.placement.reservations import SwapTurn
 from tests.support.cluster.wish_pool import WishNode, WishPool
@@ -156,6 +158,8 @@ def test_a_model_in_use_is_not_evicted():
     plan = pool.settle()
     assert pool.actions == []
     assert text(plan).startswith("needs 20.1 GiB, best node a has 14.0 GiB: ")
+    forgetful = plan_actions(pool.wishes, pool.read(), ActionHistory(0.0))
+    assert forgetful.actions == (), "also where the history does not know of the request"
     busy.in_use.clear()
     pool.now += 61.0
     pool.refresh()
