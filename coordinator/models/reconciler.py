@@ -171,12 +171,10 @@ def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeO
         best = min(able, key=lambda option: option.rank)
         chosen.append(best)
         search.take(best)
-        taken = NodeOption(best.node, Obstacle.BUSY)
-        options = (
-            search.evaluate_nodes(state)
-            if best.victims
-            else [taken if option is best else option for option in options]
-        )
+        if best.victims:
+            options = search.evaluate_nodes(state)
+        acting = {option.node.id for option in chosen}
+        options = [NodeOption(option.node, Obstacle.HELD) if option.node.id in acting else option for option in options]
     return chosen, options
 
 

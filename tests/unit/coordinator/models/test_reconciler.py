@@ -137,6 +137,14 @@ def test_an_unused_model_makes_room_and_only_as_many_as_needed():
     assert pool.nodes[A].loaded == {"m", "x", "z"}
 
 
+def test_a_node_that_acts_for_a_wish_is_not_named_as_missing():
+    pool = WishPool([node("a", 24, "x", m=20, x=8), node("b", 16, m=20)], [Wish("m", 2)])
+    assert text(pool.plan()) == (
+        "a unloads x for it; needs 20.1 GiB, best node b has 14.0 GiB: unload a model there, raise memory.cap, "
+        "or want a smaller variant"
+    )
+
+
 def test_the_model_that_was_used_longest_ago_leaves_first():
     pool = WishPool([node("a", 24, "x", "y", m=14, x=7, y=7)], [Wish("m")])
     pool.requested = {"x"}
