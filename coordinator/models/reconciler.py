@@ -29,7 +29,7 @@ again after the next request. A wish without `load_at_boot` rests until the firs
 from collections.abc import Iterable
 
 from coordinator.models.action_history import ActionHistory
-from coordinator.models.replica_search import NodeOption, ReplicaSearch, has_served_version, may_hold
+from coordinator.models.replica_search import NodeOption, Obstacle, ReplicaSearch, has_served_version, may_hold
 from coordinator.models.shortfall_text import describe_shortfall
 from coordinator.models.wishes import (
     LoadWish,
@@ -63,15 +63,14 @@ def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
     actions: list[WishAction] = []
     shortfalls: list[Shortfall] = []
     for state in states:
-        if not state.wanted:
+        if state.met:
             actions += _unload_idle(state, search) if _is_idle(state.wish, pool, history) else ()
             continue
         chosen, options = _choose_options(state, search)
         actions += [option.action for option in chosen if option.action is not None]
         for option in _choose_waits(state, options, len(chosen)):
             search.reserve_node(option.node.id)
-        if not state.met:
-            shortfalls.append(Shortfall(state.wish.model, describe_shortfall(state, options, chosen, pool)))
+        shortfalls.append(Shortfall(state.wish.model, describe_shortfall(state, options, chosen, pool)))
     return Plan(tuple(actions), states, tuple(shortfalls))
 
 
@@ -160,7 +159,7 @@ def _unload_idle(state: WishState, search: ReplicaSearch) -> list[WishAction]:
 def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeOption], list[NodeOption]]:
     """Return the nodes that act now for the missing replicas, best first, and the evaluation of all nodes after that.
 
-    Each choice may take a surplus replica that the next choice needs. The nodes are therefore evaluated again.
+    A choice that unloads models may take a surplus replica. The nodes are therefore evaluated again after it.
     """
     missing = state.wanted - len(state.ready) - len(state.coming) - len(state.away)
     chosen: list[NodeOption] = []
@@ -169,9 +168,13 @@ def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeO
         able = [option for option in options if option.action is not None]
         if not able:
             break
-        chosen.append(min(able, key=lambda option: option.rank))
-        search.take(chosen[-1])
-        options = search.evaluate_nodes(state)
+        best = min(able, key=lambda option: option.rank)
+        chosen.append(best)
+        search.take(best)
+        if best.victims:
+            options = search.evaluate_nodes(state)
+        acting = {option.node.id for option in chosen}
+        options = [NodeOption(option.node, Obstacle.HELD) if option.node.id in acting else option for option in options]
     return chosen, options
 
 

@@ -49,7 +49,8 @@ class Obstacle(StrEnum):
     SPACED = "spaced"
     BACKOFF = "backoff"
     MEMORY = "memory"
-    READY = "ready"
+    HELD = "held"
+    """The node has a replica, loads one, or acts for one."""
 
 
 class NodeOption(msgspec.Struct, frozen=True):
@@ -130,7 +131,7 @@ class ReplicaSearch:
         """Evaluate every node that the lists and labels of a wish allow."""
         held = {*state.ready, *state.coming, *state.away}
         return [
-            NodeOption(node, Obstacle.READY) if node.id in held else self._evaluate(node, state.wish)
+            NodeOption(node, Obstacle.HELD) if node.id in held else self._evaluate(node, state.wish)
             for node in self._pool.view.nodes
             if may_hold(state.wish, node)
         ]

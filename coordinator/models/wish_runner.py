@@ -102,11 +102,12 @@ class WishRunner:
         return PoolState(view, dispatcher.ledger, now, in_use, requested)
 
     def _find_requested_models(self) -> frozenset[str]:
-        """Return the models that had a request since the last round, queued, running or ended."""
+        """Return the models of queued requests, and of those that ended since the last round."""
         counts = {name: sum(counts.outcomes.values()) for name, counts in self._dispatcher.counters.models.items()}
         ended = {name for name, count in counts.items() if count > self._ended_requests.get(name, 0)}
         self._ended_requests = counts
-        return frozenset(ended | {request.demand.model for request in self._dispatcher.list_open_requests()})
+        queued = {request.demand.model for request in self._dispatcher.list_open_requests() if request.node is None}
+        return frozenset(ended | queued)
 
     def _record_round(self, pool: PoolState) -> ActionHistory:
         wishes = self._wishes.values()

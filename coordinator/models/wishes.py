@@ -110,7 +110,7 @@ class PoolState(msgspec.Struct, frozen=True):
     in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
     """Models of the running requests, by node."""
     requested: frozenset[str] = frozenset()
-    """Models that had a request, queued, running or ended, since the last round."""
+    """Models of queued requests, and of those that ended since the last round."""
 
     def is_in_use(self, node: NodeId, model: str) -> bool:
         """Return whether a running request uses a model on a node."""

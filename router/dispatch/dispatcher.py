@@ -256,6 +256,7 @@ class Dispatcher:
         elif refused is not None:
             self.apply(request, RequestDenied(refused))
         else:
+            self.placer.record_request(request.demand.model)
             self._parts.assignment.assign(request)
         self._open[request.number] = request
         self._parts.crowds.add(request)

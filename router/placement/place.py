@@ -49,6 +49,7 @@ from router.placement.candidate import (
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.cost_model import estimate_times
 from router.placement.feasibility import find_infeasible_reason
+from router.placement.model_demand import NO_DEMAND, ModelDemand
 from router.placement.policies import POLICIES, Policy
 from router.placement.prefix_affinity import NOWHERE
 from router.placement.refusals import build_refusal
@@ -76,19 +77,21 @@ def place(
     corrections: Mapping[NodeId, HeadroomCorrection] = MappingProxyType({}),
     trials: AttemptHistory = FIRST,
     cached_shares: Mapping[NodeId, float] = NOWHERE,
+    demand: ModelDemand = NO_DEMAND,
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
 
     `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties.
     `corrections` limit the headroom of nodes that have just refused. `cached_shares` maps nodes to the share of the
-    prompt in their prefix cache.
+    prompt in their prefix cache. `demand` is the recent demand for models, which decides where an idle model is
+    unloaded.
     """
     candidates = tuple(
         [evaluate_node(node, request, ledger, now, corrections, trials, cached_shares) for node in view.nodes]
     )
     feasible = [candidate for candidate in candidates if not candidate.why]
     if not feasible:
-        return build_refusal(view, request, candidates, trials)
+        return build_refusal(view, request, candidates, trials, demand.compute_rates(now))
     if len(feasible) == 1:
         return Placement(feasible[0], candidates)
     ranks = [(*policy.score(candidate, request), draw()) for candidate in feasible]

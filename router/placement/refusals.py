@@ -18,6 +18,7 @@ from router.placement.candidate import (
 )
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.feasibility import exceeds_context
+from router.placement.model_demand import compute_unload_cost
 from router.placement.weights import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS
 from wire.capacity.arithmetic import can_ever_fit, estimate_alone_bytes
 from wire.identity import NodeId
@@ -29,11 +30,15 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
 
 
 def build_refusal(
-    view: ClusterView, request: ResourceDemand, candidates: tuple[Candidate, ...], trials: AttemptHistory
+    view: ClusterView,
+    request: ResourceDemand,
+    candidates: tuple[Candidate, ...],
+    trials: AttemptHistory,
+    rates: Mapping[str, float],
 ) -> NoPlacement:
     """Build the refusal of a request for which none of `candidates` is feasible, with the node that alone can decide.
 
-    `trials` are the earlier attempts of the request.
+    `trials` are the earlier attempts of the request. `rates` are the expected requests per second of each model.
     """
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
@@ -56,7 +61,9 @@ def build_refusal(
         final = _refuse_permanently(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, candidates)
-    decider = _choose_counting_node(serving, request, offers, trials) or _choose_unloading_node(serving, offers, trials)
+    decider = _choose_counting_node(serving, request, offers, trials) or _choose_unloading_node(
+        view, request, serving, offers, trials, rates
+    )
     return NoPlacement(_refuse_for_now(request, offers), candidates, decider)
 
 
@@ -162,9 +169,16 @@ def _choose_counting_node(
 
 
 def _choose_unloading_node(
-    serving: list[NodeView], offers: list[Candidate], trials: AttemptHistory
+    view: ClusterView,
+    request: ResourceDemand,
+    serving: list[NodeView],
+    offers: list[Candidate],
+    trials: AttemptHistory,
+    rates: Mapping[str, float],
 ) -> Candidate | None:
     """Choose an idle, large enough node that could hold the model after unloading unused models.
+
+    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest.
 
     Return None while some present node has the model loaded or loading, because the request then only has to wait.
     """
@@ -187,7 +201,13 @@ def _choose_unloading_node(
         and candidate.need <= candidate.most_bytes
         and candidate.node not in trials.refused
     ]
-    return max(able, key=lambda candidate: (candidate.headroom or 0) - candidate.need, default=None)
+    nodes = {node.id: node for node in serving}
+
+    def rank(candidate: Candidate) -> tuple[float, int]:
+        spare = (candidate.headroom or 0) - candidate.need
+        return compute_unload_cost(view, nodes[candidate.node], request.model, -spare, rates), -spare
+
+    return min(able, key=rank, default=None)
 
 
 def _refuse_for_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:

@@ -20,6 +20,7 @@ from router.placement.candidate import (
 )
 from router.placement.cluster_view import ClusterView, NodeView, replace_state
 from router.placement.feasibility import find_unavailable_reason
+from router.placement.model_demand import ModelDemand
 from router.placement.model_load import LoadPlacement, choose_load_node
 from router.placement.place import evaluate_node, place
 from router.placement.policies import Policy
@@ -55,6 +56,7 @@ class Placer:
         self.view = ClusterView()
         """Newest view of the cluster."""
         self._corrections: dict[NodeId, HeadroomCorrection] = {}
+        self._demand = ModelDemand()
 
     # view
 
@@ -88,6 +90,10 @@ class Placer:
 
     # requests
 
+    def record_request(self, model: str) -> None:
+        """Record a new request for a model."""
+        self._demand.record_request(model, self._clock())
+
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute the placement of a request with this demand on the nodes of `view`."""
         now = self._clock()
@@ -105,6 +111,7 @@ class Placer:
             corrections=self._corrections,
             trials=trials,
             cached_shares=request.cached_shares,
+            demand=self._demand,
         )
         self._counters.placement.observe(self._clock() - now)
         return result
@@ -161,6 +168,7 @@ class Placer:
             policy=self._policy,
             corrections=self._corrections,
             trials=self._restrict_to_one_model(FIRST, demand.model),
+            demand=self._demand,
         )
 
     def choose_load_node(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:

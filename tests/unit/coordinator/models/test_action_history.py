@@ -16,7 +16,7 @@ from coordinator.models.action_history import (
 from coordinator.models.wishes import LoadWish, PoolState, UnloadReason, UnloadWish
 from router.placement.cluster_view import ClusterView
 from router.placement.reservations import ReservationLedger
-from tests.support.wish_pool import WishNode
+from tests.support.cluster.wish_pool import WishNode
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 
+from coordinator.models.action_history import ActionHistory
+from coordinator.models.reconciler import plan_actions
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish
 from router.placement.reservations import SwapTurn
-from tests.support.wish_pool import WishNode, WishPool
+from tests.support.cluster.wish_pool import WishNode, WishPool
 from wire.identity import NodeId
 from wire.report import EngineState
 from wire.units import GIB
@@ -135,6 +137,14 @@ def test_an_unused_model_makes_room_and_only_as_many_as_needed():
     assert pool.nodes[A].loaded == {"m", "x", "z"}
 
 
+def test_a_node_that_acts_for_a_wish_is_not_named_as_missing():
+    pool = WishPool([node("a", 24, "x", m=20, x=8), node("b", 16, m=20)], [Wish("m", 2)])
+    assert text(pool.plan()) == (
+        "a unloads x for it; needs 20.1 GiB, best node b has 14.0 GiB: unload a model there, raise memory.cap, "
+        "or want a smaller variant"
+    )
+
+
 def test_the_model_that_was_used_longest_ago_leaves_first():
     pool = WishPool([node("a", 24, "x", "y", m=14, x=7, y=7)], [Wish("m")])
     pool.requested = {"x"}
@@ -156,6 +166,8 @@ def test_a_model_in_use_is_not_evicted():
     plan = pool.settle()
     assert pool.actions == []
     assert text(plan).startswith("needs 20.1 GiB, best node a has 14.0 GiB: ")
+    forgetful = plan_actions(pool.wishes, pool.read(), ActionHistory(0.0))
+    assert forgetful.actions == (), "also where the history does not know of the request"
     busy.in_use.clear()
     pool.now += 61.0
     pool.refresh()

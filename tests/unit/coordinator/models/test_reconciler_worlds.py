@@ -13,7 +13,7 @@ from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, 
 from router.placement.cluster_view import NodeView
 from router.placement.reservations import SwapTurn
 from tests.conftest import SEED
-from tests.support.wish_pool import WishNode, WishPool
+from tests.support.cluster.wish_pool import WishNode, WishPool
 from wire.capacity.arithmetic import Fits, judge
 from wire.identity import NodeId
 from wire.report import EngineState

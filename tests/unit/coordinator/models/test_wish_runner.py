@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import Finished, LoadModel, Refusal, Report, UnloadModel
+from wire.frames import Admitted, Finished, Generate, LoadModel, Refusal, Report, UnloadModel
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 from wire.units import GIB
@@ -103,6 +103,35 @@ async def test_an_unused_model_is_unloaded_for_a_wish(port: Port):
     assert unload.model == "other"
     (row,) = (await read_plan(port))["running"]
     assert row["why"] == f"memory for {BIG}"
+
+
+async def test_a_model_of_a_running_request_is_not_unloaded_for_a_wish(port: Port):
+    other = a_model("other", weights=16 * GIB)
+    studio = await node(port, "studio", big(weights=12 * GIB), other)
+    async with port.client("infer") as client:
+        body = {"model": "other", "messages": [{"role": "user", "content": "hello"}]}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        generate = await studio.until(Generate)
+        studio.send(Admitted(generate.request, 10))
+        await want(port)
+        reports = asyncio.create_task(keep_reporting(studio, big(weights=12 * GIB), other))
+        with pytest.raises(TimeoutError):
+            await studio.until(UnloadModel, 2.5)
+        reports.cancel()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_load_refused_for_memory_is_repeated_when_the_node_has_more(port: Port):
+    studio = await node(port, "studio", big())
+    await want(port)
+    load = await studio.until(LoadModel)
+    studio.send(Refusal(load.request, Refused(RefusalCode.NO_ROOM, "a spike of another program")))
+    await port.until(lambda: entries(port, "wish load ended"))
+    for _ in range(12):
+        studio.send(report(big(), room=10 * GIB))
+        await asyncio.sleep(0.2)
+    assert (await studio.until(LoadModel, 1.0)).model == BIG
 
 
 async def test_an_idle_model_is_unloaded_and_a_refusal_of_the_node_is_recorded(port: Port):
