@@ -16,7 +16,7 @@ from router.aliases import UPSTREAM_PREFIX
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
-class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Section `router.upstreams.NAME`: one server with OpenAI's API."""
 
     url: Annotated[str, Meta(min_length=1, max_length=500)]
@@ -49,6 +49,8 @@ def find_upstream_fault(upstreams: Mapping[str, UpstreamSettings]) -> str:
     for name, upstream in upstreams.items():
         if not name.strip() or not name.isprintable() or not name.isascii() or "/" in name:
             return f"an upstream cannot have the name {name!r}"
+        if not upstream.model.isprintable() or not upstream.model.isascii():
+            return f"the model of the upstream {name} cannot have the name {upstream.model!r}"
         fault = _find_url_fault(upstream.url)
         if fault:
             return f"the url of the upstream {name} {fault}"

@@ -37,5 +37,12 @@ def test_a_name_fits_into_a_header(name: str):
     assert fault("https://example.com/v1", name) == f"an upstream cannot have the name {name!r}"
 
 
+@pytest.mark.parametrize("model", ["a\r\nx: y", "ü"])
+def test_a_model_fits_into_a_header(model: str):
+    settings = UpstreamSettings(url="https://example.com/v1", model=model)
+    fault = find_upstream_fault({"home": settings})
+    assert fault == f"the model of the upstream home cannot have the name {model!r}"
+
+
 def test_the_label_names_upstream_and_model():
     assert get_upstream_label("home", UpstreamSettings(url="https://h/v1", model="gpt")) == "upstream:home/gpt"
