@@ -65,10 +65,6 @@ class ModelNames:
         """Return whether a name may be that of an alias with an upstream."""
         return bool(self._upstreams) and not self.is_plain(name, view)
 
-    def get_upstream(self, alias: str) -> str:
-        """Return the upstream of an alias; empty without one."""
-        return self._upstreams.get(alias, "")
-
     def get_profile(self, name: str) -> ProfileSettings:
         """Return a profile by its name as `resolve` returns it."""
         return self._profiles[name]

@@ -151,9 +151,8 @@ class LoopbackCluster:
         self.keys = KeyRing(PEPPER)
         self.clients = create_clients(self.settings.upstreams)
         forwarder = UpstreamForwarder(self.dispatcher, self.clients, self.settings.profiles)
-        self.app: App = RouterApp(
-            self.dispatcher, self.keys, self.settings, control, forwarder=forwarder if self.clients else None
-        )
+        self.forwarder = forwarder if self.clients else None
+        self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control, forwarder=self.forwarder)
         self.key = self.make_key("infer")
         self.base_url = ""
         self._number = 0
