@@ -63,6 +63,9 @@ Start with [examples](examples.md). The endpoint has OpenAI's and Anthropic's ro
 `/api/v1`; `/api/v1/openapi.json` describes them completely. Send the key as `Authorization: Bearer KEY` or
 `x-api-key: KEY`, in every dialect.
 
+Answers to requests that name an [alias](models.md#aliases-profiles-and-upstreams) have the header `X-Macpool-Model`,
+and `X-Macpool-Upstream` if an upstream answered.
+
 | scope | allows |
 |---|---|
 | `infer` | Requests to models |

@@ -29,6 +29,7 @@ _FAILED: dict[str, int] = {
     FailureCode.SLOW_CLIENT: 408,
     FailureCode.COMMAND_TIMEOUT: 504,
     FailureCode.LINK_LOST: 502,
+    FailureCode.UPSTREAM_FAILED: 502,
     FailureCode.NODE_STOPPING: 503,
     FailureCode.GRAMMAR_FAILED: 400,
 }

@@ -21,7 +21,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters whose absence has the same value as their default."""
 
 
-class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Section `router.profiles.NAME`: defaults of requests. None leaves the default of the model."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None

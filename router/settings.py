@@ -8,6 +8,7 @@ from msgspec import Meta
 from host.settings_loader import Section
 from router.aliases import find_alias_fault
 from router.profiles import ProfileSettings, find_profile_fault
+from router.upstreams import UpstreamSettings, find_upstream_fault
 from wire.units import MIB
 
 CandidateName = Annotated[str, Meta(min_length=1, max_length=200)]
@@ -120,9 +121,31 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             )
         ),
     ] = msgspec.field(default_factory=dict[str, ProfileSettings])
+    upstreams: Annotated[
+        dict[str, UpstreamSettings],
+        Meta(
+            description=(
+                "Other servers with OpenAI's API, each a table `[router.upstreams.NAME]` with url, model and key_file. "
+                "An alias names one as its last candidate `upstream:NAME`. None: no request leaves the pool."
+            )
+        ),
+    ] = msgspec.field(default_factory=dict[str, UpstreamSettings])
+    upstreams_by_default: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Whether API keys without model and label limits may use upstreams. `cluster key limit --upstream` and "
+                "`--no-upstream` decide for one key."
+            )
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for aliases or profiles that contradict each other, with one sentence."""
-        fault = find_alias_fault(self.aliases) or find_profile_fault(self.profiles)
+        """Raise `ValueError` for aliases, profiles or upstreams with a fault, with one sentence."""
+        fault = (
+            find_upstream_fault(self.upstreams)
+            or find_profile_fault(self.profiles)
+            or find_alias_fault(self.aliases, self.upstreams)
+        )
         if fault:
             raise ValueError(fault)

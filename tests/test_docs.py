@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
-from host.settings_loader import from_tree, list_settings
+from host.settings_loader import find_invalid_settings, from_tree, list_settings
 from node.engine.memory.leak_check import TOLERATED_BYTES
 from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
@@ -65,15 +65,18 @@ def test_each_section_belongs_to_one_process():
 
 
 def test_the_settings_of_examples_exist():
-    known = {setting.key for kind in (CoordinatorSettings, NodeSettings) for setting in list_settings(kind)}
+    settings_of = {kind: list_settings(kind) for kind in (CoordinatorSettings, NodeSettings)}
+    known = {setting.key for found in settings_of.values() for setting in found}
     wrong, seen = [], 0
     for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
         for example in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
             settings = tomllib.loads(example)
             if settings.keys() <= SECTIONS | COORDINATOR_SECTIONS:
-                keys = from_tree(settings).keys()
-                seen += len(keys)
-                wrong += [(page.name, key) for key in keys if key not in known]
+                flat = from_tree(settings)
+                seen += len(flat)
+                tables = find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)
+                wrong += [(page.name, fault.key) for fault in tables]
+                wrong += [(page.name, key) for key in flat if key.startswith(tuple(SECTIONS)) and key not in known]
     assert seen > 4
     assert wrong == []
 

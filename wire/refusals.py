@@ -33,6 +33,8 @@ class FailureCode(StrEnum):
     SLOW_CLIENT = "slow_client"
     COMMAND_TIMEOUT = "command_timeout"
     SHUTTING_DOWN = "shutting_down"
+    UPSTREAM_FAILED = "upstream_failed"
+    """The upstream of an alias did not answer, or not to the end."""
     ROUTER_ERROR = "router_error"
     """The router or a node broke the order of events of this request, which is a bug."""
 

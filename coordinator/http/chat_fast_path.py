@@ -136,6 +136,8 @@ class FastPath:
         # the app handles log probabilities (in a thread) and calls of custom tools
         if isinstance(parsed, Problem) or parsed.params.logprobs or parsed.custom:
             return None
+        if self.dispatcher.names.may_mean_upstream(parsed.demand.model, self.dispatcher.view):
+            return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
         job = parsed.to_spec(key.id, request_id, int(time.time()))
         return replace(job, session=head.session) if head.session else job

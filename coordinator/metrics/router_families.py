@@ -13,9 +13,10 @@ from coordinator.metrics.families import (
 )
 from coordinator.metrics.pool_readers import MODEL_LABEL, NODE_LABEL, read_by_model, read_by_node
 from coordinator.metrics.pool_snapshot import PoolSnapshot
-from router.dispatch.counters import MACHINES, OUTCOMES
+from router.dispatch.counters import MACHINES, OUTCOMES, UPSTREAM_OUTCOMES
 from wire.refusals import RefusalCode
 
+UPSTREAM_LABEL = (("upstream", "an upstream of the settings"),)
 _G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 
 
@@ -33,6 +34,18 @@ def _build_key_token_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
         if name is not None:
             found[name, model] = found.get((name, model), 0) + tokens
     return found.items()
+
+
+def _build_upstream_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
+    for name, counts in snapshot.counters.upstreams.items():
+        for outcome, count in counts.outcomes.items():
+            yield (name, outcome), count
+
+
+def _build_upstream_token_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
+    for name, counts in snapshot.counters.upstreams.items():
+        yield (name, "prompt"), counts.prompt_tokens
+        yield (name, "completion"), counts.completion_tokens
 
 
 ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
@@ -118,6 +131,22 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         NODE_LABEL,
     ),
     create_counter("router_breakers_opened", "Circuit breakers opened.", lambda p: p.opened_breakers),
+    MetricFamily(
+        "upstream_requests",
+        _C,
+        "Requests passed on to an upstream, by outcome.",
+        _build_upstream_rows,
+        (*UPSTREAM_LABEL, ("outcome", ", ".join(f"`{outcome}`" for outcome in UPSTREAM_OUTCOMES))),
+        "after the first request with this outcome",
+    ),
+    MetricFamily(
+        "upstream_tokens",
+        _C,
+        "Tokens of requests passed on to an upstream, by its own counts where it sends them.",
+        _build_upstream_token_rows,
+        (*UPSTREAM_LABEL, ("kind", "`prompt` or `completion`")),
+        "after the first request",
+    ),
     create_gauge("router_queue_depth", "Requests in the queue.", lambda p: p.waiting),
     create_gauge("router_queue_limit", "Limit of requests in the queue.", lambda p: p.queue_limit),
     create_gauge(

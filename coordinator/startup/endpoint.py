@@ -33,8 +33,11 @@ from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
 from host.private_files import write_private
+from host.settings_loader import SettingsError
 from router.admission.api_keys import new_key
-from router.http.app import RouterApp, build_openapi_paths
+from router.dispatch.dispatcher import Dispatcher
+from router.http.app import Forwarder, RouterApp, build_openapi_paths
+from router.settings import RouterSettings
 
 MAX_OPEN_FILES = 8192
 """Limit of open files, which include connections, that this process sets for itself."""
@@ -103,8 +106,9 @@ async def serve_http(
         dispatcher.counters,
         PageApp(PrivateResponses(api.app)),
     )
+    forwarder = create_forwarder(settings.router, dispatcher, stack)
     app = OriginCheck(
-        RouterApp(dispatcher, ring, settings.router, control=videos),
+        RouterApp(dispatcher, ring, settings.router, control=videos, forwarder=forwarder),
         settings.http.allowed_hosts,
         local=not settings.http.anonymous,
     )
@@ -114,6 +118,26 @@ async def serve_http(
     connections = compute_max_connections(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
     places = ConnectionSlots(connections, settings.http.max_connections_without_key)
     await stack.enter_async_context(run_http_server(app, fast_path, [endpoint.socket], context, places))
+
+
+def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: AsyncExitStack) -> Forwarder | None:
+    """Create the forwarder to the upstreams of the settings; None without upstreams. `stack` closes its connections.
+
+    Raise `SettingsError` for a key file that cannot be used.
+    """
+    if not settings.upstreams:
+        return None
+    # the HTTP client takes a tenth of a second to load, which only pools with upstreams need
+    from router.http.upstream.client import KeyFileError, create_clients
+    from router.http.upstream.forward import UpstreamForwarder
+
+    try:
+        clients = create_clients(settings.upstreams)
+    except KeyFileError as error:
+        raise SettingsError(str(error)) from None
+    for client in clients.values():
+        stack.push_async_callback(client.close)
+    return UpstreamForwarder(dispatcher, clients, settings.profiles)
 
 
 def _build_server_info(options: RunOptions, state: CoordinatorState, endpoint: Endpoint) -> ServerInfo:

@@ -71,6 +71,7 @@ def log_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> Non
         policy=router.policy,
         queue_limit=router.queue_limit or "max(64, 4 x nodes)",
         body_bytes=router.max_body_bytes,
+        upstreams=", ".join(router.upstreams) or "none",
         conditions=len(WATCHED),
         webhook=parse_webhook_url(webhook).host if webhook else "none",
     )

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from router.admission.key_scope import filter_view
 from router.admission.rate_limits import NO_LIMITS, KeyLimits, refuse_model
-from router.aliases import list_candidates
+from router.aliases import get_upstream_name, is_upstream, list_candidates
 from router.placement.cluster_view import MAX_NAME_PREFIXES, ClusterView
 from router.profiles import ProfileSettings
 from router.settings import RouterSettings
@@ -35,14 +35,24 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     """Alias that the client named; empty without one."""
     profile: str = ""
     """Profile that the client named; empty without one."""
+    upstream: str = ""
+    """Upstream of the alias, its last candidate; empty without one."""
 
 
 class ModelNames:
     """Aliases and profiles of the settings, by which names of clients are resolved."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        self.aliases = {name: list_candidates(settings.aliases, name) for name in settings.aliases}
-        """Candidates of each alias, with nested aliases expanded."""
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        """Models of each alias in order, with nested aliases expanded."""
+        self._upstreams: dict[str, str] = {}
+        for name in settings.aliases:
+            *models, last = list_candidates(settings.aliases, name)
+            if is_upstream(last):
+                self._upstreams[name] = get_upstream_name(last)
+            else:
+                models.append(last)
+            self.aliases[name] = tuple(models)
         self._profiles = settings.profiles
         self._folded = {name.casefold(): name for name in self.aliases}
         self._folded_profiles = {name.casefold(): name for name in self._profiles}
@@ -50,6 +60,10 @@ class ModelNames:
     def is_plain(self, name: str, view: ClusterView) -> bool:
         """Return whether a name is exactly that of a model, and of no alias. Runs for every request."""
         return name not in self.aliases and any(name in node.models for node in view.nodes)
+
+    def may_mean_upstream(self, name: str, view: ClusterView) -> bool:
+        """Return whether a name may be that of an alias with an upstream."""
+        return bool(self._upstreams) and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
         """Return a profile by its name as `resolve` returns it."""
@@ -93,7 +107,7 @@ class ModelNames:
             return ModelTarget((model,), model) if _has_model(view, model) else None
         candidates = tuple(view.resolve_name(candidate) for candidate in self.aliases[alias])
         if limits.allows(alias):
-            return ModelTarget(candidates, alias, alias)
+            return ModelTarget(candidates, alias, alias, upstream=self._upstreams.get(alias, ""))
         permitted = tuple(candidate for candidate in candidates if limits.allows(candidate))
         return ModelTarget(permitted, permitted[0], alias) if permitted else refuse_model(alias, limits)
 

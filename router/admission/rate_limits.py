@@ -51,10 +51,19 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     """Maximum queued requests."""
     priority: Literal["low", "normal", "high"] = "normal"
+    upstreams: bool | None = None
+    """Whether prompts of the key may go to upstreams; None for the default of the pool (`may_use_upstreams`)."""
 
     def allows(self, model: str) -> bool:
         """Return whether the key may use a model of this name."""
         return not self.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
+
+    def may_use_upstreams(self, default: bool) -> bool:
+        """Return whether prompts of the key may go to upstreams.
+
+        Without a decision for the key, `default` applies to a key without model and label limits, and no other key may.
+        """
+        return default and not (self.models or self.labels) if self.upstreams is None else self.upstreams
 
     @property
     def weight(self) -> int:

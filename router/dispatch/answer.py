@@ -27,13 +27,15 @@ MAX_ANSWER_CHARS = 32 * 1024 * 1024
 class Answer:
     """Base of a streamed and a collected answer: the outcome, and the reader that is notified."""
 
-    __slots__ = ("_sink", "_waiter", "begun", "buffered", "opened", "outcome", "waits_for")
+    __slots__ = ("_sink", "_waiter", "begun", "buffered", "opened", "outcome", "upstream", "waits_for")
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self.waits_for = ""
         """Reason of a wait, as shown to the client; empty without one. It names no node and no model, which may be
         hidden from the key."""
+        self.upstream = ""
+        """Upstream to which the reader must pass the request on; empty without one."""
         self.opened = False
         """Whether the client has the status of its answer."""
         self.begun = False
@@ -69,6 +71,11 @@ class Answer:
         if self.outcome is None:
             self.outcome = outcome
             self.flush()
+
+    def set_upstream(self, upstream: str) -> None:
+        """Set the upstream to which the reader must pass the request on, and notify the reader."""
+        self.upstream = upstream
+        self.flush()
 
     def announce_wait(self, reason: str) -> None:
         """Set the reason of a wait for the next keep-alive; empty without one."""

@@ -43,12 +43,20 @@ OUTCOMES = frozenset(
         FailureCode.SHUTTING_DOWN,
         FailureCode.ANSWER_TOO_LONG,
         FailureCode.ROUTER_ERROR,
+        FailureCode.UPSTREAM_FAILED,
         FailureCode.MEMORY_PRESSURE,
         FAILED,
         *(code.value for code in RefusalCode),
     }
 )
 """Outcomes of a request: `ok`, a code of `FailureCode` or `RefusalCode`, or `FAILED` for any other."""
+
+
+UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cancelled")
+"""Outcomes of a request at an upstream.
+
+`refused`: a 4xx answer about the request. `limited`: 429. `failed`: no answer. `interrupted`: no complete stream.
+"""
 
 
 class ModelCounts:
@@ -92,6 +100,22 @@ class NodeCounts:
 
 
 @dataclass(slots=True)
+class UpstreamCounts:
+    """Totals of one upstream."""
+
+    outcomes: dict[str, int] = field(default_factory=dict[str, int])
+    """Ended requests by outcome, one of `UPSTREAM_OUTCOMES`."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def count(self, outcome: str, prompt: int, completion: int) -> None:
+        """Count a request with its tokens."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+
+
+@dataclass(slots=True)
 class Counters:
     """Totals of the router since its start. Fields that end in `_seconds` are sums: divide them by their counts for a
     mean."""
@@ -128,6 +152,8 @@ class Counters:
     durations: int = 0
     """Number of ended requests, for `duration_seconds`."""
     duration_seconds: float = 0.0
+    upstreams: dict[str, UpstreamCounts] = field(default_factory=dict[str, UpstreamCounts])
+    """Totals of each upstream that took a request."""
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
     """Requests sent to each member."""
@@ -141,6 +167,10 @@ class Counters:
     _last_steps: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]
     )
+
+    def count_upstream(self, upstream: str, outcome: str, prompt: int, completion: int) -> None:
+        """Count a request that an upstream took, with its tokens."""
+        self.upstreams.setdefault(upstream, UpstreamCounts()).count(outcome, prompt, completion)
 
     def get_model(self, name: str) -> ModelCounts:
         """Return a model's totals; zeros for a new model.

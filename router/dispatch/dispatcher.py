@@ -98,6 +98,7 @@ class Dispatcher:
         self.ledger, self.queue, self.breakers = parts.ledger, parts.queue, parts.breakers
         self.affinity, self.usage, self.history = parts.affinity, parts.usage, parts.history
         self.placer, self.intake, self.names = parts.placer, parts.intake, parts.intake.names
+        self.upstreams = parts.upstreams
         self.commands = NodeCommands(send, lambda: numbers()[0])
         self._live: Mapping[int, ActiveRequest] = parts.attempts.live
         self._open: dict[int, ActiveRequest] = {}

@@ -41,6 +41,10 @@ class GeneratedTokens:
         self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []
 
+    def count_foreign(self, tokens: int) -> None:
+        """Count tokens of an upstream, whose ids are unknown."""
+        self._discarded += tokens
+
     def discard_excess(self) -> None:
         """Discard the ids if the node sent more tokens than requested, because such a node is not credible."""
         if self.longest > self._limit:

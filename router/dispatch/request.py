@@ -40,6 +40,8 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Whether `params.max_tokens` is the default of the dialect and not set by the request."""
     profile: str = ""
     """Profile that the client named; empty without one."""
+    may_leave_pool: bool = False
+    """Whether the reader of the answer can pass the request on to an upstream."""
     context_limit: int = 0
     """Most tokens of prompt and answer together, by the profile; 0: the context of the model."""
 

@@ -92,6 +92,18 @@ class AttemptEnded(OfAttempt, frozen=True, gc=False):
     outcome: Outcome
 
 
+class HandedOver(Event, frozen=True, gc=False):
+    """Event: no node can start the request now, and the upstream of its alias takes it."""
+
+    upstream: str
+
+
+class UpstreamEnded(Event, frozen=True, gc=False):
+    """Event: the upstream ended the request, or failed."""
+
+    outcome: Outcome
+
+
 class Stopped(Event, frozen=True, gc=False):
     """Event: the client left, the reader stalled, the prompt or the answer is too long, or the coordinator stops."""
 
@@ -100,6 +112,12 @@ class Stopped(Event, frozen=True, gc=False):
 
 class Action(msgspec.Struct, frozen=True, gc=False):
     """Base of the actions of a request."""
+
+
+class HandOver(Action, frozen=True, gc=False):
+    """Action: ask the reader of the answer to pass the request on to an upstream."""
+
+    upstream: str
 
 
 class Reserve(Action, frozen=True, gc=False):

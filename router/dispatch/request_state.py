@@ -18,9 +18,11 @@ of an answer (`answer`). Tokens after the first ones change no state.
                 first     └───────────┘ │
                 tokens
 
+A request that no node can start may go from NEW to UPSTREAM (handed over), and from there only to ENDED.
+
 Invariants
 - A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING) and an
-  outcome (ENDED). It is NEW only within one call of the dispatcher.
+  outcome (ENDED). At an upstream (UPSTREAM) it has none. It is NEW only within one call of the dispatcher.
 - An attempt has a reservation from `Reserve` to `Release`. While a move is in delivery (`origin`), the earlier attempt
   keeps its own.
 - Numbers of attempts only grow. An event of an earlier attempt is ignored.
@@ -47,6 +49,8 @@ from router.dispatch.request_events import (
     Enqueue,
     Event,
     FirstTokens,
+    HandedOver,
+    HandOver,
     Moved,
     NodeAdmitted,
     NodeRefused,
@@ -63,6 +67,7 @@ from router.dispatch.request_events import (
     SettleQuota,
     Stopped,
     Undelivered,
+    UpstreamEnded,
     Withdraw,
 )
 from router.placement.recovery import LossKind, can_recover
@@ -78,6 +83,7 @@ class RequestState(StrEnum):
     SENT = "sent"
     ADMITTED = "admitted"
     STREAMING = "streaming"
+    UPSTREAM = "upstream"
     ENDED = "ended"
 
 
@@ -135,7 +141,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
 
 
 Step = tuple[RequestLife, tuple[Action, ...]]
-_NEW, _QUEUED, _SENT, _ADMITTED, _STREAMING, _ENDED = RequestState
+_NEW, _QUEUED, _SENT, _ADMITTED, _STREAMING, _UPSTREAM, _ENDED = RequestState
 
 
 def _map_states(states: frozenset[RequestState], *after: RequestState) -> dict[RequestState, frozenset[RequestState]]:
@@ -155,6 +161,8 @@ TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
     FirstTokens: {_SENT: frozenset({_STREAMING}), _ADMITTED: frozenset({_STREAMING})},
     AttemptLost: _map_states(ON_NODE, _NEW, _ENDED),
     AttemptEnded: _map_states(ON_NODE, _ENDED),
+    HandedOver: {_NEW: frozenset({_UPSTREAM})},
+    UpstreamEnded: {_UPSTREAM: frozenset({_ENDED})},
     Stopped: _map_states(frozenset(RequestState), _ENDED),
 }
 """For each event: the states in which it is legal, and the states that may follow."""
@@ -287,6 +295,14 @@ def _apply_attempt_ended(life: RequestLife, event: AttemptEnded, now: float) -> 
     return _end(life, event.outcome, now, _release_attempt(life))
 
 
+def _apply_handed_over(life: RequestLife, event: HandedOver, now: float) -> Step:
+    return replace(life, state=_UPSTREAM, since=now), (HandOver(event.upstream),)
+
+
+def _apply_upstream_ended(life: RequestLife, event: UpstreamEnded, now: float) -> Step:
+    return _end(life, event.outcome, now, ())
+
+
 def _apply_stopped(life: RequestLife, event: Stopped, now: float) -> Step:
     if life.state is _ENDED:
         return life, ()
@@ -315,5 +331,7 @@ _HANDLERS: Mapping[type[Event], Callable[[RequestLife, Any, float], Step]] = {
     FirstTokens: _apply_first_tokens,
     AttemptLost: _apply_lost,
     AttemptEnded: _apply_attempt_ended,
+    HandedOver: _apply_handed_over,
+    UpstreamEnded: _apply_upstream_ended,
     Stopped: _apply_stopped,
 }

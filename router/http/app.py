@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -29,9 +29,11 @@ from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openapi import build_openapi_paths, build_openapi_schemas
-from router.dialects.shared.interface import Dialect
+from router.dialects.shared.interface import Dialect, ParsedRequest
 from router.dispatch import count_tokens
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.request import RequestSpec
 from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_not_found, build_wrong_method
 from router.http import respond
 from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
@@ -53,15 +55,26 @@ MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
+FORWARDED = frozenset({CHAT, COMPLETIONS})
+"""Routes whose requests an upstream may take."""
 OLLAMA_PATHS = UNSUPPORTED_ROUTES | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
 __all__ = ["App", "RouterApp", "build_openapi_paths", "build_openapi_schemas"]
+
+
+class Forwarder(Protocol):
+    """Interface of `router.http.upstream.forward.UpstreamForwarder`, which is loaded only with upstreams."""
+
+    async def forward(self, exchange: Exchange, request: ActiveRequest, body: bytes) -> None:
+        """Pass a request with this body on to its upstream, and answer the client."""
+        ...
 
 
 class RouterApp:
     """ASGI app of the routes that models answer.
 
     `control` is the ASGI app for every other path, for websockets and for the lifespan. `clock` returns Unix seconds.
+    `forwarder` passes requests on to upstreams; None without upstreams.
     """
 
     def __init__(
@@ -72,7 +85,9 @@ class RouterApp:
         control: App,
         *,
         clock: Callable[[], float] = time.time,
+        forwarder: Forwarder | None = None,
     ) -> None:
+        self._forwarder = forwarder
         self._dispatcher = dispatcher
         self._counters = dispatcher.counters
         self._keys = keys
@@ -138,7 +153,14 @@ class RouterApp:
         if isinstance(key, Problem):
             await exchange.refuse(key)
             return
-        parsed = await self._read_parsed(exchange, key, partial(dialect.parse, key=key.id))
+        body = b""
+
+        def parse(received: bytes) -> ParsedRequest | Problem:
+            nonlocal body
+            body = received if self._forwarder is not None else b""
+            return dialect.parse(received, key.id)
+
+        parsed = await self._read_parsed(exchange, key, parse)
         if parsed is None:
             return
         if isinstance(parsed, Problem):
@@ -148,7 +170,16 @@ class RouterApp:
         session = parse_session(exchange.get_header(SESSION_HEADER))
         if session:
             specs = tuple(replace(job, session=session) for job in specs)
-        await respond.generate(exchange, self._dispatcher, parsed, specs)
+        if self._forwarder is None or exchange.path not in FORWARDED or not self._may_forward(specs):
+            await respond.generate(exchange, self._dispatcher, parsed, specs)
+            return
+        forward = partial(self._forwarder.forward, body=body)
+        await respond.generate(exchange, self._dispatcher, parsed, [replace(specs[0], may_leave_pool=True)], forward)
+
+    def _may_forward(self, specs: Sequence[RequestSpec]) -> bool:
+        """Return whether an upstream may take a request: it has one prompt and perhaps names an alias."""
+        dispatcher = self._dispatcher
+        return len(specs) == 1 and dispatcher.names.may_mean_upstream(specs[0].demand.model, dispatcher.view)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
         """Refuse an invalid request and record it for `cluster explain`."""

@@ -4,7 +4,7 @@ Every `ActiveRequest` that is opened here is closed here, whether the request is
 by its client.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from router.dialects.shared.interface import ParsedRequest
@@ -25,15 +25,21 @@ MODEL = b"x-macpool-model"
 """Header of the answer to a request that names an alias: the model that answers."""
 Answered = ActiveRequest | MergedRequest
 """Request of a client: one for the dispatcher, or one for each prompt."""
+Forward = Callable[[Exchange, ActiveRequest], Awaitable[None]]
+"""Function that passes a request on to its upstream and answers the client."""
 
 
 async def generate(
-    exchange: Exchange, dispatcher: Dispatcher, parsed: ParsedRequest, specs: Sequence[RequestSpec]
+    exchange: Exchange,
+    dispatcher: Dispatcher,
+    parsed: ParsedRequest,
+    specs: Sequence[RequestSpec],
+    forward: Forward | None = None,
 ) -> None:
     """Answer a request with a valid body: submit one request per prompt, and send the combined answer.
 
     `specs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
-    request is refused or fails, the answer is the problem.
+    request is refused or fails, the answer is the problem. `forward` passes a single request on to an upstream.
     """
     requests: list[ActiveRequest] = []
 
@@ -45,6 +51,11 @@ async def generate(
     try:
         requests += (dispatcher.submit(job) for job in specs)
         request = requests[0] if len(requests) == 1 else MergedRequest(requests)
+        if forward is not None and isinstance(request, ActiveRequest):
+            await _wait_for_start(request.answer)
+            if request.answer.upstream and request.outcome is None:
+                await forward(exchange, request)
+                return
         if isinstance(request.answer, StreamedAnswer | MergedStream):
             await _send_stream(exchange, parsed, request, request.answer)
         else:
@@ -52,6 +63,12 @@ async def generate(
     finally:
         watch.close()
         close_requests()
+
+
+async def _wait_for_start(answer: StreamedAnswer | CollectedAnswer) -> None:
+    """Wait until an upstream must take the request, a stream can begin, or the outcome is known."""
+    while not (answer.outcome is not None or answer.upstream or (isinstance(answer, StreamedAnswer) and answer.ready)):
+        await answer.wait()
 
 
 async def _send_complete(

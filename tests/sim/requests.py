@@ -8,6 +8,7 @@
 
 Verbs: place NODE, move NODE [rebalance], deliver, no-link, no-room, deadline, deny, admit, refuse [HEADROOM], tokens,
 lose KIND [stranded] (node, engine, forward, memory), finish, fail, stop. The number before a verb is the time.
+Verbs of upstreams: hand-over, upstream-end.
 `attempt N` at the end of a line makes it an event of that attempt. An event that is not allowed prints `illegal`.
 
 `MACPOOL_REWRITE=1 pytest tests/sim` writes the actual results; review the difference.
@@ -28,6 +29,7 @@ from router.dispatch.request_events import (
     Enqueue,
     Event,
     FirstTokens,
+    HandedOver,
     Moved,
     NodeAdmitted,
     NodeRefused,
@@ -43,6 +45,7 @@ from router.dispatch.request_events import (
     SettleQuota,
     Stopped,
     Undelivered,
+    UpstreamEnded,
     Withdraw,
 )
 from router.dispatch.request_state import RequestLife, step
@@ -126,6 +129,10 @@ def event_of(verb: str, attempt: int, words: list[str]) -> Event:
             return AttemptLost(attempt, LOSSES[words[0]], RequestFailure("node_lost", f"{words[0]} lost"), stranded)
         case "finish":
             return AttemptEnded(attempt, Finished(attempt, ("stop",), 25, 3))
+        case "hand-over":
+            return HandedOver("home")
+        case "upstream-end":
+            return UpstreamEnded(Finished(0, ("stop",), 25, 3))
         case "fail":
             return AttemptEnded(attempt, RequestFailure("grammar_failed", "no answer fits"))
         case _:

@@ -186,6 +186,7 @@ def busy_counters(models: int, nodes: int) -> Counters:
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.count_answer(status)
     counters.count_queue_exit(0.5)
+    counters.count_upstream("office", "ok", 10, 5)
     counters.placement.observe(0.00003)
     return counters
 

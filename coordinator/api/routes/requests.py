@@ -20,6 +20,7 @@ from router.admission.rate_limits import NO_LIMITS
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.aliases.candidates import PassedOver, get_reason
 from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
+from router.dispatch.request_state import RequestState
 from router.errors import Problem
 from router.errors import from_refused as problem_of
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand, explain
@@ -189,7 +190,9 @@ def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]
 
 
 def get_phase(request: ActiveRequest) -> str:
-    """Return the phase of an open request: queue, model swap, prefill or decode."""
+    """Return the phase of an open request: queue, model swap, prefill, decode or upstream."""
+    if request.state is RequestState.UPSTREAM:
+        return "upstream"
     if request.node is None:
         return request.swap or "queued"
     return "prefill" if request.life.first_at is None else "decode"

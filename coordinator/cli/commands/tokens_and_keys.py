@@ -1,6 +1,5 @@
 """`cluster token`, `key` and `audit`, with and without a running coordinator."""
 
-from collections.abc import Callable
 from datetime import UTC, date, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -8,6 +7,7 @@ from urllib.parse import quote, urlencode
 import click
 
 from coordinator.cli.group import CommandGroup, confirm, yes_option
+from coordinator.cli.key_limit_options import CLEARABLE, limit_options, select_limits
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 
@@ -163,40 +163,6 @@ def key() -> None:
     """Create, list, limit or revoke API keys; show their usage. KEY is a key's name or id."""
 
 
-def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with the options for a key's limits."""
-    for option in reversed(
-        (
-            click.option(
-                "--model", "models", multiple=True, help="Allow only this model or pattern (`qwen*`); may be repeated."
-            ),
-            click.option("--label", "labels", multiple=True, help="Use only nodes with this label; may be repeated."),
-            click.option("--requests-per-minute", type=click.IntRange(1), help="Maximum requests per minute."),
-            click.option(
-                "--tokens-per-minute", type=click.IntRange(1), help="Maximum tokens per minute, prompts included."
-            ),
-            click.option("--concurrency", type=click.IntRange(1), help="Maximum concurrent requests."),
-            click.option(
-                "--waiting",
-                type=click.IntRange(0),
-                help="Maximum queued requests; default: a quarter of the queue, more while no other key waits.",
-            ),
-            click.option(
-                "--priority",
-                type=click.Choice(["low", "normal", "high"]),
-                help="Weight of the key for queue and decode slots: 1, 4 (normal) or 16.",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def select_limits(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that were given by the options of `limit_options`, in the form of the API."""
-    return {name: value for name, value in given.items() if value not in (None, ())}
-
-
 @key.command("create")
 @click.argument("name")
 @click.option(
@@ -257,9 +223,6 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
     return ",".join(value) if isinstance(value, (list, tuple)) else str(value)
 
 
-CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "concurrency", "waiting", "priority")
-
-
 @key.command("limit")
 @click.argument("key_", metavar="KEY")
 @limit_options
@@ -270,7 +233,7 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
     metavar="LIMIT",
     type=click.Choice([name.replace("_", "-") for name in CLEARABLE] + ["all"]),
     help="Remove a limit: models, labels, requests-per-minute, tokens-per-minute, concurrency, waiting, "
-    "priority, or all; may be repeated.",
+    "priority, upstreams, or all; may be repeated.",
 )
 @session_options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:

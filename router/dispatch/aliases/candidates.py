@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
+from router.aliases import UPSTREAM_PREFIX
 from router.dispatch.aliases.tried_nodes import TriedNodes
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
@@ -62,12 +63,34 @@ class UnusedCandidate:
 
 
 class AliasCandidates:
-    """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first."""
+    """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first.
 
-    __slots__ = ("at", "models", "name", "reasons", "results", "stored", "unused")
+    `upstream` is the last candidate, empty without one. `forbidden` is why it can never take this request, empty if it
+    may.
+    """
 
-    def __init__(self, name: str, models: Sequence[str]) -> None:
+    __slots__ = (
+        "at",
+        "forbidden",
+        "models",
+        "name",
+        "obstacle",
+        "reasons",
+        "refused",
+        "results",
+        "stored",
+        "unused",
+        "upstream",
+    )
+
+    def __init__(self, name: str, models: Sequence[str], upstream: str = "", forbidden: str = "") -> None:
         self.name = name
+        self.upstream = upstream
+        self.forbidden = forbidden
+        self.obstacle = forbidden
+        """Why the upstream cannot take the request now; empty if it can."""
+        self.refused: Refused | None = None
+        """Newest refusal by all models together; None without one."""
         self.models = tuple(models)
         self.at = 0
         """Position of the candidate in use."""
@@ -109,6 +132,15 @@ class AliasCandidates:
         self.reasons[model] = reason
         return is_new
 
+    def use_upstream(self, former: CandidateState) -> None:
+        """Record that the upstream is in use, and store the state of the former candidate."""
+        self.store(len(self.models), former)
+
+    @property
+    def uses_upstream(self) -> bool:
+        """Whether the upstream is in use."""
+        return self.at == len(self.models)
+
     def list_passed_over(self) -> tuple[PassedOver, ...]:
         """Return the candidates before the one in use, with the newest reason of each."""
         before = self.models[: self.at]
@@ -118,13 +150,19 @@ class AliasCandidates:
         """Return the states of the candidates that were used before."""
         return self.stored.values()
 
+    def set_obstacle(self, obstacle: str) -> None:
+        """Set why the upstream cannot take the request now; empty if nothing but `forbidden` is in the way."""
+        self.obstacle = self.forbidden or obstacle
+
     def combine_refusals(self, best: NoPlacement) -> Refused:
         """Return one refusal with the reasons of all candidates, and with the code and the numbers of `best`."""
-        parts = (
+        parts = [
             f"{model}: {get_reason(result, model)}" for model, result in zip(self.models, self.results, strict=False)
-        )
+        ]
+        parts += [describe_upstream(self.upstream, self.obstacle)] if self.obstacle else []
         text = f"no candidate of {self.name} can start now: {'; '.join(parts)}"
-        return replace(best.refused, message=text)
+        self.refused = replace(best.refused, message=text)
+        return self.refused
 
 
 def get_reason(result: Placement | NoPlacement, model: str) -> str:
@@ -135,6 +173,11 @@ def get_reason(result: Placement | NoPlacement, model: str) -> str:
     if isinstance(result, Placement):
         return MUST_WAIT
     return f"no node serves {model}" if result.refused.code is RefusalCode.NO_MODEL else result.refused.message
+
+
+def describe_upstream(name: str, text: str) -> str:
+    """Return a sentence about an upstream for a refusal."""
+    return f"{UPSTREAM_PREFIX}{name}: {text}"
 
 
 def _is_final(result: Placement | NoPlacement) -> bool:

@@ -7,19 +7,36 @@ stream or tokens exist, because the answer names its model.
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from router.dispatch.active_request import ActiveRequest
-from router.dispatch.aliases.candidates import AliasCandidates, UnusedCandidate, get_reason
+from router.dispatch.aliases.candidates import AliasCandidates, CandidateState, UnusedCandidate, get_reason
+from router.dispatch.aliases.upstream_gate import UpstreamGate
 from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.intake import Intake
 from router.dispatch.parts.placer import Placer
+from router.dispatch.request_events import Event, HandedOver
 from router.placement.candidate import NoPlacement, Placement
+from router.placement.prefix_affinity import NOWHERE
 
 
 class AliasPlacement:
-    """Placement of requests with their candidates. `clock` returns monotonic seconds."""
+    """Placement of requests with their candidates. `apply` applies an event to a request. `clock` returns monotonic
+    seconds."""
 
-    def __init__(self, clock: Callable[[], float], *, placer: Placer, intake: Intake, crowds: CrowdRules) -> None:
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        *,
+        placer: Placer,
+        intake: Intake,
+        crowds: CrowdRules,
+        gate: UpstreamGate,
+    ) -> None:
+        self._apply = apply
         self._clock = clock
+        self._gate = gate
         self._placer = placer
         self._intake = intake
         self._crowds = crowds
@@ -41,6 +58,8 @@ class AliasPlacement:
                 self._record_passed_over(request, alias, results[:-1])
                 return result
         alias.set_results(results)
+        if alias.upstream:
+            alias.set_obstacle(self._gate.find_obstacle(alias.upstream))
         self._record_passed_over(request, alias, results)
         at = next(iter(alias.list_waitable()), 0)
         self._use(request, alias, at)
@@ -48,6 +67,22 @@ class AliasPlacement:
         if isinstance(best, Placement):
             return best
         return NoPlacement(alias.combine_refusals(best), best.candidates, best.candidate)
+
+    def start_upstream(self, request: ActiveRequest) -> bool:
+        """Hand a request that no node can start now to the upstream of its alias. Return whether it takes the request.
+
+        Call it after `decide`.
+        """
+        alias = request.alias
+        if alias is None or not alias.upstream or alias.obstacle or not may_change_model(request):
+            return False
+        label = self._gate.get_label(alias.upstream)
+        spec = replace(request.spec, demand=replace(request.spec.demand, model=label))
+        demand = replace(request.demand, model=label)
+        alias.use_upstream(request.use_candidate(CandidateState(spec, demand, request.tried, None, NOWHERE)))
+        self._gate.record_request(alias.upstream, request.number)
+        self._apply(request, HandedOver(alias.upstream))
+        return True
 
     def offer(self, request: ActiveRequest, result: NoPlacement, start: Callable[[NoPlacement], bool]) -> bool:
         """Call `start` with the result of a request without room, or of each candidate that may wait, until it returns

@@ -71,13 +71,16 @@ class Assignment:
         result = self._aliases.decide(request)
         while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowds.must_wait(request, result.chosen):
-                self._apply(request, NoRoom(result))
+                if not self._aliases.start_upstream(request):
+                    self._apply(request, NoRoom(result))
                 return
             if self.start_attempt(request, result.chosen, result.chosen.need):
                 self._queue.count_overtake()
                 return
             result = self._aliases.decide(request)
         if isinstance(result, NoPlacement):
+            if self._aliases.start_upstream(request):
+                return
             if result.refused.final:
                 self._endings.deny(request, result.refused)
                 return

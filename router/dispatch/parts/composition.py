@@ -12,6 +12,7 @@ from router.admission.usage import UsageCounter
 from router.dispatch.accounting import Accounting
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.aliases.placement import AliasPlacement
+from router.dispatch.aliases.upstream_gate import UpstreamGate
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
@@ -35,6 +36,7 @@ from router.dispatch.request_events import (
     Dequeue,
     Enqueue,
     Event,
+    HandOver,
     PrefillDone,
     RecordPrompt,
     Release,
@@ -109,6 +111,7 @@ class Parts:
             draw=surroundings.draw,
         )
         self.crowds = CrowdRules(placer)
+        self.upstreams = UpstreamGate(apply, clock, settings, counters)
         self.intake = Intake(
             clock,
             surroundings.draw,
@@ -117,8 +120,11 @@ class Parts:
             quotas=surroundings.quotas,
             affinity=self.affinity,
             scopes=surroundings.scopes,
+            upstreams_by_default=settings.upstreams_by_default,
         )
-        self.aliases = aliases = AliasPlacement(clock, placer=placer, intake=self.intake, crowds=self.crowds)
+        self.aliases = aliases = AliasPlacement(
+            apply, clock, placer=placer, intake=self.intake, crowds=self.crowds, gate=self.upstreams
+        )
         self.attempts = attempts = Attempts(
             surroundings.send,
             clock,
@@ -230,6 +236,7 @@ class Parts:
             PrefillDone: self.attempts.record_prefill_end,
             SettleQuota: self.endings.settle,
             Respond: self.endings.respond,
+            HandOver: self.endings.announce_upstream,
         }
 
 

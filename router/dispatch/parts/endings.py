@@ -9,7 +9,7 @@ from router.dispatch.accounting import Accounting
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request import RequestFailure
-from router.dispatch.request_events import Event, RequestDenied, Respond, SettleQuota
+from router.dispatch.request_events import Event, HandOver, RequestDenied, Respond, SettleQuota
 from wire.refusals import RefusalCode, Refused
 
 
@@ -53,11 +53,17 @@ class Endings:
         """Pass the outcome to the reader."""
         request.answer.end(action.outcome)
 
+    def announce_upstream(self, request: ActiveRequest, action: HandOver) -> None:
+        """Ask the reader to pass the request on to an upstream."""
+        request.add_step(self._clock(), f"handed over to {request.demand.model}")
+        request.answer.set_upstream(action.upstream)
+
     def _find_counted_model(self, request: ActiveRequest) -> str:
         """Return the model name for a request's counters; empty for a name that no member has.
 
         An invented name must not add a row to the database.
         """
         model = request.spec.demand.model
-        known = request.attempts or any(model in node.models for node in self._placer.view.nodes)
+        uses_upstream = request.alias is not None and request.alias.uses_upstream
+        known = request.attempts or uses_upstream or any(model in node.models for node in self._placer.view.nodes)
         return model if known else ""

@@ -37,6 +37,7 @@ class Intake:
         quotas: RateLimits,
         affinity: PrefixAffinity,
         scopes: CacheScopes,
+        upstreams_by_default: bool = True,
     ) -> None:
         self._clock = clock
         self._draw = draw
@@ -45,6 +46,7 @@ class Intake:
         self._quotas = quotas
         self._affinity = affinity
         self._scopes = scopes
+        self._upstreams_by_default = upstreams_by_default
 
     def accept(self, spec: RequestSpec, number: int, *, charges_quota: bool) -> tuple[ActiveRequest, Refused | None]:
         """Return a new request with this number, and the refusal if its key is over its quota or its model's name is
@@ -79,13 +81,22 @@ class Intake:
             rates=self._quotas.list_rates(spec.key, now) if charges_quota else (),
             chain=chain,
             cached_shares=self.estimate_shares(chain),
-            alias=AliasCandidates(target.alias, target.candidates)
-            if isinstance(target, ModelTarget) and target.alias
-            else None,
+            alias=self._build_candidates(target, spec, limits) if isinstance(target, ModelTarget) else None,
         )
         if request.alias is not None:
             request.alias.add_unused(request.spec, request.demand, request.tried.lost)
         return request, refused
+
+    def _build_candidates(self, target: ModelTarget, spec: RequestSpec, limits: KeyLimits) -> AliasCandidates | None:
+        """Return the candidates of an alias, with the reason if its upstream may not take the request."""
+        if not target.alias:
+            return None
+        forbidden = ""
+        if target.upstream and not limits.may_use_upstreams(self._upstreams_by_default):
+            forbidden = "this API key may not send prompts to upstreams"
+        elif target.upstream and not spec.may_leave_pool:
+            forbidden = "it takes only chat completions, and completions of one prompt, in OpenAI's dialect"
+        return AliasCandidates(target.alias, target.candidates, target.upstream, forbidden)
 
     def resolve_model_name(self, model: str, limits: KeyLimits) -> ModelTarget | Refused:
         """Return the target of a name, or its refusal (`ModelNames.resolve`)."""

@@ -60,7 +60,7 @@ class StreamWatchdog:
         """Check the reader of a request, once in each interval."""
         request.tokens.discard_excess()
         answer = request.answer
-        if not isinstance(answer, StreamedAnswer):
+        if not isinstance(answer, StreamedAnswer) or answer.upstream:
             return
         progress = self._progress.setdefault(request.number, _Progress(0, 0.0))
         if answer.takes != progress.takes:

@@ -17,6 +17,7 @@ import pytest
 from coordinator.video.state import events
 from router.admission.rate_limits import KeyLimits
 from router.placement.cluster_view import ClusterView
+from router.upstreams import UpstreamSettings
 from tests.support.cluster import whole_pool
 from tests.support.cluster.loopback_cluster import LoopbackNode, a_memory, a_model
 from tests.support.cluster.whole_pool import Served, status
@@ -31,17 +32,19 @@ NOTHING = "it answers with a fixed refusal or fact, and reaches no node"
 LISTS = "a list of models costs nothing: it reaches no node"
 AT_ONCE = "it is answered at once and waits in no queue"
 NO_TEXT = "a video has no tokens of text"
+STAYS = "no request of this route goes to an upstream"
 IN_TURN = "videos are made in the order in which they came"
 
-GENERATES = dict.fromkeys(KeyLimits.__struct_fields__, HELD)
+PASSED_ON = dict.fromkeys(KeyLimits.__struct_fields__, HELD)
+GENERATES = PASSED_ON | {"upstreams": STAYS}
 SHOWS = {"models": HELD, "labels": HELD} | dict.fromkeys(
-    ("requests_per_minute", "tokens_per_minute", "concurrency", "waiting", "priority"), LISTS
+    ("requests_per_minute", "tokens_per_minute", "concurrency", "waiting", "priority", "upstreams"), LISTS
 )
 FIXED = dict.fromkeys(KeyLimits.__struct_fields__, NOTHING)
 OWNED = dict.fromkeys(KeyLimits.__struct_fields__, OWN)
 TABLE: dict[str, dict[str, str]] = {
-    "POST /v1/chat/completions": GENERATES,
-    "POST /v1/completions": GENERATES,
+    "POST /v1/chat/completions": PASSED_ON,
+    "POST /v1/completions": PASSED_ON,
     "POST /v1/messages": GENERATES,
     "POST /v1/responses": GENERATES,
     "POST /api/chat": GENERATES,
@@ -111,7 +114,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Serve two nodes with different models: `office` has the label, `attic` does not."""
     office = LoopbackNode("office", models=(a_model(TINY), a_model(DESK)), labels=frozenset({"office"}))
     attic = LoopbackNode("attic", models=(a_model(TINY), a_model(ATTIC)))
-    with whole_pool.served(office, attic, front=request.param == "front", queue_timeout_seconds=0.4) as one:
+    away = {"away": UpstreamSettings(url="http://127.0.0.1:1/v1", model="far")}
+    settings: dict[str, Any] = {"queue_timeout_seconds": 0.4, "upstreams": away}
+    settings["aliases"] = {"travel": ("nowhere", "upstream:away")}
+    with whole_pool.served(office, attic, front=request.param == "front", **settings) as one:
         one.call(lambda: _show(one))
         yield one
 
@@ -283,3 +289,11 @@ def test_priority(served: Served, route: str):
     (frame,) = asked(served, "office") + asked(served, "attic")
     assert isinstance(frame, Generate)
     assert frame.owner.weight == 16
+
+
+@pytest.mark.parametrize("route", sorted(USES - {VIDEOS}))
+def test_upstreams(served: Served, route: str):
+    forbidden = ask(served, route, key_with(served, upstreams=False), "travel")
+    assert (status(forbidden), b"upstream_failed" in forbidden) == (404, False)
+    allowed = ask(served, route, key_with(served, upstreams=True), "travel")
+    assert (b"upstream_failed" in allowed) is (route in held("upstreams")), "nothing listens there"

@@ -156,7 +156,7 @@ async def application(
         videos = VideoApp(
             conductor, ring, dispatcher.quotas, used, dispatcher.counters, PageApp(PrivateResponses(api.app))
         )
-        door = RouterApp(dispatcher, ring, used, control=videos)
+        door = RouterApp(dispatcher, ring, used, control=videos, forwarder=over.forwarder if over else None)
         if over is not None:
             over.app = OriginCheck(door)
         reconciling = asyncio.create_task(wishes.run())

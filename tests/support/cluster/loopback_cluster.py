@@ -23,6 +23,8 @@ from router.admission.api_keys import KeyRing, new_key
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import App, RouterApp, serve_not_found
+from router.http.upstream.client import create_clients
+from router.http.upstream.forward import UpstreamForwarder
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
@@ -147,7 +149,10 @@ class LoopbackCluster:
             self.send, self.settings, numbers=self._numbers, quotas=RateLimits(lambda key: self.limits(key))
         )
         self.keys = KeyRing(PEPPER)
-        self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control)
+        self.clients = create_clients(self.settings.upstreams)
+        forwarder = UpstreamForwarder(self.dispatcher, self.clients, self.settings.profiles)
+        self.forwarder = forwarder if self.clients else None
+        self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control, forwarder=self.forwarder)
         self.key = self.make_key("infer")
         self.base_url = ""
         self._number = 0
@@ -284,6 +289,8 @@ class LoopbackCluster:
             reporting.cancel()
             server.should_exit = True
             await running
+            for client in self.clients.values():
+                await client.close()
 
     async def _report_for_ever(self) -> None:
         while True:

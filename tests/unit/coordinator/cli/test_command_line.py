@@ -172,6 +172,9 @@ def test_a_limit_changes_only_what_is_named(run: Callable[..., Result]):
     listed = json.loads(run("key", "show", "bot", "-o", "json").output)["key"]["limits"]
     assert listed == {"tokens_per_minute": 1000, "concurrency": 2}
     assert run("key", "limit", "bot", "--clear", "all").output.splitlines()[2].split() == ["after", "none"]
+    assert "upstreams=False" in run("key", "limit", "bot", "--no-upstream").output
+    assert "upstreams=True" in run("key", "limit", "bot", "--upstream").output
+    assert run("key", "limit", "bot", "--clear", "upstreams").output.splitlines()[2].split() == ["after", "none"]
 
 
 @pytest.mark.parametrize("words", [[], ["--concurrency", "2", "--clear", "concurrency"]])

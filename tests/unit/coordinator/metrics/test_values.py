@@ -224,6 +224,8 @@ def counters() -> Counters:
     made.get_node(A).prompt_tokens, made.get_node(A).generated_tokens = 122, 123
     made.keys = {("k1", "tiny"): 124, ("k2", "tiny"): 125, ("k2", "big"): 126, ("gone", "big"): 999}
     made.illegal_events = {"request": 127}
+    made.count_upstream("office", "ok", 128, 129)
+    made.count_upstream("office", "failed", 2, 1)
     made.queue_wait.observe(0.75)
     made.placement.observe(0.00003)
     return made
@@ -305,6 +307,10 @@ POOL_NUMBERS: Numbers = {
     'router_reserved_bytes{node="b"}': 304,
     "router_reservation_leaks": 305,
     'illegal_events_total{machine="request"}': 127,
+    'upstream_requests_total{outcome="ok",upstream="office"}': 1,
+    'upstream_requests_total{outcome="failed",upstream="office"}': 1,
+    'upstream_tokens_total{kind="prompt",upstream="office"}': 130,
+    'upstream_tokens_total{kind="completion",upstream="office"}': 130,
     'router_breaker_open{node="a"}': 0,
     'router_breaker_open{node="b"}': 1,
     'router_breaker_open{node="c"}': 0,

@@ -63,6 +63,8 @@ VERBS = (
     "finish",
     "fail",
     "stop",
+    "hand-over",
+    "upstream-end",
 )
 STOPPED = Stopped(RequestFailure("cancelled", "x"))
 
@@ -171,6 +173,7 @@ def reach(state: RequestState) -> RequestLife:
         RequestState.SENT: ["place a"],
         RequestState.ADMITTED: ["place a", "admit"],
         RequestState.STREAMING: ["place a", "tokens"],
+        RequestState.UPSTREAM: ["hand-over"],
     }[state]
     life = RequestLife(0.0)
     for verb in script:

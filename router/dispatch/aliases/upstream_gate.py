@@ -1,0 +1,68 @@
+"""Upstreams in the dispatcher: whether one may take a request now, and the counts of the requests that it took.
+
+An upstream is used only as the last candidate of an alias, when no model before it can start now. The HTTP side passes
+the request on (`router.http.upstream`).
+"""
+
+from collections.abc import Callable
+
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.counters import Counters
+from router.dispatch.request import Outcome
+from router.dispatch.request_events import Event, UpstreamEnded
+from router.settings import RouterSettings
+from router.upstreams import get_upstream_label
+
+
+class UpstreamGate:
+    """Gate of all upstreams of the settings. `apply` applies an event to a request. `clock` returns monotonic
+    seconds."""
+
+    def __init__(
+        self,
+        apply: Callable[[ActiveRequest, Event], None],
+        clock: Callable[[], float],
+        settings: RouterSettings,
+        counters: Counters,
+    ) -> None:
+        self._apply = apply
+        self._clock = clock
+        self._counters = counters
+        self._breakers: CircuitBreakers[str] = CircuitBreakers()
+        self._labels = {name: get_upstream_label(name, found) for name, found in settings.upstreams.items()}
+
+    def get_label(self, name: str) -> str:
+        """Return the name of an upstream's model in answers, usage and metrics."""
+        return self._labels[name]
+
+    def find_obstacle(self, name: str) -> str:
+        """Return why an upstream takes no request now; empty if it takes one."""
+        state = self._breakers.get_state(name, self._clock())
+        if state is None or state.state == "half open":
+            return ""
+        return f"not asked after failures in a row, the last one: {state.why}"
+
+    def record_request(self, name: str, number: int) -> None:
+        """Record that a request was passed on. `number` is that of the request."""
+        self._breakers.record_attempt(name, number, self._clock())
+
+    def end_request(self, request: ActiveRequest, outcome: Outcome) -> None:
+        """End a request that an upstream took. A request that has ended stays as it is."""
+        if request.outcome is None:
+            self._apply(request, UpstreamEnded(outcome))
+
+    def record_end(
+        self, name: str, number: int, outcome: str, *, fault: str = "", prompt: int = 0, completion: int = 0
+    ) -> None:
+        """Record the end of a request with its tokens. `outcome` is `ok` or a code of a failure.
+
+        `fault` is the sentence of a failure that counts against the upstream; empty for any other end.
+        """
+        self._counters.count_upstream(name, outcome, prompt, completion)
+        if fault:
+            self._breakers.record_fault(name, number, self._clock(), fault)
+        elif outcome == "ok":
+            self._breakers.record_success(name, number)
+        else:
+            self._breakers.record_departure(name, number)

@@ -1,0 +1,184 @@
+"""HTTP client of one upstream: connections, bounds of time, and the sentence for every failure.
+
+TLS is verified, redirects are not followed, and no variable of the environment is read. The API key is only in the
+header of requests: no log, error or representation of an object contains it.
+"""
+
+import os
+import ssl
+import stat
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import msgspec
+
+from router.http.upstream.events import UpstreamStreamError, parse_object
+from router.upstreams import UpstreamSettings
+
+MAX_KEY_BYTES = 4096
+MAX_ERROR_BYTES = 64 * 1024
+MAX_REASON_CHARS = 300
+"""Maximum characters of an upstream's own message in an error."""
+MAX_CONNECTIONS = 64
+ABOUT_REQUEST = frozenset({400, 404, 413, 422})
+"""Statuses that blame the request, whose message of the upstream is passed on."""
+
+
+class UpstreamError(Exception):
+    """Failure of an upstream. The text is one sentence with its name."""
+
+    def __init__(self, message: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None):
+        super().__init__(message)
+        self.message = message
+        self.outcome = outcome
+        """One of `router.dispatch.counters.UPSTREAM_OUTCOMES`."""
+        self.status = status
+        """Status of the answer to the client."""
+        self.retry_after = retry_after
+        """Retry-After in seconds; None without one."""
+
+
+class KeyFileError(Exception):
+    """Error for a key file that cannot be used. The text says why."""
+
+
+def read_key_file(file: Path) -> str:
+    """Return the API key in a file that only its owner can read. Raise `KeyFileError` for any other file."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise KeyFileError(f"{file} cannot be read: {error.strerror}") from None
+    with os.fdopen(descriptor, "rb") as opened:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise KeyFileError(f"{file} is not a file")
+        if found.st_mode & 0o077:
+            raise KeyFileError(f"other users may read {file}: run `chmod 600 {file}`")
+        key = opened.read(MAX_KEY_BYTES + 1).strip()
+    if not key or len(key) > MAX_KEY_BYTES or not all(33 <= byte < 127 for byte in key):
+        raise KeyFileError(f"{file} does not have an API key on one line")
+    return key.decode()
+
+
+def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "UpstreamClient"]:
+    """Create the client of each upstream. Raise `KeyFileError` for a file of a key or an authority that cannot be
+    used."""
+    clients: dict[str, UpstreamClient] = {}
+    for name, settings in upstreams.items():
+        try:
+            key = read_key_file(Path(settings.key_file).expanduser()) if settings.key_file else ""
+            clients[name] = UpstreamClient(name, settings, key)
+        except KeyFileError as error:
+            raise KeyFileError(f"router.upstreams.{name}.key_file: {error}") from None
+        except OSError as error:
+            raise KeyFileError(f"router.upstreams.{name}.ca_file cannot be used: {error}") from None
+    return clients
+
+
+class UpstreamClient:
+    """Client of the upstream `name`. `key` is its API key; empty without one."""
+
+    def __init__(self, name: str, settings: UpstreamSettings, key: str = "") -> None:
+        self.name = name
+        self.settings = settings
+        self._key = key
+        headers = {"accept-encoding": "identity", "user-agent": "macpool"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        authority = str(Path(settings.ca_file).expanduser()) if settings.ca_file else None
+        self._client = httpx2.AsyncClient(
+            headers=headers,
+            verify=ssl.create_default_context(cafile=authority),
+            proxy=settings.proxy or None,
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=8),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def request(self, path: str, body: bytes, *, stream: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
+        """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
+
+        `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for every failure.
+        """
+        settings = self.settings
+        idle = settings.idle_seconds if stream else settings.total_seconds
+        timeout = httpx2.Timeout(idle, connect=settings.connect_seconds, pool=settings.connect_seconds)
+        try:
+            async with self._client.stream(
+                "POST",
+                settings.url.rstrip("/") + path,
+                content=body,
+                headers={"content-type": "application/json"},
+                timeout=timeout,
+            ) as response:
+                await self._check_response(response, stream=stream)
+                yield response.aiter_raw()
+        except httpx2.ConnectTimeout:
+            text = f"did not accept a connection within {settings.connect_seconds:g} s"
+            raise self.build_error(text) from None
+        except httpx2.PoolTimeout:
+            raise self.build_error(f"already has {MAX_CONNECTIONS} requests of this pool") from None
+        except httpx2.TimeoutException:
+            raise self.build_error(f"sent nothing for {idle:g} s") from None
+        except httpx2.ConnectError as error:
+            raise self.build_error(f"cannot be reached: {self._clean(str(error)) or 'no connection'}") from None
+        except (httpx2.HTTPError, httpx2.StreamError) as error:
+            raise self.build_error(f"broke the connection ({type(error).__name__})") from None
+
+    def build_error(
+        self, text: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None
+    ) -> UpstreamError:
+        """Return an error about this upstream; `text` continues its name."""
+        return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after)
+
+    async def _check_response(self, response: httpx2.Response, *, stream: bool) -> None:
+        status = response.status_code
+        if status != 200:
+            raise await self._build_status_error(response)
+        kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        wanted = "text/event-stream" if stream else "application/json"
+        if kind != wanted:
+            raise self.build_error(f"answered with {self._clean(kind) or 'no content type'}, not {wanted}")
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise self.build_error("sent a compressed answer, which was not requested")
+
+    async def _build_status_error(self, response: httpx2.Response) -> UpstreamError:
+        status = response.status_code
+        if status in (401, 403):
+            return self.build_error(f"answered {status}: it refuses the key in its key_file")
+        if status == 429:
+            wait = response.headers.get("retry-after", "")
+            seconds = float(wait) if wait.isascii() and wait.isdigit() and len(wait) < 6 else 1.0
+            return self.build_error("answered 429: it takes no more requests now", "limited", 503, seconds)
+        if 300 <= status < 400:
+            return self.build_error(f"answered {status}: redirects are not followed")
+        if status in ABOUT_REQUEST:
+            reason = await self._read_reason(response)
+            return self.build_error(f"answered {status}{f': {reason}' if reason else ''}", "refused", 400)
+        return self.build_error(f"answered {status}")
+
+    async def _read_reason(self, response: httpx2.Response) -> str:
+        """Return the message of an error answer of OpenAI's shape; empty for any other."""
+        received = b""
+        async for part in response.aiter_raw():
+            received += part
+            if len(received) > MAX_ERROR_BYTES:
+                return ""
+        try:
+            message = parse_object(msgspec.json.encode(parse_object(received).get("error"))).get("message")
+        except UpstreamStreamError:
+            return ""
+        return self._clean(message) if isinstance(message, str) else ""
+
+    def _clean(self, text: str) -> str:
+        """Return a text of the upstream as one short printable line without the key."""
+        hidden = text.replace(self._key, "(key)") if self._key else text
+        line = " ".join(hidden.split())
+        return "".join(one for one in line if one.isprintable())[:MAX_REASON_CHARS]

@@ -1,0 +1,113 @@
+"""Server-sent events of an upstream: parser with bounds, and the edits of one event. Does no I/O.
+
+Bytes of an upstream are not trusted. A line or an event without end, an event that is no JSON object, and an event with
+an error end the stream.
+"""
+
+from typing import Annotated, Any, cast
+
+import msgspec
+
+MAX_EVENT_BYTES = 1024 * 1024
+"""Maximum bytes of one event, and of one line."""
+DONE = b"[DONE]"
+"""Data of the event that ends a stream."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
+
+
+class UpstreamStreamError(ValueError):
+    """Error for a stream that is no stream of OpenAI's events. The text describes the fault."""
+
+
+class EventReader:
+    """Parser of the bytes of one stream into the data of its events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+        self._size = 0
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """Return the data of the events that `received` completes. A comment gives an empty data.
+
+        Raise `UpstreamStreamError` for an event of more than `MAX_EVENT_BYTES`.
+        """
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        found: list[bytes] = []
+        for line in lines:
+            data = self._read_line(line.removesuffix(b"\r"))
+            if data is not None:
+                found.append(data)
+        if self._size + len(self._rest) > MAX_EVENT_BYTES:
+            raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
+        return found
+
+    def _read_line(self, line: bytes) -> bytes | None:
+        """Read one line. Return the data of the event that it ends, if any."""
+        if line.startswith(b":"):
+            return b""
+        if line.startswith(b"data:"):
+            self._data.append(line[5:].removeprefix(b" "))
+            self._size += len(line)
+            if self._size > MAX_EVENT_BYTES:
+                raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
+        if line or not self._data:
+            return None
+        data = b"\n".join(self._data)
+        self._data, self._size = [], 0
+        return data
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of an answer."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raise `UpstreamStreamError` for anything else."""
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise UpstreamStreamError("sent text that is not JSON") from None
+    if not isinstance(found, dict):
+        raise UpstreamStreamError("sent JSON that is not an object")
+    return cast("dict[str, Any]", found)
+
+
+def check_answer(answer: dict[str, Any]) -> list[Any]:
+    """Return the choices of an answer or a chunk. Raise `UpstreamStreamError` for an error, and without choices."""
+    if answer.get("error"):
+        raise UpstreamStreamError("sent an error in place of an answer")
+    choices = answer.get("choices")
+    if not isinstance(choices, list):
+        raise UpstreamStreamError("sent an answer without choices")
+    return cast("list[Any]", choices)
+
+
+def read_usage(answer: dict[str, Any]) -> Usage | None:
+    """Return the token counts of an answer or a chunk; None without valid counts."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    counts = cast("dict[str, Any]", usage)
+    details = counts.get("prompt_tokens_details")
+    cached = cast("dict[str, Any]", details).get("cached_tokens") if isinstance(details, dict) else 0
+    found = {
+        "prompt_tokens": counts.get("prompt_tokens"),
+        "completion_tokens": counts.get("completion_tokens"),
+        "cached_tokens": cached or 0,
+    }
+    try:
+        return msgspec.convert(found, Usage)
+    except msgspec.ValidationError:
+        return None
+
+
+def is_finished(choices: list[Any]) -> bool:
+    """Return whether a chunk ends a choice."""
+    return any(isinstance(one, dict) and cast("dict[str, Any]", one).get("finish_reason") for one in choices)

@@ -1,0 +1,79 @@
+"""Upstreams of the settings: other servers with OpenAI's API, which an alias may have as its last candidate.
+
+Off by default: without `[router.upstreams.NAME]` no request leaves the pool.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from router.aliases import UPSTREAM_PREFIX
+
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+
+
+class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """Section `router.upstreams.NAME`: one server with OpenAI's API."""
+
+    url: Annotated[str, Meta(min_length=1, max_length=500)]
+    """Base URL with `/v1`: HTTPS, or HTTP to a loopback address."""
+    model: Annotated[str, Meta(min_length=1, max_length=200)]
+    """Name of the model on the upstream."""
+    key_file: str = ""
+    """File of mode 0600 with the API key; empty without a key."""
+    ca_file: str = ""
+    """PEM file of the authority of its certificate; empty for those of the system."""
+    proxy: str = ""
+    """URL of a proxy; empty for none. Environment variables are not used."""
+    connect_seconds: Seconds = 5.0
+    """Longest time to connect."""
+    idle_seconds: Seconds = 60.0
+    """Longest time without a byte of a stream."""
+    total_seconds: Seconds = 600.0
+    """Longest time of a request."""
+    stream_usage: bool = True
+    """Whether streams are requested with their token counts (`stream_options.include_usage`)."""
+
+
+def get_upstream_label(name: str, settings: UpstreamSettings) -> str:
+    """Return the name of an upstream's model in answers, usage and metrics."""
+    return f"{UPSTREAM_PREFIX}{name}/{settings.model}"
+
+
+def find_upstream_fault(upstreams: Mapping[str, UpstreamSettings]) -> str:
+    """Return the first fault of the upstreams as one sentence; empty without one."""
+    for name, upstream in upstreams.items():
+        if not name.strip() or not name.isprintable() or not name.isascii() or "/" in name:
+            return f"an upstream cannot have the name {name!r}"
+        if not upstream.model.isprintable() or not upstream.model.isascii():
+            return f"the model of the upstream {name} cannot have the name {upstream.model!r}"
+        fault = _find_url_fault(upstream.url)
+        if fault:
+            return f"the url of the upstream {name} {fault}"
+    return ""
+
+
+def _find_url_fault(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        return f"is not valid: {error}"
+    if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
+        return "must be https://HOST/v1"
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        return "must have no user, password, query or fragment: write the key into key_file"
+    if parts.scheme == "http" and not _is_loopback(host):
+        return f"must be https, because its key and prompts could be read on the way to {host}"
+    return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,355 @@
+"""Upstreams as last candidates of aliases: a real server in a process of its own, and OpenAI's library."""
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from router.admission.rate_limits import KeyLimits
+from router.dispatch.counters import UPSTREAM_OUTCOMES
+from router.profiles import ProfileSettings
+from router.settings import RouterSettings
+from router.upstreams import UpstreamSettings
+from tests.support import upstream
+from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory, a_model
+from tests.support.upstream import WORDS, read_seen
+from wire.units import GIB
+
+SECRET = "sk-very-secret-0123456789"
+BIG = a_model("big-30b", weights=60 * GIB, loaded=False)
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+TEXT = "".join(WORDS)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with upstream.running() as url:
+        yield url
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "key"
+    file.write_text(SECRET + "\n")
+    file.chmod(0o600)
+    return file
+
+
+@contextlib.asynccontextmanager
+async def served(url: str, key_file: Path, model: str = "far", **more: Any) -> AsyncIterator[LoopbackCluster]:
+    options: dict[str, Any] = {"idle_seconds": 1.0, "total_seconds": 20.0, "connect_seconds": 1.0}
+    default = more.pop("upstreams_by_default", True)
+    settings = RouterSettings(
+        aliases={"coder": ("big-30b", "upstream:home")},
+        profiles={"calm": ProfileSettings(temperature=0.1, top_p=0.5, max_tokens=9)},
+        upstreams={"home": UpstreamSettings(url=url, model=model, key_file=str(key_file), **(options | more))},
+        upstreams_by_default=default,
+    )
+    cluster = LoopbackCluster(LoopbackNode("studio", a_memory(), (BIG,)), settings=settings)
+    async with cluster.serving() as base:
+        cluster.base_url = base
+        yield cluster
+    assert cluster.dispatcher.idle
+    assert cluster.dispatcher.quotas.count_open("test") == 0
+
+
+def library(cluster: LoopbackCluster) -> openai.AsyncOpenAI:
+    client = openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60)
+    return openai.AsyncOpenAI(base_url=cluster.base_url + "/v1", api_key=cluster.key, max_retries=0, http_client=client)
+
+
+def plain(cluster: LoopbackCluster) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {cluster.key}"}
+    return httpx.AsyncClient(base_url=cluster.base_url, headers=headers, trust_env=False, timeout=60)
+
+
+def counts(cluster: LoopbackCluster) -> dict[str, int]:
+    found = cluster.dispatcher.counters.upstreams["home"].outcomes
+    assert set(found) <= set(UPSTREAM_OUTCOMES)
+    return found
+
+
+async def test_the_upstream_answers_while_no_model_can_start(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model="coder", messages=MESSAGES, temperature=0.7, extra_headers={"x-request-id": "mine", "x-private": "p"}
+        )
+        answer = raw.parse()
+        assert (answer.model, answer.choices[0].message.content) == ("upstream:home/far", TEXT)
+        assert raw.headers["x-macpool-upstream"] == "home"
+        assert raw.headers["x-macpool-model"] == "upstream:home/far"
+        assert "x-macpool-node" not in raw.headers
+        (record,) = cluster.dispatcher.history.find_requests("mine")
+        assert (record.alias, record.model, record.outcome) == ("coder", "upstream:home/far", "ok")
+        assert [one.model for one in record.passed_over] == ["big-30b"]
+        assert record.steps[-1][1] == "handed over to upstream:home/far"
+        assert (record.prompt_tokens, record.completion_tokens) == (11, 3)
+        ((_, model), usage) = next(iter(cluster.dispatcher.usage.drain().items()))
+        assert (model, usage.prompt_tokens, usage.completion_tokens) == ("upstream:home/far", 11, 3)
+        assert counts(cluster) == {"ok": 1}
+    seen = read_seen(server)[-1]
+    assert seen["path"] == "/v1/chat/completions"
+    assert seen["body"] == {"model": "far", "messages": MESSAGES, "temperature": 0.7}
+    assert seen["headers"]["authorization"] == f"Bearer {SECRET}"
+    assert "x-private" not in seen["headers"]
+    assert "x-request-id" not in seen["headers"]
+
+
+async def test_a_stream_is_passed_through_event_by_event(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        stream = await client.chat.completions.create(model="coder", messages=MESSAGES, stream=True)
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+        assert {chunk.model for chunk in chunks} == {"upstream:home/far"}
+        usage = {"include_usage": True}
+        counted = await client.chat.completions.create(
+            model="coder",
+            messages=MESSAGES,
+            stream=True,
+            stream_options=usage,  # pyright: ignore
+        )
+        *_, last = [chunk async for chunk in counted]
+        assert last.usage is not None
+        assert (last.choices, last.usage.completion_tokens) == ([], 3)
+        totals = cluster.dispatcher.counters.upstreams["home"]
+        assert (totals.prompt_tokens, totals.completion_tokens) == (22, 6)
+
+
+async def test_completions_go_to_their_own_path_and_a_profile_adds_its_defaults(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        done = await client.completions.create(model="coder:calm", prompt="hello", top_p=1)
+        assert done.model == "upstream:home/far"
+    seen = read_seen(server)[-1]
+    assert seen["path"] == "/v1/completions"
+    assert seen["body"] == {"model": "far", "prompt": "hello", "top_p": 1, "temperature": 0.1, "max_tokens": 9}
+
+
+async def test_a_model_with_room_is_never_passed_over(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        cluster.nodes["studio"].memory = a_memory(80 * GIB, 96 * GIB)  # pyright: ignore
+        cluster.report()
+        answer = await client.chat.completions.create(model="coder", messages=MESSAGES)
+        assert answer.model == "big-30b"
+        assert cluster.dispatcher.counters.upstreams == {}
+
+
+async def test_a_refusal_of_the_node_hands_the_request_over(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        node = cluster.nodes["studio"]  # pyright: ignore
+        node.memory, node.refuse = a_memory(80 * GIB, 96 * GIB), 1
+        cluster.report()
+        answer = await client.chat.completions.create(model="coder", messages=MESSAGES)
+        assert answer.model == "upstream:home/far"
+        stream = await client.chat.completions.create(model="big-30b", messages=MESSAGES, stream=True)
+        assert {chunk.model async for chunk in stream} == {"big-30b"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "default"),
+    [
+        (KeyLimits(upstreams=False), True),
+        (KeyLimits(models=("coder",)), True),
+        (KeyLimits(labels=("lab",)), True),
+        (KeyLimits(), False),
+    ],
+)
+async def test_a_prompt_of_a_key_that_forbids_it_never_leaves(
+    server: str, key_file: Path, limits: KeyLimits, default: bool
+):
+    before = len(read_seen(server))
+    async with served(server, key_file, upstreams_by_default=default) as cluster, library(cluster) as client:
+        cluster.nodes["studio"].models = (a_model("other"),)  # pyright: ignore
+        cluster.report()
+        cluster.limits = lambda _: limits
+        with pytest.raises(openai.APIStatusError) as caught:
+            await client.chat.completions.create(model="coder", messages=MESSAGES)
+        assert "upstream:home: this API key may not send prompts to upstreams" in str(caught.value) or limits.models
+        cluster.limits = lambda _: KeyLimits(models=limits.models, labels=limits.labels, upstreams=True)
+        answer = await client.chat.completions.create(model="coder", messages=MESSAGES)
+        assert answer.model == "upstream:home/far"
+    assert len(read_seen(server)) == before + 1
+
+
+async def test_other_dialects_get_the_local_refusal_with_a_sentence(server: str, key_file: Path):
+    before = len(read_seen(server))
+    async with served(server, key_file) as cluster, plain(cluster) as client:
+        cluster.nodes["studio"].models = (a_model("other"),)  # pyright: ignore
+        cluster.report()
+        bodies = {
+            "/v1/responses": {"model": "coder", "input": "hello"},
+            "/v1/messages": {"model": "coder", "messages": MESSAGES, "max_tokens": 9},
+            "/api/chat": {"model": "coder", "messages": MESSAGES, "stream": False},
+            "/v1/completions": {"model": "coder", "prompt": ["a", "b"]},
+        }
+        for path, body in bodies.items():
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 404, path
+            assert "big-30b: no node serves big-30b; upstream:home: it takes only chat completions" in answer.text, path
+    assert len(read_seen(server)) == before
+
+
+FAULTS = [
+    ("status-500", 502, "the upstream home answered 500; no candidate of coder can start now: big-30b: needs"),
+    ("status-401", 502, "the upstream home answered 401: it refuses the key in its key_file"),
+    ("status-403", 502, "the upstream home answered 403: it refuses the key in its key_file"),
+    ("status-429", 503, "the upstream home answered 429: it takes no more requests now"),
+    ("status-302", 502, "the upstream home answered 302: redirects are not followed"),
+    ("status-400", 400, "the upstream home answered 400: bad request with Bearer (key)"),
+    ("html", 502, "the upstream home answered with text/html, not "),
+    ("gzip", 502, "the upstream home "),
+]
+STREAM_FAULTS = [
+    ("silent", 502, "the upstream home sent nothing for 1 s"),
+    ("not-json-first", 502, "the upstream home sent text that is not JSON"),
+    ("slow-first", 502, "the upstream home sent nothing for 1 s"),
+]
+WHOLE_FAULTS = [
+    ("silent", 502, "the upstream home did not end within 2 s"),
+    ("not-json", 502, "the upstream home sent text that is not JSON"),
+    ("list", 502, "the upstream home sent JSON that is not an object"),
+    ("no-choices", 502, "the upstream home sent an answer without choices"),
+    ("error", 502, "the upstream home sent an error in place of an answer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "sentence", "stream"),
+    [
+        *((*fault, stream) for fault in FAULTS for stream in (False, True)),
+        *((*fault, True) for fault in STREAM_FAULTS),
+        *((*fault, False) for fault in WHOLE_FAULTS),
+    ],
+)
+async def test_a_failure_before_the_first_byte_is_one_error(
+    server: str, key_file: Path, fault: str, status: int, sentence: str, stream: bool, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("DEBUG")
+    async with served(server, key_file, fault, total_seconds=2.0 if fault == "silent" else 20.0) as cluster:
+        async with plain(cluster) as client:
+            body = {"model": "coder", "messages": MESSAGES, "stream": stream}
+            answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status, answer.text
+        error = answer.json()["error"]
+        assert (error["code"], sentence in error["message"]) == ("upstream_failed", True), error["message"]
+        assert "no candidate of coder can start now: big-30b: needs" in error["message"]
+        assert error["memory"]["ceiling"] == 24 * GIB, "the numbers of the local refusal"
+        assert answer.headers["x-macpool-upstream"] == "home"
+        assert answer.headers.get("retry-after") == ("7" if fault == "status-429" else None)
+        assert SECRET not in answer.text
+        (record,) = cluster.dispatcher.history.records
+        assert (record.outcome, SECRET in record.message) == ("upstream_failed", False)
+        wanted = {"status-429": "limited", "status-400": "refused"}.get(fault, "failed")
+        assert counts(cluster) == {wanted: 1}
+    assert SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("not-json", "sent text that is not JSON"),
+        ("stream-error", "sent an error in place of an answer"),
+        ("cut", "broke the connection"),
+        ("ends", "ended its stream in the middle of the answer"),
+        ("stalls", "sent nothing for 1 s"),
+        ("endless-line", "sent an event of more than 1048576 bytes"),
+    ],
+)
+async def test_a_failure_after_the_first_byte_is_an_error_event(server: str, key_file: Path, fault: str, sentence: str):
+    async with served(server, key_file, fault) as cluster, plain(cluster) as client:
+        answer = await client.post(
+            "/v1/chat/completions", json={"model": "coder", "messages": MESSAGES, "stream": True}
+        )
+        assert answer.status_code == 200
+        events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
+        assert json.loads(events[0])["choices"][0]["delta"]["content"] == WORDS[0]
+        assert sentence in json.loads(events[-1])["error"]["message"]
+        assert counts(cluster) == {"interrupted": 1}
+        (record,) = cluster.dispatcher.history.records
+        assert record.completion_tokens == 1
+
+
+async def test_comments_and_a_stream_without_its_last_event_are_tolerated(server: str, key_file: Path):
+    for model in ("comment", "no-done", "uncounted"):
+        async with served(server, key_file, model) as cluster, plain(cluster) as client:
+            body = {"model": "coder", "messages": MESSAGES, "stream": True}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.text.endswith("data: [DONE]\n\n"), model
+            assert (": waiting" in answer.text) is (model == "comment")
+            (record,) = cluster.dispatcher.history.records
+            assert record.outcome == "ok"
+            assert record.completion_tokens == (4 if model == "uncounted" else 3), "counted by its events"
+
+
+async def test_false_token_counts_are_not_used(server: str, key_file: Path):
+    async with served(server, key_file, "lying-usage") as cluster, library(cluster) as client:
+        await client.chat.completions.create(model="coder", messages=MESSAGES)
+        (record,) = cluster.dispatcher.history.records
+        assert record.prompt_tokens is not None
+        assert 0 <= record.prompt_tokens < 100
+        assert 0 < record.completion_tokens < 200
+
+
+async def test_an_upstream_that_is_down_is_not_asked_for_a_while(key_file: Path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"
+        async with served(url, key_file) as cluster, plain(cluster) as client:
+            body = {"model": "coder", "messages": MESSAGES}
+            for _ in range(3):
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert "the upstream home cannot be reached" in answer.text
+                await asyncio.sleep(1.01)
+            cluster.nodes["studio"].models = (a_model("other"),)  # pyright: ignore
+            cluster.report()
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 404
+            assert "upstream:home: not asked after failures in a row, the last one: the upstream home" in answer.text
+            assert counts(cluster) == {"failed": 3}
+
+
+async def test_a_client_that_leaves_ends_the_request_of_the_upstream(server: str, key_file: Path):
+    async with served(server, key_file, "stalls", idle_seconds=30.0) as cluster, plain(cluster) as client:
+        body = {"model": "coder", "messages": MESSAGES, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            await anext(answer.aiter_bytes())
+            (request,) = cluster.dispatcher.list_open_requests()
+            assert request.state == "upstream"
+        async with asyncio.timeout(10):
+            await cluster.dispatcher.drain(10)
+        await asyncio.sleep(0.05)
+        assert counts(cluster) == {"cancelled": 1}
+        (record,) = cluster.dispatcher.history.records
+        assert (record.outcome, record.completion_tokens) == ("cancelled", 1)
+
+
+async def test_a_stop_of_the_coordinator_ends_the_stream_with_an_event(server: str, key_file: Path):
+    async with served(server, key_file, "stalls", idle_seconds=30.0) as cluster, plain(cluster) as client:
+        body = {"model": "coder", "messages": MESSAGES, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            cluster.dispatcher.shutdown()
+            rest = [line async for line in lines if line]
+        assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"
+
+
+async def test_the_limits_of_a_key_hold_for_upstreams(server: str, key_file: Path):
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        cluster.limits = lambda _: KeyLimits(requests_per_minute=1)
+        await client.chat.completions.create(model="coder", messages=MESSAGES)
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="coder", messages=MESSAGES)
+
+
+async def test_proxies_of_the_environment_are_not_used(server: str, key_file: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        assert (await client.chat.completions.create(model="coder", messages=MESSAGES)).model == "upstream:home/far"
