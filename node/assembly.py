@@ -22,6 +22,8 @@ from node.notifier import Notifier
 from node.settings import NodeSettings
 from node.sharing.controller import SharingController
 from node.video.wiring import VideoSubsystem
+from wire.codec import encode
+from wire.frames import RescanModels
 from wire.report import Hardware
 
 
@@ -97,7 +99,12 @@ def assemble(
     )
     answers = FetchAnswers(state / "logs" / "node.log", supervisor, video.lease_manager)
     model_orders = ModelFileOrders(
-        settings.models, identity, state / "node", links, supervisor.reports.has_model_in_memory
+        settings.models,
+        identity,
+        state / "node",
+        links,
+        is_loaded=supervisor.reports.has_model_in_memory,
+        on_change=lambda: supervisor.send(encode(RescanModels()), RescanModels, 0),
     )
     parts = AgentParts(
         links=links,

@@ -1,8 +1,9 @@
 """Orders of the coordinator about model files on this node: pull, serve, verify, remove, cancel.
 
 Rules
-- Each order gets exactly one `ModelOrderEnded`. An end for which there is no link is sent on the next link. An end that
-  was sent shortly before its link was lost is sent again. The coordinator ignores ends of orders that it does not know.
+- Each order gets exactly one `ModelOrderEnded`, unless the node stops. An end for which there is no link is sent on the
+  next link. An end that was sent shortly before its link was lost is sent again. The coordinator ignores ends of orders
+  that it does not know.
 - A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
   restart of the coordinator.
 - Only one order at a time changes the files of a repository.
@@ -114,6 +115,7 @@ class ModelFileOrders:
     """Orders about model files of this node. Call all methods on the loop of the links.
 
     `state` is the folder of the node's state. `is_loaded` returns whether a model is loaded or being loaded.
+    `on_change()` is called when files or digests of a model have changed.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ModelFileOrders:
         state: Path,
         links: CoordinatorLinks,
         is_loaded: Callable[[str], bool],
+        on_change: Callable[[], None],
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._settings = settings
@@ -132,6 +135,7 @@ class ModelFileOrders:
         self._digests = state / STORE_NAME
         self._links = links
         self._is_loaded = is_loaded
+        self._on_change = on_change
         self._environment = environment
         self._running: set[_RunningOrder] = set()
         self._ends = deque[_Ending](maxlen=MAX_ENDS)
@@ -279,17 +283,17 @@ class ModelFileOrders:
         finally:
             self._running.discard(running)
             log.info("model order ended", model=running.key, code=end.code, message=end.message)
-            for number in sorted(running.numbers):
+            if end.code == ModelOrderCode.COMPLETED:
+                self._on_change()
+            # Without an end, the coordinator sends the order again when the node is back.
+            for number in () if self._stopping else sorted(running.numbers):
                 self._send_end(number, end)
 
     async def _run_child(
         self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder | VerifyOrder
     ) -> ChildEnd:
         child = OrderChild(module, message, lambda progress: self._send_progress(running, progress))
-        end = await running.run_child(child)
-        if end.code == ModelOrderCode.CANCELLED and self._stopping:
-            return build_end(ModelOrderCode.FAILED, "the node was stopped; the received pieces stay: pull again")
-        return end
+        return await running.run_child(child)
 
     def _send_progress(self, running: _RunningOrder, progress: ChildProgress) -> None:
         for number in running.numbers:

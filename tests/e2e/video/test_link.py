@@ -90,7 +90,8 @@ class Linked(Node):
                 identity,
                 self.folder,
                 self.links,
-                self.supervisor.reports.has_model_in_memory,
+                is_loaded=self.supervisor.reports.has_model_in_memory,
+                on_change=lambda: None,
             ),
         )
         self.agent = Agent(
