@@ -1,5 +1,6 @@
 """Waits after refusals, and the check of Content-Range."""
 
+import time
 from email.utils import formatdate
 
 import pytest
@@ -63,3 +64,16 @@ def test_find_range_fault_accepts_the_begin_of_the_range(sent: str):
 )
 def test_find_range_fault_refuses_any_other_range(sent: str):
     assert find_range_fault(sent, 100, 200, 1000)
+
+
+@pytest.mark.parametrize("zone", ["-0000", "GMT", "+0100"])
+def test_compute_retry_after_reads_dates_in_any_zone(zone: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    offset = 3600.0 if zone == "+0100" else 0.0
+    date = formatdate(NOW + 40 + offset, usegmt=True).replace("GMT", zone)
+    try:
+        assert compute_retry_after({"retry-after": date}, NOW) == 40.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
