@@ -26,8 +26,10 @@ PART_SUFFIX = ".macpool-part"
 JOURNAL_SUFFIX = ".macpool-journal"
 _NEW_SUFFIX = ".macpool-new"
 LOCK_NAME = "macpool.lock"
-LOCK_TIMEOUT_SECONDS = 0.5
-"""Seconds to wait for a lock, because a mirror takes it for an instant to find out whether a download runs."""
+LOCK_POLL_SECONDS = 0.05
+LOCK_TIMEOUT_SECONDS = 3.0
+"""Seconds to wait for a lock. A cancelled download ends within them, and a mirror takes the lock for an instant to find
+out whether a download runs."""
 
 
 class RepositoryFolder:
@@ -76,7 +78,7 @@ class RepositoryFolder:
         clock = threading.Event()
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while (descriptor := self._try_lock()) is None and time.monotonic() < deadline:
-            clock.wait(LOCK_TIMEOUT_SECONDS / 10)
+            clock.wait(LOCK_POLL_SECONDS)
         if descriptor is None:
             raise ModelFileError(
                 ModelOrderCode.IN_USE, f"another process works on {self.repo} in {self.hub}: wait for its end"

@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 4096
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
+EXIT_TIMEOUT_SECONDS = 5.0
+"""Seconds from the last message of a child to its exit."""
 
 log = structlog.get_logger("node.hub.order_child")
 
@@ -67,7 +69,7 @@ class OrderChild:
                 process.stdin.write(msgspec.json.encode(self._order) + b"\n")
                 await process.stdin.drain()
             end = await self._read_messages(process.stdout)
-            await process.wait()
+            await self._wait_exit(process)
             return end or self._build_failure(process.returncode, await errors)
         finally:
             errors.cancel()
@@ -95,13 +97,23 @@ class OrderChild:
 
     async def _read_messages(self, output: asyncio.StreamReader) -> ChildEnd | None:
         """Pass on the progress of the child. Return the end of its order; None if the child ends without one."""
-        with suppress(msgspec.DecodeError, ValueError):
+        try:
             while line := await output.readline():
                 message = msgspec.json.decode(line, type=ChildMessage)
                 if isinstance(message, ChildEnd):
                     return message
                 self._on_progress(message)
+        except (msgspec.DecodeError, ValueError):  # readline raises ValueError for a line above the limit
+            log.warning("message of a model order invalid", module=self._module)
         return None
+
+    async def _wait_exit(self, process: asyncio.subprocess.Process) -> None:
+        """Wait for the exit of the child, whose messages have ended; kill the child after EXIT_TIMEOUT_SECONDS."""
+        try:
+            await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_SECONDS)
+        except TimeoutError:
+            self._signal(signal.SIGKILL)
+            await process.wait()
 
     def _build_failure(self, code: int | None, errors: bytes) -> ChildEnd:
         if self._cancelled:

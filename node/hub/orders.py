@@ -74,7 +74,8 @@ class _RunningOrder:
         self.numbers = {number}
         self.key = key
         self.commit = commit
-        self._cancelled = False
+        self.cancelled = False
+        """Whether the order was cancelled and has not ended yet."""
         self._child: OrderChild | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -84,14 +85,14 @@ class _RunningOrder:
 
     async def run_child(self, child: OrderChild) -> ChildEnd:
         """Run the process of the order, unless the order is cancelled."""
-        if self._cancelled:
+        if self.cancelled:
             return build_end(ModelOrderCode.CANCELLED)
         self._child = child
         return await child.run()
 
     def cancel(self) -> None:
         """End the process of the order, if the order has one. A removal is not cancelled."""
-        self._cancelled = True
+        self.cancelled = True
         if self._child is not None:
             self._child.cancel()
 
@@ -213,7 +214,8 @@ class ModelFileOrders:
             fault = "this node does not serve its Hugging Face cache (models.use_huggingface_cache is off)"
         if fault:
             raise ModelFileError(ModelOrderCode.INVALID, fault)
-        running = next((one for one in self._running if one.key == manifest.repo and one.commit), None)
+        pulls = (one for one in self._running if one.commit and not one.cancelled)
+        running = next((one for one in pulls if one.key == manifest.repo), None)
         if running is not None and running.commit == manifest.commit:
             running.numbers.add(order.order)
             return

@@ -9,10 +9,11 @@ import struct
 import zlib
 from dataclasses import dataclass, field
 
-_HEADER = struct.Struct("<8sQII")
+_HEADER = struct.Struct("<8sQI")
+_CHECK = struct.Struct("<I")
 _RECORD = struct.Struct("<III")
 _MAGIC = b"macpool1"
-HEADER_BYTES = _HEADER.size
+HEADER_BYTES = _HEADER.size + _CHECK.size
 RECORD_BYTES = _RECORD.size
 
 
@@ -55,8 +56,8 @@ def compute_piece_checksum(data: bytes | bytearray | memoryview) -> int:
 
 def encode_header(size: int, piece_bytes: int) -> bytes:
     """Encode the header of a journal for a file with `size` bytes."""
-    head = _HEADER.pack(_MAGIC, size, piece_bytes, 0)
-    return _HEADER.pack(_MAGIC, size, piece_bytes, zlib.crc32(head))
+    head = _HEADER.pack(_MAGIC, size, piece_bytes)
+    return head + _CHECK.pack(zlib.crc32(head))
 
 
 def encode_record(piece: int, checksum: int) -> bytes:
@@ -68,7 +69,7 @@ def parse_journal(content: bytes) -> PieceJournal | None:
     """Parse a journal up to the first torn record. Return None if the header is missing or damaged."""
     if len(content) < HEADER_BYTES:
         return None
-    _, size, piece_bytes, _ = _HEADER.unpack_from(content)
+    _, size, piece_bytes = _HEADER.unpack_from(content)
     if content[:HEADER_BYTES] != encode_header(size, piece_bytes) or piece_bytes == 0:
         return None
     journal = PieceJournal(size, piece_bytes)
@@ -77,4 +78,4 @@ def parse_journal(content: bytes) -> PieceJournal | None:
 
 
 def _compute_record_check(piece: int, checksum: int) -> int:
-    return zlib.crc32(struct.pack("<II", piece, checksum)) ^ 0x6D70
+    return zlib.crc32(struct.pack("<II", piece, checksum))

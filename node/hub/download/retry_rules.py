@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Mapping
+from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 MAX_WAIT_SECONDS = 300.0
 """Maximum seconds for which a download waits for a rate limit. A longer limit ends the order."""
 DEFAULT_WAIT_SECONDS = 5.0
 """Wait in seconds after a refusal that names no time."""
+MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
+"""Maximum wait in seconds that is taken from an answer."""
 MIN_BACKOFF_SECONDS = 0.25
-MAX_BACKOFF_SECONDS = 8.0
+MAX_DOUBLINGS = 5
+"""Number of failures in a row after which the wait does not grow any more."""
 _RATE_LIMIT = re.compile(r"r\s*=\s*(\d{1,12})\s*;\s*t\s*=\s*(\d{1,12})")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 
@@ -20,20 +24,26 @@ def compute_retry_after(headers: Mapping[str, str], now: float) -> float:
     `headers` has names in lower case. The default is DEFAULT_WAIT_SECONDS.
     """
     value = headers.get("retry-after", "").strip()
-    if value.isascii() and value.isdigit():
-        return float(value[:12])
-    if value:
-        try:
-            return max(0.0, parsedate_to_datetime(value).timestamp() - now)
-        except (ValueError, OverflowError, OSError):
-            return DEFAULT_WAIT_SECONDS
     match = _RATE_LIMIT.search(headers.get("ratelimit", ""))
-    return float(match[2]) if match is not None else DEFAULT_WAIT_SECONDS
+    if value:
+        seconds = float(value) if value.isdecimal() else _compute_seconds_until(value, now)
+    else:
+        seconds = float(match[2]) if match is not None else DEFAULT_WAIT_SECONDS
+    return min(MAX_NAMED_WAIT_SECONDS, max(0.0, seconds))
+
+
+def _compute_seconds_until(date: str, now: float) -> float:
+    """Return the seconds until an HTTP date; DEFAULT_WAIT_SECONDS for any other text."""
+    try:
+        parsed = parsedate_to_datetime(date)
+    except ValueError:
+        return DEFAULT_WAIT_SECONDS
+    return parsed.replace(tzinfo=parsed.tzinfo or UTC).timestamp() - now
 
 
 def compute_backoff(failures: int, draw: float) -> float:
     """Return the seconds to wait after a number of failures in a row. `draw` is random, from 0 to 1."""
-    return min(MAX_BACKOFF_SECONDS, MIN_BACKOFF_SECONDS * 2.0 ** min(failures, 16)) * (0.5 + draw / 2)
+    return MIN_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 
 
 def find_range_fault(content_range: str, start: int, end: int, size: int) -> str:

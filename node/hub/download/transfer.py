@@ -48,7 +48,7 @@ class _FileTask:
         """Entry for the digest store, once the file is verified."""
         self.mismatch = ""
         """Digests of the last wrong content."""
-        self._origins: frozenset[DownloadSource] = frozenset()
+        self._origins = set[DownloadSource]()
         self._resumed = False
         self._hasher = ContentHasher(file)
         self._hashed = 0
@@ -69,7 +69,7 @@ class _FileTask:
 
     def add_origin(self, source: DownloadSource) -> None:
         """Record a source that contributes content."""
-        self._origins |= {source}
+        self._origins.add(source)
 
     def take_span(self, longest: int) -> deque[int]:
         """Return the first waiting pieces in a row, at most `longest`."""
@@ -99,7 +99,7 @@ class _FileTask:
         self.mismatch = f"{self.file.path} has the digest {self._hasher.digest} instead of {self.file.etag}"
         if not self._resumed:
             self.excluded |= self._origins
-        self._origins, self._resumed = frozenset(), False
+        self._origins, self._resumed = set[DownloadSource](), False
         self._hasher, self._hashed = ContentHasher(self.file), 0
         self.part.discard()
         return False

@@ -346,7 +346,7 @@ def test_unsafe_names_are_refused_before_anything_is_written(hub: Hub, tmp_path:
 
 def test_a_second_download_of_a_repository_is_refused(hub: Hub, tmp_path: Path):
     manifest = hub.add("tests/tiny", FILES)
-    hub.faults.chunk_seconds = 0.1
+    hub.faults.chunk_seconds = 0.5
     first = Child("node.hub.downloader", download_order(tmp_path, manifest, [hub_source(hub.url)]), tmp_path / "log")
     until(lambda: hub.requests, what="a request")
     assert download(tmp_path, manifest, [hub_source(hub.url)]).code == ModelOrderCode.IN_USE

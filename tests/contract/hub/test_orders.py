@@ -5,13 +5,12 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
-from tests.support.hub.downloads import PIECE, download, hub_source
+from tests.support.hub.downloads import PIECE, download, hub_source, list_children
 from tests.support.hub.hub import Hub, running_hub
 from tests.support.processes import until
 from wire.frames import (
@@ -67,11 +66,6 @@ async def wait_progress(line: Line, order: int, is_enough: Callable[[ModelOrderP
             return frame
 
 
-def list_children() -> list[psutil.Process]:
-    """Return the processes of orders."""
-    return [child for child in psutil.Process().children() if any("node.hub" in word for word in child.cmdline())]
-
-
 async def test_a_pull_reports_its_progress_and_one_end(hub: Hub, node: ModelNode, tmp_path: Path):
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.1
@@ -83,7 +77,7 @@ async def test_a_pull_reports_its_progress_and_one_end(hub: Hub, node: ModelNode
     assert (end.code, end.message, end.fetched, len(end.content)) == (ModelOrderCode.COMPLETED, "", TOTAL, 64)
     assert is_complete(tmp_path, manifest)
     assert {request.authorization for request in hub.requests} == {f"Bearer {SECRET}"}
-    assert list_children() == []
+    assert list_children("node.hub") == []
 
 
 async def test_tokens_are_in_no_frame_and_no_command_line(hub: Hub, node: ModelNode):
@@ -92,7 +86,7 @@ async def test_tokens_are_in_no_frame_and_no_command_line(hub: Hub, node: ModelN
     line = await node.start()
     line.send(PullModel(1, manifest, (hub_source("http://127.0.0.1:9", SECRET), hub_source(hub.url, SECRET))))
     shown = str(await wait_progress(line, 1, lambda one: bool(one.message)))
-    commands = [" ".join(child.cmdline()) for child in list_children()]
+    commands = [" ".join(child.cmdline()) for child in list_children("node.hub")]
     line.send(CancelModelOrder(1))
     end, progress = await wait_end(line, 1)
     assert len(commands) == 1
@@ -105,10 +99,9 @@ async def test_a_pull_can_be_cancelled_and_continued(hub: Hub, node: ModelNode, 
     line = await node.start()
     line.send(PullModel(1, manifest, (hub_source(hub.url),)))
     await wait_progress(line, 1, lambda one: one.fetched > 0)
-    line.send(CancelModelOrder(1))
+    line.send(CancelModelOrder(1), PullModel(2, manifest, (hub_source(hub.url),)))
     assert (await wait_end(line, 1))[0].code == ModelOrderCode.CANCELLED
     hub.faults.chunk_seconds = 0.0
-    line.send(PullModel(2, manifest, (hub_source(hub.url),)))
     assert (await wait_end(line, 2))[0].code == ModelOrderCode.COMPLETED
     assert is_complete(tmp_path, manifest)
 
@@ -120,12 +113,12 @@ async def test_a_pull_continues_without_a_link_and_a_repeated_order_attaches(hub
     order = (manifest, (hub_source(hub.url),))
     line.send(PullModel(1, *order))
     await wait_progress(line, 1, lambda one: one.fetched > 0)
-    (child,) = list_children()
+    (child,) = list_children("node.hub")
     line.close()
     second = await node.next_link()
     second.send(PullModel(5, *order), PullModel(5, *order))
     await wait_progress(second, 5, lambda one: one.fetched > 0)
-    assert list_children() == [child]
+    assert list_children("node.hub") == [child]
     hub.faults.chunk_seconds = 0.0
     ends = [await second.until(ModelOrderEnded) for _ in range(2)]
     assert [(end.order, end.code) for end in ends] == [(1, ModelOrderCode.COMPLETED), (5, ModelOrderCode.COMPLETED)]
@@ -140,7 +133,7 @@ async def test_an_end_without_a_link_is_sent_on_the_next_link(hub: Hub, node: Mo
     await wait_progress(line, 1, lambda one: one.fetched > 0)
     node.welcoming.clear()
     line.close()
-    await asyncio.to_thread(until, lambda: not list_children(), what="the end of the pull")
+    await asyncio.to_thread(until, lambda: not list_children("node.hub"), what="the end of the pull")
     node.welcoming.set()
     second = await node.next_link()
     end, _ = await wait_end(second, 1)
@@ -189,7 +182,7 @@ async def test_a_killed_process_ends_its_order_as_failed(hub: Hub, node: ModelNo
     line = await node.start()
     line.send(PullModel(1, manifest, (hub_source(hub.url),)))
     await wait_progress(line, 1, lambda one: one.fetched > 0)
-    for child in list_children():
+    for child in list_children("node.hub"):
         child.kill()
     end, _ = await wait_end(line, 1)
     assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.FAILED, True)
@@ -257,6 +250,6 @@ async def test_children_end_with_the_node_and_their_orders_get_no_end(hub: Hub, 
     line.send(PullModel(1, manifest, (hub_source(hub.url),)))
     await wait_progress(line, 1, lambda one: one.fetched > 0)
     await node.stop()
-    assert list_children() == []
+    assert list_children("node.hub") == []
     frames = await line.ended()
     assert [frame for frame in frames if isinstance(frame, ModelOrderEnded)] == [], "the order is sent again later"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, DownloadOrder
 from tests.support.processes import ROOT, environment
@@ -15,6 +16,16 @@ from wire.model_files import ModelManifest, ModelSource, SourceKind
 
 PIECE = 64 * 1024
 """Bytes of a piece in tests."""
+
+
+def list_children(word: str) -> list[psutil.Process]:
+    """Return the running children of this process with a word in their command lines."""
+    found = list[psutil.Process]()
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # a zombie, or a child that has just ended
+            if any(word in part for part in child.cmdline()):
+                found.append(child)
+    return found
 
 
 class Child:

@@ -35,6 +35,17 @@ def test_parse_journal_ends_at_every_torn_record():
         assert list(journal.pieces) == [1, 2][: (end - HEADER_BYTES) // RECORD_BYTES]
 
 
+def test_add_records_continues_where_it_ended():
+    whole = make_journal(1, 2, 3)
+    journal = parse_journal(whole[:HEADER_BYTES])
+    assert journal is not None
+    at = HEADER_BYTES
+    for end in (*range(HEADER_BYTES, len(whole), 5), len(whole)):
+        at += journal.add_records(whole[at:end])
+        assert at <= end < at + RECORD_BYTES
+    assert list(journal.pieces) == [1, 2, 3]
+
+
 def test_parse_journal_detects_every_flipped_bit():
     whole = make_journal(1, 2, 3)
     for at in range(len(whole)):

@@ -1,12 +1,13 @@
 """Waits after refusals, and the check of Content-Range."""
 
+import time
 from email.utils import formatdate
 
 import pytest
 
 from node.hub.download.retry_rules import (
     DEFAULT_WAIT_SECONDS,
-    MAX_BACKOFF_SECONDS,
+    MAX_NAMED_WAIT_SECONDS,
     compute_backoff,
     compute_retry_after,
     find_range_fault,
@@ -23,6 +24,11 @@ NOW = 1_900_000_000.0
         ({"retry-after": formatdate(NOW - 40, usegmt=True)}, 0.0),
         ({"ratelimit": '"api";r=0;t=55'}, 55.0),
         ({"retry-after": "3", "ratelimit": '"api";r=0;t=55'}, 3.0),
+        ({"retry-after": formatdate(NOW + 40, usegmt=True).replace("GMT", "-0000")}, 40.0),
+        ({"retry-after": "Mon, 01 Jan 0001 00:00:00 -0000"}, 0.0),
+        ({"retry-after": "Fri, 31 Dec 9999 23:59:59 GMT"}, MAX_NAMED_WAIT_SECONDS),
+        ({"retry-after": "9" * 400}, MAX_NAMED_WAIT_SECONDS),
+        ({"retry-after": "²"}, DEFAULT_WAIT_SECONDS),
         ({"retry-after": "soon"}, DEFAULT_WAIT_SECONDS),
         ({"retry-after": "-5"}, DEFAULT_WAIT_SECONDS),
         ({"ratelimit": "none"}, DEFAULT_WAIT_SECONDS),
@@ -33,15 +39,12 @@ def test_compute_retry_after_reads_seconds_dates_and_limits(headers: dict[str, s
     assert compute_retry_after(headers, NOW) == seconds
 
 
-def test_compute_backoff_grows_to_its_maximum():
-    waits = [compute_backoff(failures, 1.0) for failures in range(10)]
-    assert waits == sorted(waits)
-    assert waits[0] < 1
-    assert waits[-1] == MAX_BACKOFF_SECONDS
-    assert compute_backoff(10_000, 0.0) == MAX_BACKOFF_SECONDS / 2
+def test_compute_backoff_doubles_to_its_maximum():
+    assert [compute_backoff(failures, 1.0) for failures in range(7)] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0]
+    assert compute_backoff(10_000, 0.0) == 4.0
 
 
-@pytest.mark.parametrize("sent", ["bytes 100-199/1000", "bytes 100-150/1000", "bytes 100-199/*"])
+@pytest.mark.parametrize("sent", ["bytes 100-199/1000", "bytes 100-150/1000", "bytes 100-199/*", "bytes 100-100/1000"])
 def test_find_range_fault_accepts_the_begin_of_the_range(sent: str):
     assert find_range_fault(sent, 100, 200, 1000) == ""
 
@@ -61,3 +64,16 @@ def test_find_range_fault_accepts_the_begin_of_the_range(sent: str):
 )
 def test_find_range_fault_refuses_any_other_range(sent: str):
     assert find_range_fault(sent, 100, 200, 1000)
+
+
+@pytest.mark.parametrize("zone", ["-0000", "GMT", "+0100"])
+def test_compute_retry_after_reads_dates_in_any_zone(zone: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    offset = 3600.0 if zone == "+0100" else 0.0
+    date = formatdate(NOW + 40 + offset, usegmt=True).replace("GMT", zone)
+    try:
+        assert compute_retry_after({"retry-after": date}, NOW) == 40.0
+    finally:
+        monkeypatch.undo()
+        time.tzset()
