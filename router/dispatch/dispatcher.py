@@ -237,8 +237,7 @@ class Dispatcher:
             request.remove_node(node)
 
     def migrate_node(self, node: NodeId) -> int:
-        """Migrate the requests of a live node to other nodes. Return the number of requests that stay, because no other
-        node has room for them."""
+        """Migrate the requests of a live node to other nodes. Return the number of requests that stay (`Migration`)."""
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
@@ -266,8 +265,7 @@ class Dispatcher:
         return request
 
     def close(self, request: ActiveRequest) -> None:
-        """Close a request. If the request has not ended, its client is gone: end it as cancelled and send its node a
-        cancel."""
+        """Close a request. If the request has not ended, its client is gone: cancel it, also on its node."""
         if request.outcome is None:
             self.apply(request, Stopped(CANCELLED))
         if self._open.pop(request.number, None) is not None:
