@@ -30,7 +30,8 @@ READ_BYTES = 1024 * 1024
 READ_THREADS = 4
 POLL_SECONDS = 0.05
 """Seconds between two checks for bytes of a file that is still being downloaded."""
-WAIT_SECONDS = 20.0
+WAIT_SECONDS = 5.0
+"""Seconds for which a missing range is waited for. Less than `MIRROR_TIMEOUT_SECONDS` of the client."""
 RETRY_SECONDS = 1
 PENDING = "Pending"
 """`X-Error-Code` of a range that is still being downloaded."""

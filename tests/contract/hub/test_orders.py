@@ -134,6 +134,7 @@ async def test_an_end_without_a_link_is_sent_on_the_next_link(hub: Hub, node: Mo
     node.welcoming.clear()
     line.close()
     await asyncio.to_thread(until, lambda: not list_children("node.hub"), what="the end of the pull")
+    await asyncio.sleep(0.5)  # the agent sees the end of its child
     node.welcoming.set()
     second = await node.next_link()
     end, _ = await wait_end(second, 1)
