@@ -5,7 +5,7 @@ are never taken for a model. A model that cannot be served keeps its name and ca
 requests that model.
 
 Two nodes have the same model if the fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
-is the files that change prompts or answers (`_IDENTITY`). The second part is the headers of the weights: names,
+is the files that change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names,
 shapes, types and offsets of every tensor. The third part is samples of every tensor: its first, middle and last
 SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
 detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
@@ -26,6 +26,7 @@ import structlog
 
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder, has_gguf, list_names
+from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import (
     estimate_loaded_bytes,
     find_unknown_dimensions,
@@ -44,28 +45,6 @@ SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
-_IDENTITY = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "tiktoken.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "modules.json",
-    "1_Pooling/config.json",
-)
-"""Files next to the weights that change prompts or answers."""
 
 log = structlog.get_logger("node.models.catalogue")
 
@@ -204,7 +183,7 @@ class ModelCatalogue:
 
 def _read_file_state(folder: Path) -> tuple[object, ...]:
     """Return a value that changes when any relevant file changes."""
-    files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in IDENTITY_FILES] + sorted(folder.glob("*.safetensors"))
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
@@ -218,7 +197,7 @@ def describe_folder(name: str, folder: Path) -> ModelDescriptor | None:
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)
     digest = hashlib.sha256()
-    for part in _IDENTITY:
+    for part in IDENTITY_FILES:
         if (folder / part).exists():
             digest.update(part.encode() + b"\0" + (folder / part).read_bytes())
     try:
