@@ -13,6 +13,7 @@ from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.hub.idle_hasher import IdleHasher
 from node.hub.orders import ModelFileOrders
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
@@ -38,6 +39,7 @@ class Node:
     sharing: SharingController
     reporter: Reporter
     model_orders: ModelFileOrders
+    hasher: IdleHasher
 
 
 def assemble(
@@ -106,6 +108,12 @@ def assemble(
         is_loaded=supervisor.reports.has_model_in_memory,
         on_change=lambda: supervisor.send(encode(RescanModels()), RescanModels, 0),
     )
+    hasher = IdleHasher(
+        settings.models,
+        state / "node",
+        is_busy=lambda: reporter.is_busy() or not sharing.sharing_state.shared or model_orders.is_working(),
+        on_change=lambda: supervisor.send(encode(RescanModels()), RescanModels, 0),
+    )
     parts = AgentParts(
         links=links,
         supervisor=supervisor,
@@ -122,4 +130,4 @@ def assemble(
     engine_changed.subscribe(agent.on_engine_change)
     video_changed.subscribe(reporter.send_soon)
     effects.changed.subscribe(reporter.send)
-    return Node(agent, supervisor, poll, video, sharing, reporter, model_orders)
+    return Node(agent, supervisor, poll, video, sharing, reporter, model_orders, hasher)

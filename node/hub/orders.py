@@ -155,6 +155,10 @@ class ModelFileOrders:
         except ModelFileError as error:
             self._send_end(order.order, build_end(error.code, error.message))
 
+    def is_working(self) -> bool:
+        """Return whether an order is in progress."""
+        return bool(self._running)
+
     def resend_ends(self) -> None:
         """Send ends again that the coordinator may have missed, on a new link."""
         now, link = asyncio.get_running_loop().time(), self._links.current

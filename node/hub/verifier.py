@@ -4,7 +4,9 @@ The order is a line of the standard input (`VerifyOrder`). The digests are store
 The process runs with low priority, and reads at most `max_bytes_per_second`.
 """
 
+import hashlib
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -18,6 +20,9 @@ from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
 NICENESS = 10
+MAX_GIT_BYTES = 64 * 1024 * 1024
+"""Maximum bytes of a file whose git digest is checked: larger files of the hub have a SHA-256."""
+_SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 class Verification:
@@ -42,10 +47,14 @@ class Verification:
             if digest is None:
                 return build_end(ModelOrderCode.FAILED, f"{name} changed while it was read: verify again")
             found[name] = digest
+        changed = [name for name, digest in found.items() if _differs_from_blob(self._folder / name, digest)]
         DigestStore(Path(self._order.digests)).add({self._folder / name: one for name, one in found.items()})
         content = compute_content({name: one.sha256 for name, one in found.items()})
         if not content:
             return build_end(ModelOrderCode.NOT_FOUND, f"{self._folder} has no files of a model")
+        if changed:
+            text = f"{', '.join(changed)} changed on the disk since the download: remove the model and pull it again"
+            return ChildEnd(code=ModelOrderCode.CONTENT_MISMATCH, message=text, content=content)
         return ChildEnd(code=ModelOrderCode.COMPLETED, content=content)
 
     def _add(self, block: bytes) -> None:
@@ -61,6 +70,22 @@ class Verification:
             self._channel.send(
                 ChildProgress(phase=ModelOrderPhase.VERIFYING, done=self._done, total=self._total, speed=speed)
             )
+
+
+def _differs_from_blob(path: Path, digest: FileDigest) -> bool:
+    """Return whether a file of the Hugging Face cache does not have the digest by which its blob is named.
+
+    That is the SHA-256, or for small files the SHA-1 of git. Raise OSError if the file cannot be read.
+    """
+    blob = Path(os.path.realpath(path))
+    if blob.parent.name != "blobs":
+        return False
+    if _SHA256.fullmatch(blob.name):
+        return blob.name != digest.sha256
+    if _SHA1.fullmatch(blob.name) and digest.size <= MAX_GIT_BYTES:
+        content = blob.read_bytes()
+        return blob.name != hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return False
 
 
 def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:

@@ -245,6 +245,14 @@ class ModelSettings(Section, frozen=True):
     use_huggingface_cache: Annotated[
         bool, Meta(description="Also serve the models of the local Hugging Face cache.")
     ] = True
+    hash_when_idle: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Hash the files of models while the node is idle, to compare copies on two nodes by their content."
+            )
+        ),
+    ] = True
     profile: Annotated[
         str,
         Meta(

@@ -219,6 +219,10 @@ async def test_verify_hashes_a_model_and_remove_deletes_it(hub: Hub, node: Model
     line.send(VerifyModel(3, "tests/tiny"))
     changed, _ = await wait_end(line, 3)
     assert changed.content not in ("", pulled.content)
+    assert (changed.code, changed.message) == (
+        ModelOrderCode.CONTENT_MISMATCH,
+        "model.safetensors changed on the disk since the download: remove the model and pull it again",
+    )
     line.send(RemoveModel(4, "tests/tiny"))
     removed, _ = await wait_end(line, 4)
     assert (removed.code, removed.freed > 0) == (ModelOrderCode.COMPLETED, True)

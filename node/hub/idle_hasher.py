@@ -1,0 +1,118 @@
+"""Hashing of model files while the node is idle, so that copies of a model can be compared by content.
+
+Pulled models are hashed as they arrive. Every other copy is hashed here once, by a child process of low priority that
+ends as soon as the node has work.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from node.hub.child_messages import ChildProgress, VerifyOrder
+from node.hub.digests import STORE_NAME, DigestStore, find_content, list_content_files
+from node.hub.order_child import OrderChild
+from node.models.folders import find_model_folders, find_snapshots, get_hub_folder
+from node.settings import ModelSettings
+from wire.frames.model_files import ModelOrderCode
+from wire.units import MIB
+
+CHECK_INTERVAL_SECONDS = 5.0
+MIN_IDLE_CHECKS = 12
+"""Checks in a row that must find the node idle before a child starts: one minute."""
+MAX_BYTES_PER_SECOND = 500 * MIB
+
+log = structlog.get_logger("node.hub.idle_hasher")
+
+
+class IdleHasher:
+    """Hasher of the models of this node.
+
+    `state` is the folder of the node's state. `is_busy()` returns whether the node has work. `on_change()` is called
+    when a model was hashed. `interval` is the time between two checks in seconds.
+    """
+
+    def __init__(
+        self,
+        settings: ModelSettings,
+        state: Path,
+        is_busy: Callable[[], bool],
+        on_change: Callable[[], None],
+        environment: Mapping[str, str] = os.environ,
+        interval: float = CHECK_INTERVAL_SECONDS,
+    ) -> None:
+        self._settings = settings
+        self._store_file = state / STORE_NAME
+        self._store = DigestStore(self._store_file)
+        self._is_busy = is_busy
+        self._on_change = on_change
+        self._environment = environment
+        self._interval = interval
+        self._failed: set[Path] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to check the node, unless `models.hash_when_idle` is off."""
+        if self._settings.hash_when_idle:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop the checks and the child."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        idle_checks = 0
+        while True:
+            await asyncio.sleep(self._interval)
+            idle_checks = 0 if self._is_busy() else idle_checks + 1
+            if idle_checks < MIN_IDLE_CHECKS:
+                continue
+            folder = await asyncio.to_thread(self.find_unhashed)
+            if folder is not None:
+                await self._hash(folder)
+
+    def find_unhashed(self) -> Path | None:
+        """Return the folder of a model whose files are not all hashed; None if there is none."""
+        return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
+
+    def _list_folders(self) -> Iterator[Path]:
+        for top in self._settings.folders:
+            yield from (folder for _, folder in find_model_folders(Path(top).expanduser()))
+        if self._settings.use_huggingface_cache:
+            yield from (folder for _, folder in find_snapshots(get_hub_folder(self._environment)))
+
+    def _is_unhashed(self, folder: Path) -> bool:
+        if folder in self._failed or not any(name.endswith(".safetensors") for name in list_content_files(folder)):
+            return False
+        return not find_content(folder, self._store)
+
+    async def _hash(self, folder: Path) -> None:
+        order = VerifyOrder(
+            folder=str(folder), digests=str(self._store_file), max_bytes_per_second=MAX_BYTES_PER_SECOND
+        )
+        child = OrderChild("node.hub.verifier", order, _ignore_progress)
+        run = asyncio.create_task(child.run())
+        try:
+            while not run.done():
+                await asyncio.wait((run,), timeout=self._interval)
+                if self._is_busy():
+                    child.cancel()
+        finally:
+            child.cancel()
+            end = await run
+        if end.code == ModelOrderCode.COMPLETED:
+            log.info("model hashed", folder=str(folder), content=end.content)
+            self._on_change()
+        elif end.code != ModelOrderCode.CANCELLED:
+            log.warning("model not hashed", folder=str(folder), why=end.message)
+            self._failed.add(folder)
+
+
+def _ignore_progress(progress: ChildProgress) -> None:
+    """Ignore the progress of the child, which nobody requested."""
