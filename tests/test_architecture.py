@@ -69,6 +69,7 @@ PERIODIC_SLEEPS = {
     "coordinator/video/job_files.py": "until a node is asked again that did not answer",
     "host/bonjour_announce.py": "looks at our own addresses, which nobody announces",
     "node/agent/discovery.py": "the time in which a second cluster may answer",
+    "node/hub/idle_hasher.py": "the period of checks of an idle node",
     "node/engine_process/supervisor.py": "the period of pings to a busy engine",
     "node/hub/serving/server.py": "the next look at a file that another process downloads",
     "node/video/ray/local_ray.py": "back-off before the driver is started again",

@@ -47,7 +47,7 @@ class Verification:
             if digest is None:
                 return build_end(ModelOrderCode.FAILED, f"{name} changed while it was read: verify again")
             found[name] = digest
-        changed = [name for name, digest in found.items() if _differs_from_blob(self._folder / name, digest)]
+        changed = [name for name, digest in found.items() if _is_changed_blob(self._folder / name, digest)]
         DigestStore(Path(self._order.digests)).add({self._folder / name: one for name, one in found.items()})
         content = compute_content({name: one.sha256 for name, one in found.items()})
         if not content:
@@ -72,7 +72,7 @@ class Verification:
             )
 
 
-def _differs_from_blob(path: Path, digest: FileDigest) -> bool:
+def _is_changed_blob(path: Path, digest: FileDigest) -> bool:
     """Return whether a file of the Hugging Face cache does not have the digest by which its blob is named.
 
     That is the SHA-256, or for small files the SHA-1 of git. Raise OSError if the file cannot be read.
