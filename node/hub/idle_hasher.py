@@ -115,4 +115,4 @@ class IdleHasher:
 
 
 def _ignore_progress(progress: ChildProgress) -> None:
-    """Ignore the progress of the child, which nobody requested."""
+    """Ignore the progress of the child."""
