@@ -34,6 +34,7 @@ from coordinator.models.pull_values import (
     SendServe,
     StorePull,
     TimePassed,
+    is_pulling,
 )
 from router.placement.cluster_view import ClusterView
 from wire.frames import (
@@ -48,6 +49,8 @@ from wire.frames import (
 from wire.identity import NodeId
 from wire.model_files import ModelManifest, ModelSource, SourceKind
 from wire.node_state import LINKED
+from wire.refusals import RefusalCode, Refused
+from wire.units import show_size
 
 MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
 MAX_OPEN_PULLS = 16
@@ -142,6 +145,27 @@ class PullController:
         for pull in ended[:-MAX_ENDED_RECORDS]:
             del self.pulls[pull]
             self._records.delete(pull)
+
+    def find_waiting_refusal(self, model: str) -> Refused | None:
+        """Return the refusal of a request for a model that a node pulls now, with progress and time; None without.
+
+        The refusal is not final: the request waits for the model in the queue.
+        """
+        return next((refused for refused in map(self._refuse_for_now, self._find_open_pulls(model)) if refused), None)
+
+    def _find_open_pulls(self, model: str) -> list[PullRecord]:
+        return [record for record in self.pulls.values() if record.ended is None and record.manifest.repo == model]
+
+    def _refuse_for_now(self, record: PullRecord) -> Refused | None:
+        pulling = [node for node in record.state.nodes.values() if is_pulling(node)]
+        if not pulling:
+            return None
+        first = max(pulling, key=lambda node: node.done)
+        left = (first.total - first.done) / first.speed if first.speed > 0 else None
+        share = f"{first.done / first.total:.0%} of {show_size(first.total)}" if first.total else "it begins"
+        after = "" if left is None else f", about {left:.0f} s left"
+        text = f"{record.manifest.repo} is being pulled ({share}{after}): wait, or look at `cluster pulls`"
+        return Refused(RefusalCode.NOT_READY, text, None, min(60.0, max(5.0, left or 30.0)))
 
     # -- events of nodes --------------------------------------------------------------------
 

@@ -68,5 +68,6 @@ class RequestFailure(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Finished | Refused | RequestFailure
 SWAP = "waiting for a model swap"
+PULL = "waiting for the pull of the model"
 CANCELLED = RequestFailure(FailureCode.CANCELLED, "the client cancelled the request")
 SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")

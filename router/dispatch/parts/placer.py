@@ -26,10 +26,17 @@ from router.placement.place import evaluate_node, place
 from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
-from wire.refusals import Refused
+from wire.refusals import RefusalCode, Refused
 
 FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
+
+
+PullFinder = Callable[[str], Refused | None]
+
+
+def _find_no_pull(model: str) -> Refused | None:
+    """Return None, because no model is being pulled."""
 
 
 class Placer:
@@ -57,6 +64,7 @@ class Placer:
         """Newest view of the cluster."""
         self._corrections: dict[NodeId, HeadroomCorrection] = {}
         self._demand = ModelDemand()
+        self._find_pull: PullFinder = _find_no_pull
 
     # view
 
@@ -88,6 +96,16 @@ class Placer:
         """Remove the correction of a node."""
         self._corrections.pop(node, None)
 
+    # pulls
+
+    def watch_pulls(self, find_pull: PullFinder) -> None:
+        """Use `find_pull`, which returns why a model that no node has is on its way; None for all other models."""
+        self._find_pull = find_pull
+
+    def find_pull(self, model: str) -> Refused | None:
+        """Return the refusal for a model that is being pulled and that no node has yet; None for any other model."""
+        return None if any(model in node.models for node in self.view.nodes) else self._find_pull(model)
+
     # requests
 
     def record_request(self, model: str) -> None:
@@ -117,8 +135,14 @@ class Placer:
         return result
 
     def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
-        """Compute the placement of a request on all nodes, and record it for later explanation."""
-        return self.record(request, self.judge(request, self.view, request.demand))
+        """Compute the placement of a request on all nodes, and record it for later explanation.
+
+        A request for a model that is being pulled gets a refusal that is not final.
+        """
+        result = self.judge(request, self.view, request.demand)
+        if isinstance(result, NoPlacement) and result.refused.code is RefusalCode.NO_MODEL:
+            result = replace(result, refused=self.find_pull(request.demand.model) or result.refused)
+        return self.record(request, result)
 
     def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Record a decision for later explanation, and return it."""

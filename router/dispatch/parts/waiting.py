@@ -15,6 +15,7 @@ from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.endings import Endings
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.wakeups import NodeChanges
+from router.dispatch.request import PULL
 from router.dispatch.request_events import DeadlinePassed, Dequeue, Enqueue, Event, RequestDenied, Withdraw
 from router.placement.candidate import NoPlacement, Placement
 from router.placement.cluster_view import ClusterView
@@ -175,7 +176,14 @@ class QueuedRequests:
     # deadlines
 
     def expire(self, now: float) -> None:
-        """Send or end the requests whose deadline has passed at `now` (monotonic seconds)."""
+        """Send or end the requests whose deadline has passed at `now` (monotonic seconds).
+
+        A request does not pass its deadline while the model that it needs is being pulled.
+        """
+        for entry in self._queue.list_entries():
+            if self._placer.find_pull(entry.item.demand.model) is not None:
+                entry.item.extend_deadline(now + self._timeout_seconds)
+                entry.item.answer.announce_wait(PULL)
         for request in self._queue.expire(now):
             self._apply(request, DeadlinePassed())
             result = self._aliases.decide(request)

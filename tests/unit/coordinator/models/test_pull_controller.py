@@ -136,6 +136,24 @@ async def test_cancel_tells_the_nodes(pool: Pool) -> None:
     assert not pool.controller.cancel_pull("pull-unknown")
 
 
+async def test_find_waiting_refusal_has_the_progress_while_a_node_pulls(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    frame = ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 1 << 30, 4 << 30, speed=float(1 << 28))
+    pool.controller.handle_frame(A, frame)
+    refused = pool.controller.find_waiting_refusal("pub/model")
+    assert refused is not None
+    assert (
+        refused.message
+        == "pub/model is being pulled (25% of 4.0 GiB, about 12 s left): wait, or look at `cluster pulls`"
+    )
+    assert (refused.final, refused.retry_after) == (False, 12.0)
+    assert pool.controller.find_waiting_refusal("pub/other") is None
+    pool.controller.cancel_pull(record.id)
+    assert pool.controller.find_waiting_refusal("pub/model") is None
+
+
 async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     pool.controller.remove_node(A)

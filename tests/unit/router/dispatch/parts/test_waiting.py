@@ -1,0 +1,68 @@
+"""Requests that wait in the queue for a model that is being pulled."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.dispatch.request import PULL
+from tests.support.cluster.loopback_cluster import a_model
+from tests.unit.router.dispatch.test_dispatcher import A, Cluster
+from wire.refusals import RefusalCode, Refused
+
+PULLING = Refused(RefusalCode.NOT_READY, "tiny is being pulled (25% of 4.0 GiB)", None, 12.0)
+
+
+class PullingCluster(Cluster):
+    """A cluster whose only node has another model, while the model of the requests is being pulled."""
+
+    def __init__(self) -> None:
+        super().__init__(A, queue_timeout_seconds=10.0)
+        self.models = (a_model("other"),)
+        self.report()
+        self.pull: Refused | None = PULLING
+        self.dispatcher.placer.watch_pulls(lambda model: self.pull if model == "tiny" else None)
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            self.dispatcher.sweep()
+
+
+@pytest.fixture
+async def pulling() -> AsyncIterator[PullingCluster]:
+    cluster = PullingCluster()
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_request_waits_for_the_pull_and_starts_with_the_model(pulling: PullingCluster) -> None:
+    request = pulling.submit()
+    pulling.pass_time(35)
+    assert (request.outcome, request.answer.waits_for) == (None, PULL)
+    pulling.models = (a_model("other"), a_model())
+    pulling.pull = None
+    pulling.report()
+    await asyncio.sleep(0)
+    assert [node for node, _ in pulling.generates()] == [A]
+    pulling.finish()
+    pulling.dispatcher.close(request)
+
+
+async def test_a_request_ends_when_the_pull_has_failed(pulling: PullingCluster) -> None:
+    request = pulling.submit()
+    pulling.pass_time(35)
+    pulling.pull = None
+    pulling.pass_time(11)
+    assert isinstance(request.outcome, Refused)
+    assert request.outcome.code is RefusalCode.NO_MODEL
+    pulling.dispatcher.close(request)
+
+
+async def test_a_request_for_an_unknown_model_ends_at_once(pulling: PullingCluster) -> None:
+    pulling.pull = None
+    request = pulling.submit()
+    assert isinstance(request.outcome, Refused)
+    assert request.outcome.code is RefusalCode.NO_MODEL
+    pulling.dispatcher.close(request)
