@@ -80,6 +80,18 @@ GLANCE = (
         ("macpool_router_queue_limit", "limit"),
     ),
     create_line_panel(
+        "Requests to upstreams",
+        "Per second, by outcome: requests that left the pool because no candidate of their alias could start.",
+        REQUESTS,
+        (f"sum by (upstream, outcome) ({_build_rate('upstream_requests')})", "{{upstream}} {{outcome}}"),
+    ),
+    create_line_panel(
+        "Tokens of upstreams",
+        "Prompt and generated tokens per second of requests to upstreams.",
+        PER_SECOND,
+        (f"sum by (upstream, kind) ({_build_rate('upstream_tokens')})", "{{upstream}} {{kind}}"),
+    ),
+    create_line_panel(
         "Tokens by key",
         "Prompt and generated tokens per second, of the ten keys with the most.",
         PER_SECOND,
