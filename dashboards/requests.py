@@ -80,18 +80,6 @@ GLANCE = (
         ("macpool_router_queue_limit", "limit"),
     ),
     create_line_panel(
-        "Requests to upstreams",
-        "Per second, by outcome: requests that left the pool because no candidate of their alias could start.",
-        REQUESTS,
-        (f"sum by (upstream, outcome) ({_build_rate('upstream_requests')})", "{{upstream}} {{outcome}}"),
-    ),
-    create_line_panel(
-        "Tokens of upstreams",
-        "Prompt and generated tokens per second of requests to upstreams.",
-        PER_SECOND,
-        (f"sum by (upstream, kind) ({_build_rate('upstream_tokens')})", "{{upstream}} {{kind}}"),
-    ),
-    create_line_panel(
         "Tokens by key",
         "Prompt and generated tokens per second, of the ten keys with the most.",
         PER_SECOND,
@@ -135,6 +123,18 @@ ENDS = (
         (_build_rate("router_requests_migrated"), "moves"),
         (_build_rate("router_requests_lost"), "losses"),
         (_build_rate("router_slow_clients"), "slow clients"),
+    ),
+    create_line_panel(
+        "Requests to upstreams",
+        "Per second, by outcome: requests that left the pool because no candidate of their alias could start.",
+        REQUESTS,
+        (f"sum by (upstream, outcome) ({_build_rate('upstream_requests')})", "{{upstream}} {{outcome}}"),
+    ),
+    create_line_panel(
+        "Tokens of upstreams",
+        "Prompt and generated tokens per second of requests to upstreams.",
+        PER_SECOND,
+        (f"sum by (upstream, kind) ({_build_rate('upstream_tokens')})", "{{upstream}} {{kind}}"),
     ),
 )
 LINE = (
