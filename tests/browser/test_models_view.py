@@ -1,4 +1,4 @@
-"""The models view in a real browser: a model of the test hub is pulled onto two real nodes, loaded, unloaded, deleted."""
+"""The models view in a real browser: a model is pulled from the test hub onto two nodes, loaded, unloaded, deleted."""
 
 import re
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from tests.support.processes import Pool, environment, pool, until
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 REPO, NODES = "lab/tiny", ("studio", "mini")
 FILES = {file.name: file.read_bytes() for file in EMBEDDED.iterdir() if file.name != "answers.json"}
-CHUNK_SECONDS = 0.05
-"""Seconds for 64 KiB of a file: a pull takes about 2 s."""
+SLOW_CHUNK_SECONDS = 0.3
+"""Seconds for 64 KiB of a file, while a test looks at a running pull."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folder: Path = tmp_path_factory.mktemp("models")
     with running_hub() as hub, pool(folder) as made:
         hub.add(REPO, FILES)
-        hub.faults.chunk_seconds = CHUNK_SECONDS
         made.up(f"hub.endpoint={hub.url}")
         for name in NODES:
             cache = environment(HF_HOME=str(folder / f"{name}-cache"))
@@ -79,11 +78,14 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
         expect(plan.get_by_role("row").filter(has_text=name)).to_contain_text("yes")
     expect(form).to_contain_text(re.compile(r"lab/tiny at [0-9a-f]{8}: 2\.5 MiB in \d files"))
     sound(page, "the plan of a pull")
+    lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form.get_by_role("button", name="Pull to 2 Macs").click()
     expect(page.get_by_text(f"The pull of {REPO} has started.")).to_be_visible()
     pulled = page.get_by_role("region", name=f"Pull of {REPO}")
-    expect(pulled.get_by_text(re.compile(r"MiB of 2\.5 MiB from the hub, .*/s"))).to_be_visible()
+    expect(pulled.get_by_text(re.compile(r"[KM]iB of 2\.5 MiB from the hub, .*/s"))).to_be_visible()
     expect(pulled.get_by_role("progressbar").first).to_be_visible()
+    sound(page, "a running pull")
+    lab.hub.faults.chunk_seconds = 0.0
     expect(pulled.get_by_role("status").get_by_text("completed")).to_be_visible()
 
     card = page.get_by_role("region", name=REPO, exact=True)
@@ -115,14 +117,14 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
     page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
     for name in NODES:
         card.get_by_role("button", name=f"Delete {REPO} on {name}").click()
-        expect(page.get_by_text(re.compile(f"{REPO} on {name} is deleted, 2.5 MiB freed"))).to_be_visible()
+        expect(page.get_by_text(re.compile(rf"{REPO} on {name} is deleted, 2\.\d MiB freed"))).to_be_visible()
     expect(card).to_have_count(0)
-    assert asked == [f"Delete {REPO} on {name}? This frees 2.5 MiB on the disk of {name}." for name in NODES]
+    assert asked == [f"Delete {REPO} on {name}? Its files of 2.5 MiB are removed from the disk." for name in NODES]
     assert REPO not in {model["name"] for model in lab.pool.get("/api/v1/models")["models"]}
 
 
 def test_a_running_pull_is_cancelled(page: Page, lab: Lab):
-    lab.hub.faults.chunk_seconds = 1.0
+    lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form = ask_for_plan(page, REPO)
     form.get_by_label("These Macs:").check()
     form.get_by_label("Pull to mini").check()
@@ -130,4 +132,4 @@ def test_a_running_pull_is_cancelled(page: Page, lab: Lab):
     pulled = page.get_by_role("region", name=f"Pull of {REPO}").first
     pulled.get_by_role("button", name=f"Cancel the pull of {REPO}").click()
     expect(pulled.get_by_role("status").get_by_text("cancelled")).to_be_visible()
-    lab.hub.faults.chunk_seconds = CHUNK_SECONDS
+    lab.hub.faults.chunk_seconds = 0.0

@@ -525,7 +525,7 @@ def test_the_files_of_a_model_are_verified_and_deleted_after_a_confirmation(page
     remove = card.get_by_role("button", name="Delete qwen on b")
     remove.click()
     page.wait_for_timeout(200)
-    assert (asked, len(api.asked)) == (["Delete qwen on b? This frees 3.0 GiB on the disk of b."], before)
+    assert (asked, len(api.asked)) == (["Delete qwen on b? Its files of 3.0 GiB are removed from the disk."], before)
     api.by_path["POST /api/v1/models/remove"] = {"content": "", "freed": 2 * GIB}
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, remove) == ("POST", "/api/v1/models/remove", {"model": "qwen", "node": "b"})

@@ -25,7 +25,7 @@ function Place({ model, place, own, announce }) {
     setWorking("");
     if (answer) announce(done(answer));
   };
-  const remove = () => confirm(`Delete ${named}? This frees ${size(place.stored)} on the disk of ${place.name}.`)
+  const remove = () => confirm(`Delete ${named}? Its files of ${size(place.stored)} are removed from the disk.`)
     && run("remove", "Deleting …", (answer) => `${named} is deleted, ${size(answer.freed)} freed.`);
   const button = (label, act) => html`<button class="small" aria-label=${`${label} ${named}`} disabled=${busy} onClick=${act}>${label}</button>`;
   const { measured } = place;
