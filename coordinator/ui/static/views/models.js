@@ -51,34 +51,31 @@ function WishState({ wish }) {
     ${wish.wanted ? ` ${parts.join(", ")}` : " at rest until a request"}${wish.missing ? html`<br /><span class=${wish.met ? "" : "warn"}>${wish.missing}</span>` : null}</p>`;
 }
 
-function Want({ name, wish, announce }) {
+function Actions({ name, wish, loadable, announce }) {
   const [edited, setEdited] = useState(null);
   const path = `/api/v1/models/wishes/${name.split("/").map(encodeURIComponent).join("/")}`;
-  const [act, { busy, error }] = useAction(async (replicas) => {
-    if (replicas === 0) {
-      await call("DELETE", path);
-      announce(`${name} is not wanted any more.`);
-      return;
-    }
+  const [load, loading] = useAction(async () => {
+    const { node } = await call("POST", "/api/v1/models/load", { model: name });
+    announce(`${name} is loaded on ${node.name}.`);
+  });
+  const [want, { busy, error }] = useAction(async (replicas) => {
     const { model, ...kept } = wish ? (await call("GET", path)).wish : {};
     await call("PUT", path, { ...kept, replicas });
     announce(`${name}: ${replicas} ${replicas === 1 ? "replica" : "replicas"} wanted.`);
     setEdited(null);
   });
+  const [unwant, ending] = useAction(async () => {
+    await call("DELETE", path);
+    announce(`${name} is not wanted any more.`);
+    setEdited(null);
+  });
   const shown = edited ?? wish?.replicas ?? 1;
-  return html`<form class="row" onSubmit=${(event) => { event.preventDefault(); act(Number(shown)); }}>
+  return html`<form class="row" onSubmit=${(event) => { event.preventDefault(); want(Number(shown)); }}>
       <label class="small">Replicas <input class="narrow" type="number" required min="1" max=${MAX_REPLICAS} step="1" aria-label=${`Replicas of ${name}`} value=${shown} onInput=${(event) => setEdited(event.target.value)} /></label>
       <button class="small" aria-label=${wish ? `Change the wish for ${name}` : `Want ${name}`} disabled=${busy}>${wish ? "Change" : "Want"}</button>
-      ${wish ? html`<button type="button" class="small" aria-label=${`Unwant ${name}`} disabled=${busy} onClick=${() => act(0)}>Unwant</button>` : null}</form>
-    <${Wrong} text=${error} />`;
-}
-
-function LoadAnywhere({ name, announce }) {
-  const [load, { busy, error }] = useAction(async () => {
-    const { node } = await call("POST", "/api/v1/models/load", { model: name });
-    announce(`${name} is loaded on ${node.name}.`);
-  });
-  return html`<p class="row"><button class="small" aria-label=${`Load on the best Mac: ${name}`} disabled=${busy} onClick=${load}>Load on the best Mac</button></p><${Wrong} text=${error} />`;
+      ${wish ? html`<button type="button" class="small" aria-label=${`Unwant ${name}`} disabled=${ending.busy} onClick=${unwant}>Unwant</button>` : null}
+      ${loadable ? html`<button type="button" class="small" aria-label=${`Load on the best Mac: ${name}`} disabled=${loading.busy} onClick=${load}>Load on the best Mac</button>` : null}</form>
+    <${Wrong} text=${error || ending.error || loading.error} />`;
 }
 
 function Model({ name, model, wish, own, announce }) {
@@ -88,8 +85,8 @@ function Model({ name, model, wish, own, announce }) {
     <p class="quiet small">${model ? `${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
     ${model?.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
     ${wish ? html`<${WishState} wish=${wish} />` : null}
-    ${places.length ? html`<ul class="notes">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} announce=${announce} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul>` : null}
-    ${own.admin ? html`${loadable ? html`<${LoadAnywhere} name=${name} announce=${announce} />` : null}<${Want} name=${name} wish=${wish} announce=${announce} />` : null}</section>`;
+    ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} announce=${announce} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul>` : null}
+    ${own.admin ? html`<${Actions} name=${name} wish=${wish} loadable=${loadable} announce=${announce} />` : null}</section>`;
 }
 
 const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"><h3>Aliases</h3>
@@ -131,7 +128,7 @@ export function Models({ pool, own }) {
   return html`<p class="good" role="status">${note}</p>
     ${own.admin ? html`<${NewPull} announce=${announce} />` : null}
     <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
-    ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="name of a model or alias" onInput=${(event) => setText(event.target.value)} /></label>
+    ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>
       <span class="small quiet" role="status">${count(shown.length)} of ${count(rows.length)} models</span></p>`
       : html`<${Nothing}>No model: ${own.admin ? "pull one, or " : ""}put one into a folder named by <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`}
     <div class="cards">${shown.map((row) => html`<${Model} key=${row.name} ...${row} own=${own} announce=${announce} />`)}

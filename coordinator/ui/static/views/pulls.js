@@ -42,14 +42,13 @@ function Plan({ plan, busy, selection, named, select, pick }) {
   const decision = (node) => {
     if (byName && !named.includes(node.id)) return "no";
     if (busy) return "…";
-    return html`<div class="reason">${node.chosen ? html`<b class="good">yes</b>` : "no"}${node.reason ? `: ${node.reason}` : ""}</div>`;
+    return html`<div class=${node.reason ? "reason" : ""}>${node.chosen ? html`<b class="good">yes</b>` : "no"}${node.reason ? `: ${node.reason}` : ""}</div>`;
   };
-  const head = [...(byName ? [""] : []), "Mac", "#disk free", "#max context", "pull"];
-  const tick = (node) => html`<input type="checkbox" aria-label=${`Pull to ${node.name}`} checked=${named.includes(node.id)} onChange=${() => pick(node.id)} />`;
+  const mac = (node) => byName ? html`<label class="choice"><input type="checkbox" aria-label=${`Pull to ${node.name}`} checked=${named.includes(node.id)} onChange=${() => pick(node.id)} /> ${node.name}</label>` : node.name;
   return html`<p>${describeModel(plan)}</p>
     <fieldset><legend>Pull to</legend>${SELECTIONS.map(([value, label]) => html`<label class="choice"><input type="radio" name="selection" value=${value} checked=${selection === value} onChange=${() => select(value)} /> ${label}</label>`)}</fieldset>
-    <div aria-busy=${busy}><${Table} caption="Plan of the pull" head=${head} rows=${plan.nodes.map((node) => ({ key: node.id, cells: [...(byName ? [tick(node)] : []), node.name,
-      node.disk_free ? size(node.disk_free) : "unknown", node.max_context ? count(node.max_context) : "–", decision(node)] }))} /></div>`;
+    <div aria-busy=${busy}><${Table} caption="Plan of the pull" head=${["Mac", "pull", "#disk free", "#max context"]} rows=${plan.nodes.map((node) => ({ key: node.id,
+      cells: [mac(node), decision(node), node.disk_free ? size(node.disk_free) : "unknown", node.max_context ? count(node.max_context) : "–"] }))} /></div>`;
 }
 
 export function NewPull({ announce }) {
@@ -74,12 +73,14 @@ export function NewPull({ announce }) {
     setRevision("");
     drop();
   });
-  const chosen = plan && !busy && !error && (selection !== "named" || named.length) ? plan.nodes.filter((node) => node.chosen).length : 0;
+  const isChosen = (node) => node.chosen && (selection !== "named" || named.includes(node.id));
+  const chosen = plan && !busy && !error ? plan.nodes.filter(isChosen).length : 0;
   return html`<section class="card" aria-label="Pull a model"><h3>Pull a model</h3>
     <form onSubmit=${(event) => { event.preventDefault(); replan(selection, named, 0); }}>
-      <div class="fields"><label>Repository <input required minlength="3" maxlength="200" autocomplete="off" spellcheck="false" placeholder="mlx-community/Qwen3-8B-4bit" value=${repo} onInput=${edit(setRepo)} /></label>
-        <label>Revision <input maxlength="200" autocomplete="off" spellcheck="false" placeholder="main" value=${revision} onInput=${edit(setRevision)} /></label></div>
-      <p class="row"><button class=${plan ? "" : "main"} disabled=${busy || !repo.trim()}>Show the plan</button><span class="small quiet" role="status">${busy ? "Asking the hub …" : ""}</span></p></form>
+      <div class="fill"><label>Repository <input required minlength="3" maxlength="200" autocomplete="off" spellcheck="false" placeholder="mlx-community/Qwen3-8B-4bit" value=${repo} onInput=${edit(setRepo)} /></label>
+        <label>Revision <input maxlength="200" autocomplete="off" spellcheck="false" placeholder="main" value=${revision} onInput=${edit(setRevision)} /></label>
+        <button class=${plan ? "" : "main"} disabled=${busy || !repo.trim()}>Show the plan</button></div>
+      <p class="small quiet" role="status">${busy ? "Asking the hub …" : ""}</p></form>
     <${Wrong} text=${error || starting.error} />
     ${plan ? html`<${Plan} plan=${plan} busy=${busy} selection=${selection} named=${named} select=${select} pick=${pick} />
       <p class="row"><button class="main" disabled=${!chosen || starting.busy} onClick=${start}>${`Pull to ${chosen} ${chosen === 1 ? "Mac" : "Macs"}`}</button><button onClick=${drop}>Close</button></p>` : null}</section>`;
@@ -109,7 +110,7 @@ function Pull({ pull, own, announce }) {
     <div class="row spread"><h4>${pull.repo}</h4><span class="row">${own.admin && pull.state === "pulling" ? html`<button class="small" aria-label=${`Cancel the pull of ${pull.repo}`} disabled=${busy} onClick=${cancel}>Cancel</button>` : null}
       <span class=${`badge ${BADGES[pull.state] ?? "quiet"}`} role="status">${pull.state}</span></span></div>
     <p class="small quiet">${pull.revision} at ${pull.commit.slice(0, 8)}, ${size(pull.size)} in ${count(pull.files)} files, ${pull.ended === null ? `started ${clock(pull.started)}` : `ended ${clock(pull.ended)}`}</p>
-    <ul class="notes">${pull.nodes.map((node) => html`<${NodeProgress} key=${node.id} pull=${pull} node=${node} />`)}</ul><${Wrong} text=${error} /></section>`;
+    <ul class="places">${pull.nodes.map((node) => html`<${NodeProgress} key=${node.id} pull=${pull} node=${node} />`)}</ul><${Wrong} text=${error} /></section>`;
 }
 
 export function Pulls({ pulls, own, announce }) {
