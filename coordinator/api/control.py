@@ -100,15 +100,26 @@ class ControlApi:
                 "/api/v1/models": lambda: models.build_answer(),
             }
         )
-        sections = SnapshotSources(pool, members, models, joins, traffic, ring, WallClock(traffic.get_time))
+        wanted, files = WishRoutes(nodes, wishes, admin.store), PullRoutes(nodes, pulls)
+        sections = SnapshotSources(
+            pool=pool,
+            nodes=members,
+            models=models,
+            pulls=files,
+            wishes=wanted,
+            joins=joins,
+            traffic=traffic,
+            ring=ring,
+            clock=WallClock(traffic.get_time),
+        )
         subjects: tuple[RouteGroup, ...] = (
             pool,
             members,
             models,
-            WishRoutes(nodes, wishes, admin.store),
+            wanted,
             joins,
             VideoRoutes(nodes.registry, controller, ring),
-            PullRoutes(nodes, pulls),
+            files,
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),

@@ -9,13 +9,17 @@ from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.models import ModelRoutes
 from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.pool import PoolRoutes
+from coordinator.api.routes.pulls import PullRoutes
 from coordinator.api.routes.requests import WallClock, get_phase, summarize_request
+from coordinator.api.routes.wishes import WishRoutes
 from router.admission.api_keys import KeyRing
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import RequestRecord
 
 MAX_REQUESTS_SHOWN = 50
 """Maximum open requests, and maximum ended requests, on the page."""
+MAX_ENDED_PULLS_SHOWN = 10
+"""Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
 """Seconds without a report from which the page shows the age of a node's last report."""
 
@@ -27,6 +31,8 @@ class SnapshotSources:
     pool: PoolRoutes
     nodes: NodeRoutes
     models: ModelRoutes
+    pulls: PullRoutes
+    wishes: WishRoutes
     joins: JoinRoutes
     traffic: DispatcherApi
     ring: KeyRing
@@ -40,6 +46,9 @@ class SnapshotSources:
             "status": {name: value for name, value in self.pool.build_status_row().items() if name != "uptime_seconds"},
             "nodes": [_remove_age_noise(row) for row in self.nodes.build_rows()],
             "models": self.models.build_rows(),
+            "aliases": self.models.build_alias_rows(),
+            "pulls": _select_pulls(self.pulls.build_rows()),
+            "wishes": self.wishes.build_state_rows(),
             "requests": [
                 _build_open_row(request, self.clock, names)
                 for request in self.traffic.list_open_requests()[:MAX_REQUESTS_SHOWN]
@@ -49,6 +58,16 @@ class SnapshotSources:
             "conditions": self.pool.list_active_conditions(),
             "load": self.pool.read_load_history(1),
         }
+
+
+def _select_pulls(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Return the open pulls and the newest ended ones, without the names of administrators."""
+    ended = [row for row in rows if row["ended"] is not None][:MAX_ENDED_PULLS_SHOWN]
+    return [
+        {name: value for name, value in row.items() if name != "actor"}
+        for row in rows
+        if row["ended"] is None or row in ended
+    ]
 
 
 def _remove_age_noise(row: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from wire.frames import Report
 from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.report import EngineCounters, EngineState, Hardware, Memory, Sharing
-from wire.units import GIB, KIB
+from wire.units import GIB, KIB, MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 BASE = "http://pool.test"
@@ -126,6 +126,9 @@ def api() -> Answers:
             "status": now,
             "nodes": [node()],
             "models": [],
+            "aliases": [],
+            "pulls": [],
+            "wishes": [],
             "requests": [],
             "ended": [],
             "joins": [],
@@ -405,6 +408,57 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
 # models
 
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def place(name: str, held: str, **changes: Any) -> dict[str, Any]:
+    """Return a copy of a model on a Mac, as in the API."""
+    return {
+        "id": name,
+        "name": name,
+        "state": "ready",
+        "model": held,
+        "cause": "",
+        "progress": 0.0,
+        "prefill_speed": 1234.4,
+        "decode_speed": 56.6,
+        "measured": None,
+        "fingerprint": "f",
+        "content": "",
+        "identity": "content",
+        "quantization": "4-bit",
+        "stored": 16 * GIB,
+        "used": 0.0,
+        "removable": True,
+    } | changes
+
+
+def model(name: str, *nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    size = {"weights": 17 * GIB, "context": 32768}
+    return {"name": name, **size, "fingerprint": "f", "conflict": False, "nodes": list(nodes)} | changes
+
+
+def wish(name: str, **changes: Any) -> dict[str, Any]:
+    state = {"replicas": 2, "wanted": 2, "met": False, "ready": [], "loading": [], "away": [], "missing": ""}
+    return {"model": name} | state | changes
+
+
+def pull(name: str, *nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    files = {"revision": "main", "commit": COMMIT, "size": 4 * GIB, "files": 7}
+    times = {"state": "pulling", "started": AT, "ended": None, "mirror": "a"}
+    return {"id": f"pull-{name}", "repo": f"lab/{name}", **files, **times, "nodes": list(nodes)} | changes
+
+
+def pull_node(name: str, state: str = "pulling", **changes: Any) -> dict[str, Any]:
+    numbers = {"done": 1 * GIB, "total": 4 * GIB, "speed": 40 * MIB, "seconds_left": 76.8, "fetched": 1 * GIB}
+    source = {"phase": "downloading", "source": "hub", "linked": True, "retries": 0, "message": ""}
+    return {"id": name, "name": name, "state": state, **numbers, **source} | changes
+
+
+def lines(listed: Locator) -> list[str]:
+    return [" ".join(text.split()) for text in listed.get_by_role("listitem").all_inner_texts()]
+
+
 def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers):
     measured = {
         "max_context": 8192,
@@ -414,53 +468,246 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
         "residual": 1,
         "covered": 1,
     }
-    place = {
-        "state": "ready",
-        "cause": "",
-        "progress": 0.0,
-        "prefill_speed": 1234.4,
-        "decode_speed": 56.6,
-        "measured": None,
-        "fingerprint": "f",
-    }
     api.sections["models"] = [
-        {
-            "name": "qwen",
-            "weights": 17 * GIB,
-            "context": 32768,
-            "fingerprint": "f",
-            "conflict": True,
-            "nodes": [
-                place | {"id": "a", "name": "a", "model": "loaded", "measured": measured},
-                place | {"id": "b", "name": "b", "model": "known"},
-                place | {"id": "c", "name": "c", "model": "loading", "progress": 0.375},
-                place | {"id": "d", "name": "d", "model": "failed", "cause": "no such file"},
-                place | {"id": "e", "name": "e", "model": "loaded", "state": "lost"},
-                place | {"id": "f", "name": "f", "model": "loaded", "state": "left"},
-            ],
-        }
+        model(
+            "qwen",
+            place("a", "loaded", measured=measured),
+            place("b", "known", identity="sampled", quantization=""),
+            place("c", "loading", progress=0.375, identity="differs"),
+            place("d", "failed", cause="no such file", removable=False, stored=0),
+            place("e", "loaded", state="lost"),
+            place("f", "loaded", state="left"),
+            conflict=True,
+        )
     ]
     show(page, "models")
     card = page.get_by_role("region", name="qwen")
     expect(card).to_contain_text("17.0 GiB, context of 32,768 tokens")
     expect(card).to_contain_text("Macs hold different models under this name")
-    rows = card.get_by_role("listitem")
-    texts = [" ".join(text.split()) for text in rows.all_inner_texts()]
-    assert texts == [
-        "a: loaded Unload prefill 1,234 tokens/s, decode 57 tokens/s for one request measured: up to 8,192 tokens in "
-        "one request, 6 requests at once, 64.0 KiB a token",
-        "b: on disk Load",
-        "c: loading",
-        "d: failed no such file Load",
+    assert lines(card) == [
+        "a: loaded Unload Verify 16.0 GiB, 4-bit, same content, never used prefill 1,234 tokens/s, decode 57 tokens/s "
+        "for one request measured: up to 8,192 tokens in one request, 6 requests at once, 64.0 KiB a token",
+        "b: on disk Load Verify Delete 16.0 GiB, same samples, never used",
+        "c: loading Verify 16.0 GiB, 4-bit, DIFFERS, never used",
+        "d: cannot load Load no such file 4-bit, never used",
         "e: lost",
     ]
     expect(card.get_by_role("progressbar", name="Loading qwen on c")).to_have_attribute("value", "0.375")
-    unload, loads = card.get_by_role("button", name="Unload"), card.get_by_role("button", name="Load", exact=True)
+    api.by_path["POST /api/v1/models/load"] = {"node": {"id": "b", "name": "b"}}
+    unload, load_b = (
+        card.get_by_role("button", name="Unload qwen on a"),
+        card.get_by_role("button", name="Load qwen on b"),
+    )
     assert sent(api, unload) == ("POST", "/api/v1/models/unload", {"model": "qwen", "node": "a"})
-    assert sent(api, loads.first) == ("POST", "/api/v1/models/load", {"model": "qwen", "node": "b"})
+    assert sent(api, load_b) == ("POST", "/api/v1/models/load", {"model": "qwen", "node": "b"})
+    anywhere = card.get_by_role("button", name="Load on the best Mac")
+    assert sent(api, anywhere) == ("POST", "/api/v1/models/load", {"model": "qwen"})
+    expect(page.get_by_role("status").get_by_text("qwen is loaded on b.")).to_be_visible()
     api.by_path["POST /api/v1/models/load"] = "18.0 GiB are needed and 3.0 GiB are there"
-    loads.last.click()
+    card.get_by_role("button", name="Load qwen on d").click()
     expect(page.get_by_role("alert").get_by_text("18.0 GiB are needed and 3.0 GiB are there")).to_be_visible()
+
+
+def test_the_files_of_a_model_are_verified_and_deleted_after_a_confirmation(page: Page, api: Answers):
+    api.sections["models"] = [model("qwen", place("a", "known", used=AT), place("b", "known", stored=3 * GIB))]
+    api.by_path["POST /api/v1/models/verify"] = {"content": "abcdef0123456789", "freed": 0}
+    show(page, "models")
+    card = page.get_by_role("region", name="qwen")
+    assert "last request" in lines(card)[0]
+    verify = card.get_by_role("button", name="Verify qwen on a")
+    assert sent(api, verify) == ("POST", "/api/v1/models/verify", {"model": "qwen", "node": "a"})
+    expect(page.get_by_text("qwen on a: all files read, content abcdef012345.")).to_be_visible()
+    api.by_path["POST /api/v1/models/verify"] = "b: model.safetensors has other content: pull it again"
+    card.get_by_role("button", name="Verify qwen on b").click()
+    expect(card.get_by_role("alert")).to_have_text("b: model.safetensors has other content: pull it again")
+    asked, before = list[str](), len(api.asked)
+    page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+    remove = card.get_by_role("button", name="Delete qwen on b")
+    remove.click()
+    page.wait_for_timeout(200)
+    assert (asked, len(api.asked)) == (["Delete qwen on b? Its files of 3.0 GiB are removed from the disk."], before)
+    api.by_path["POST /api/v1/models/remove"] = {"content": "", "freed": 2 * GIB}
+    page.once("dialog", lambda dialog: dialog.accept())
+    assert sent(api, remove) == ("POST", "/api/v1/models/remove", {"model": "qwen", "node": "b"})
+    expect(page.get_by_role("status").get_by_text("qwen on b is deleted, 2.0 GiB freed.")).to_be_visible()
+
+
+def test_wishes_show_their_missing_number_and_are_changed_without_the_loss_of_their_rules(page: Page, api: Answers):
+    api.sections["models"] = [model("qwen", place("a", "loaded")), model("lab/llama", place("a", "known"))]
+    api.sections["wishes"] = [
+        wish("qwen", ready=["a"], loading=["b"], away=["c"], missing="needs 1 more node: d is paused"),
+        wish("Lab/Llama", replicas=1, wanted=0, met=True),
+        wish("lab/none", missing="needs 2 nodes with the model on disk, none have it: pull it to another node"),
+    ]
+    kept = {"labels": ["lab"], "allow": [], "deny": ["b"], "idle_unload_seconds": 60, "eviction_cost": 7}
+    path = "/api/v1/models/wishes/"
+    api.by_path[f"GET {path}qwen"] = {"wish": {"model": "qwen", "replicas": 2, "load_at_boot": False, **kept}}
+    show(page, "models")
+    cards = {name: page.get_by_role("region", name=name, exact=True) for name in ("qwen", "lab/llama", "lab/none")}
+    for name, text in (
+        ("qwen", "wish not met 2 replicas wanted, 1 ready (a), loading on b, c away needs 1 more node: d is paused"),
+        ("lab/llama", "wish met 1 replica wanted, at rest until a request"),
+        ("lab/none", "No Mac has this model. wish not met 2 replicas wanted, 0 ready needs 2 nodes with the model"),
+    ):
+        assert text in " ".join(cards[name].inner_text().split())
+    cards["qwen"].get_by_label("Replicas of qwen").fill("3")
+    change = cards["qwen"].get_by_role("button", name="Change the wish for qwen")
+    assert sent(api, change) == ("PUT", f"{path}qwen", {"replicas": 3, "load_at_boot": False, **kept})
+    expect(page.get_by_role("status").get_by_text("qwen: 3 replicas wanted.")).to_be_visible()
+    unwant = cards["lab/none"].get_by_role("button", name="Unwant lab/none")
+    assert sent(api, unwant) == ("DELETE", f"{path}lab/none", None)
+    api.sections["wishes"] = []
+    page.reload()
+    want = cards["lab/llama"].get_by_role("button", name="Want lab/llama")
+    assert sent(api, want) == ("PUT", f"{path}lab/llama", {"replicas": 1})
+
+
+def test_a_search_finds_models_and_aliases_and_disks_show_their_free_bytes(page: Page, api: Answers):
+    api.sections["models"] = [model(name, place("a", "known")) for name in ("lab/Qwen3-8B", "lab/llama", "qwen-small")]
+    api.sections["aliases"] = [
+        {"name": "coder", "candidates": ["lab/Qwen3-8B", "qwen-small"], "served": "qwen-small"},
+        {"name": "qwen", "candidates": ["nothing"], "served": None},
+    ]
+    api.sections["nodes"] = [
+        node(disk={"free": 300 * GIB, "total": 900 * GIB, "folder": "/x"}),
+        node("lost", NodeState.LOST, disk={"free": 1, "total": 2, "folder": ""}),
+        node("outdated"),
+    ]
+    show(page, "models")
+    rows = page.get_by_role("region", name="Aliases of models").get_by_role("row")
+    assert [cells(row) for row in rows.all()[1:]] == [
+        ["coder", "lab/Qwen3-8B, then qwen-small", "qwen-small"],
+        ["qwen", "nothing", "none"],
+    ]
+    disks = page.get_by_role("region", name="Disks")
+    assert " ".join(disks.inner_text().split()) == "Disks studio 300.0 GiB of 900.0 GiB free"
+    expect(page.get_by_text("3 of 3 models")).to_be_visible()
+    page.get_by_label("Search").fill(" QWEN ")
+    expect(page.get_by_text("2 of 3 models")).to_be_visible()
+    expect(page.get_by_role("region", name="lab/llama")).to_have_count(0)
+    expect(page.get_by_role("region", name="lab/Qwen3-8B")).to_be_visible()
+    assert [cells(row)[0] for row in rows.all()[1:]] == ["qwen"]
+
+
+def plan(*nodes: dict[str, Any]) -> dict[str, Any]:
+    """Return a plan of a pull, as in the API."""
+    described = {"architecture": "qwen3", "quantization": "4-bit", "weights": 1, "kv_per_token": 1, "context": 40960}
+    files = {"size": 4 * GIB, "files": 7, "skipped": {"files": 2, "size": 1 * MIB}}
+    return {"repo": "lab/qwen", "revision": "main", "commit": COMMIT, **files, "model": described, "nodes": list(nodes)}
+
+
+def plan_node(name: str, reason: str = "", **changes: Any) -> dict[str, Any]:
+    numbers = {"has_model": False, "disk_free": 300 * GIB, "max_context": 40960}
+    return {"id": name, "name": name, "state": "ready", "chosen": not reason, **numbers, "reason": reason} | changes
+
+
+def test_a_pull_is_planned_for_the_chosen_macs_before_it_starts(page: Page, api: Answers):
+    full = "needs 4.0 GiB of disk, has 2.0 GiB free and keeps 1.0 GiB"
+    api.by_path["POST /api/v1/pulls"] = plan(plan_node("a"), plan_node("b", full, disk_free=0, max_context=0))
+    show(page, "models")
+    card = page.get_by_role("region", name="Pull a model")
+    ask, body = (
+        card.get_by_role("button", name="Show the plan"),
+        {"repo": "lab/qwen", "revision": "v1", "dry_run": True},
+    )
+    expect(ask).to_be_disabled()
+    card.get_by_label("Repository").fill(" lab/qwen ")
+    card.get_by_label("Revision").fill("v1")
+    assert sent(api, ask) == ("POST", "/api/v1/pulls", body | {"nodes": [], "all": False})
+    expect(card).to_contain_text(
+        "lab/qwen at 01234567: 4.0 GiB in 7 files, 4-bit, context of 40,960 tokens. Not needed: 2 files, 1.0 MiB."
+    )
+    rows = card.get_by_role("region", name="Plan of the pull").get_by_role("row")
+    assert [cells(row) for row in rows.all()[1:]] == [
+        ["a", "yes", "300.0 GiB", "40,960"],
+        ["b", f"no: {full}", "unknown", "–"],
+    ]
+    expect(card.get_by_role("button", name="Pull to 1 Mac")).to_be_enabled()
+    away = "is asleep, and starts the pull when it is back"
+    api.by_path["POST /api/v1/pulls"] = plan(plan_node("a"), plan_node("b", away, chosen=True))
+    everyone = card.get_by_label("Every Mac with room, also those that are away")
+    assert sent(api, everyone) == ("POST", "/api/v1/pulls", body | {"nodes": [], "all": True})
+    expect(rows.nth(2).get_by_role("cell").nth(1)).to_have_text(f"yes: {away}")
+    expect(card.get_by_role("button", name="Pull to 2 Macs")).to_be_enabled()
+    before = len(api.asked)
+    card.get_by_label("These Macs:").check()
+    expect(card.get_by_role("button", name="Pull to 0 Macs")).to_be_disabled()
+    assert len(api.asked) == before, "without a name there is no plan"
+    api.by_path["POST /api/v1/pulls"] = plan(plan_node("a", "was not named"), plan_node("b")) | {"pull": pull("qwen")}
+    tick = card.get_by_label("Pull to b")
+    assert sent(api, tick) == ("POST", "/api/v1/pulls", body | {"nodes": ["b"], "all": False})
+    start = card.get_by_role("button", name="Pull to 1 Mac")
+    expect(start).to_be_enabled()
+    assert sent(api, start) == (
+        "POST",
+        "/api/v1/pulls",
+        {"repo": "lab/qwen", "revision": "v1", "nodes": ["b"], "all": False},
+    )
+    expect(page.get_by_role("status").get_by_text("The pull of lab/qwen has started.")).to_be_visible()
+    expect(card.get_by_label("Repository")).to_have_value("")
+    expect(rows).to_have_count(0)
+
+
+def test_a_refused_plan_is_shown_as_the_sentence_of_the_coordinator(page: Page, api: Answers):
+    api.by_path["POST /api/v1/pulls"] = "lab/gated is gated: accept its terms on its page, and set hub.token_file"
+    show(page, "models")
+    card = page.get_by_role("region", name="Pull a model")
+    card.get_by_label("Repository").fill("lab/gated")
+    card.get_by_role("button", name="Show the plan").click()
+    expect(card.get_by_role("alert")).to_have_text(api.by_path["POST /api/v1/pulls"])
+    expect(card.get_by_role("button")).to_have_text(["Show the plan"])
+
+
+def test_pulls_show_bytes_speed_source_and_faults_and_are_cancelled(page: Page, api: Answers):
+    lost = "the hub answers 403: accept the terms"
+    api.sections["pulls"] = [
+        pull(
+            "qwen",
+            pull_node("a"),
+            pull_node("b", source="mirror", done=512 * MIB, seconds_left=2.2),
+            pull_node("c", "waiting"),
+            pull_node("d", "waiting", linked=False, message="the link was lost"),
+            pull_node("e", phase="verifying", seconds_left=None),
+            pull_node("f", total=0),
+        ),
+        pull("gated", pull_node("a", "failed", message=lost), state="failed", ended=time.time() - 60),
+        pull("old", pull_node("a", "completed"), pull_node("b", "completed", fetched=0), state="completed", ended=AT),
+    ]
+    show(page, "models")
+    cards = {name: page.get_by_role("region", name=f"Pull of lab/{name}") for name in ("qwen", "gated", "old")}
+    expect(cards["qwen"]).to_contain_text("main at 01234567, 4.0 GiB in 7 files, started ")
+    assert lines(cards["qwen"]) == [
+        "a: pulling 1.0 GiB of 4.0 GiB from the hub, 40.0 MiB/s, 77 s left",
+        "b: pulling 512.0 MiB of 4.0 GiB from a, 40.0 MiB/s, 3 s left",
+        "c: waiting waits for a source",
+        "d: waiting waits until the Mac is back the link was lost",
+        "e: pulling verifying, 1.0 GiB of 4.0 GiB from the hub, 40.0 MiB/s",
+        "f: pulling starts",
+    ]
+    expect(page.get_by_role("progressbar", name="Pull of lab/qwen to b")).to_have_attribute("value", "0.125")
+    assert cards["gated"].get_by_role("alert").all_inner_texts() == [lost]
+    expect(cards["gated"].get_by_role("button")).to_have_count(0)
+    expect(cards["old"]).to_be_hidden()
+    page.get_by_text("Older pulls: 1").click()
+    assert lines(cards["old"]) == ["a: completed 1.0 GiB received", "b: completed it had the files"]
+    cancel = cards["qwen"].get_by_role("button", name="Cancel the pull of lab/qwen")
+    assert sent(api, cancel) == ("DELETE", "/api/v1/pulls/pull-qwen", None)
+    api.by_path["DELETE /api/v1/pulls/pull-qwen"] = "pull-qwen has ended already"
+    cancel.click()
+    expect(cards["qwen"].get_by_role("alert")).to_have_text("pull-qwen has ended already")
+
+
+def test_a_key_for_metrics_sees_models_wishes_and_pulls_without_any_action(page: Page, api: Answers):
+    api.by_path["GET /api/v1/key"] = OWN | {"scopes": ["metrics"]}
+    api.sections["models"] = [model("qwen", place("a", "known"), place("b", "loaded"))]
+    api.sections["wishes"] = [wish("qwen"), wish("none")]
+    api.sections["pulls"] = [pull("qwen", pull_node("a"))]
+    show(page, "models")
+    expect(page.get_by_role("region", name="Pull of lab/qwen")).to_be_visible()
+    expect(page.get_by_role("region", name="qwen", exact=True)).to_contain_text("wish not met")
+    expect(page.get_by_role("region", name="Pull a model")).to_have_count(0)
+    expect(page.get_by_role("main").get_by_role("button")).to_have_count(0)
+    expect(page.get_by_role("main").get_by_role("spinbutton")).to_have_count(0)
 
 
 # requests

@@ -1,6 +1,7 @@
 """`cluster place`, `cluster explain` and `cluster models` with aliases, from the API to the printed text."""
 
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ async def test_explain_names_the_alias_and_why_each_candidate_was_passed_over(
 async def test_models_lists_the_aliases(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     async with admin_of(tmp_path) as client:
         answer = (await client.get("/api/v1/models")).json()
+        live = (await client.get("/api/v1/live")).text
+    assert f"event: aliases\ndata: {json.dumps(answer['aliases'], separators=(',', ':'))}\n" in live, "on the page"
     assert answer["aliases"] == [{"name": "coder", "candidates": ["nowhere", "big-30b", "small-8b"], "served": None}]
     print_models({"models": [], "aliases": [{**answer["aliases"][0], "served": "small-8b"}]}, wide=False)
     assert (

@@ -91,9 +91,12 @@ class ModelRoutes:
 
     def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
         """Return the models and aliases that a key with these limits may use."""
+        return {"schema": 1, "models": self.build_rows(limits), "aliases": self.build_alias_rows(limits)}
+
+    def build_alias_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
+        """Return the aliases that a key with these limits may use, with their candidates in order."""
         visible = self._names.list_visible(self._nodes.registry.build_view(), limits)
-        aliases = [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
-        return {"schema": 1, "models": self.build_rows(limits), "aliases": aliases}
+        return [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
 
     async def models(self) -> dict[str, Any]:
         """List the models and aliases that the key may use, and the state of models on each node; sizes in bytes."""

@@ -16,6 +16,7 @@ from coordinator.models.wishes import (
     MAX_EVICTION_COST,
     MAX_REPLICAS,
     LoadWish,
+    Plan,
     UnloadReason,
     Wish,
     WishAction,
@@ -107,13 +108,16 @@ class WishRoutes:
     async def plan_models(self) -> dict[str, Any]:
         """Return the nodes and the missing number of each wish, then the running and the next actions."""
         plan = self._runner.build_plan()
-        missing = {short.model: short.text for short in plan.shortfalls}
         return {
             "schema": 1,
-            "wishes": [self._build_state_row(state, missing.get(state.wish.model, "")) for state in plan.states],
+            "wishes": self._build_state_rows(plan),
             "running": [_build_action_row(action) for action in self._runner.running],
             "next": [_build_action_row(action) for action in plan.actions],
         }
+
+    def build_state_rows(self) -> list[dict[str, Any]]:
+        """Return the nodes and the missing number of each wish."""
+        return self._build_state_rows(self._runner.build_plan()) if self._store.wishes else []
 
     def _find_wish(self, model: str) -> str:
         """Return the name of the wish for a model. Raise `ProblemError` (404) if there is none."""
@@ -128,6 +132,10 @@ class WishRoutes:
     def _build_wish_row(self, wish: Wish) -> dict[str, Any]:
         row = msgspec.to_builtins(wish)
         return {**row, "allow": self._get_names(wish.allow), "deny": self._get_names(wish.deny)}
+
+    def _build_state_rows(self, plan: Plan) -> list[dict[str, Any]]:
+        missing = {short.model: short.text for short in plan.shortfalls}
+        return [self._build_state_row(state, missing.get(state.wish.model, "")) for state in plan.states]
 
     def _build_state_row(self, state: WishState, missing: str) -> dict[str, Any]:
         return {

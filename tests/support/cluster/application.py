@@ -58,6 +58,7 @@ class Application:
     conductor: VideoController
     load: LoadHistory
     wishes: WishRunner
+    pulls: PullController
     superseded: list[SupersededMark]
     """Proofs of newer coordinators that nodes have sent."""
 
@@ -162,7 +163,7 @@ async def application(
         reconciling = asyncio.create_task(wishes.run())
         try:
             yield Application(
-                door, api, admin, authority, store, nodes, dispatcher, conductor, load, wishes, superseded
+                door, api, admin, authority, store, nodes, dispatcher, conductor, load, wishes, pulls, superseded
             )
         finally:
             reconciling.cancel()

@@ -1,25 +1,102 @@
-// Models per Mac and their memory. Administrators load and unload models here.
-import { html, useEffect } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Wrong, call, count, size, useAction, useAsked } from "/ui/pool.js";
+// Models: their copies on each Mac, wishes, aliases and disks. Administrators pull, load, verify, want and delete them.
+import { html, useEffect, useState } from "/ui/vendor/preact.js";
+import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useAsked } from "/ui/pool.js";
+import { NewPull, Pulls } from "/ui/views/pulls.js";
 
 const RELOAD_MS = 5000;
+const MAX_REPLICAS = 1000;
+const STATES = { known: "on disk", failed: "cannot load" };
+const IDENTITIES = { content: "same content", sampled: "same samples" };
 
 // A Mac that is not here: neither its state of the past nor a button.
 const Away = ({ place }) => html`<li>${place.name}: <b class="quiet">${place.state}</b></li>`;
 
-function Place({ model, place, own }) {
+const Facts = ({ place }) => html`<p class="small quiet">${place.stored ? `${size(place.stored)}, ` : ""}${place.quantization ? `${place.quantization}, ` : ""}
+  ${place.model === "failed" ? null : place.identity === "differs" ? html`<b class="bad">DIFFERS</b>, ` : `${IDENTITIES[place.identity]}, `}
+  ${place.used ? `last request ${clock(place.used)}` : "never used"}</p>`;
+
+function Place({ model, place, own, announce }) {
   const [act, { busy, error }] = useAction((verb) => call("POST", `/api/v1/models/${verb}`, { model: model.name, node: place.id }));
+  const [working, setWorking] = useState("");
+  const named = `${model.name} on ${place.name}`;
+  const run = async (verb, word, done) => {
+    setWorking(word);
+    const answer = await act(verb);
+    setWorking("");
+    if (answer) announce(done(answer));
+  };
+  const remove = () => confirm(`Delete ${named}? Its files of ${size(place.stored)} are removed from the disk.`)
+    && run("remove", "Deleting …", (answer) => `${named} is deleted, ${size(answer.freed)} freed.`);
+  const button = (label, act) => html`<button class="small" aria-label=${`${label} ${named}`} disabled=${busy} onClick=${act}>${label}</button>`;
   const { measured } = place;
-  const button = place.model === "loaded" ? html`<button disabled=${busy} onClick=${() => act("unload")}>Unload</button>`
-    : place.model === "loading" ? null : html`<button disabled=${busy} onClick=${() => act("load")}>Load</button>`;
-  return html`<li><div class="row spread"><span>${place.name}: <b>${place.model === "known" ? "on disk" : place.model}</b>${place.cause ? html` <span class="bad">${place.cause}</span>` : null}</span>${own.admin ? button : null}</div>
-    ${place.model === "loading" || (busy && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${model.name} on ${place.name}`}></progress>` : null}
+  const resting = place.model !== "loaded" && place.model !== "loading";
+  return html`<li><div class="row spread"><span>${place.name}: <b>${STATES[place.model] ?? place.model}</b></span>${own.admin ? html`<span class="row tight">
+      ${place.model === "loaded" ? button("Unload", () => run("unload", "Unloading …", () => `${named} is unloaded.`)) : null}
+      ${resting ? button("Load", () => run("load", "Loading …", () => `${named} is loaded.`)) : null}
+      ${place.stored ? button("Verify", () => run("verify", "Reading all files …", (answer) => `${named}: all files read, content ${answer.content.slice(0, 12)}.`)) : null}
+      ${place.removable && resting ? button("Delete", remove) : null}</span>` : null}</div>
+    ${place.cause ? html`<p class="small bad">${place.cause}</p>` : null}
+    ${place.model === "loading" || (working === "Loading …" && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${named}`}></progress>` : null}
+    <${Facts} place=${place} />
     ${place.model === "loaded" ? html`<p class="small quiet">prefill ${count(Math.round(place.prefill_speed))} tokens/s, decode ${count(Math.round(place.decode_speed))} tokens/s for one request</p>` : null}
     ${measured ? html`<p class="small quiet">measured: up to ${count(measured.max_context)} tokens in one request, ${measured.max_batch} requests at once, ${size(measured.kv_per_token)} a token</p>` : null}
-    <${Wrong} text=${error} /></li>`;
+    <span class="small quiet" role="status">${working}</span><${Wrong} text=${error} /></li>`;
 }
 
-// The models of the live stream, or, for a key that may not read it, those that it may use.
+function WishState({ wish }) {
+  const parts = [`${wish.ready.length} ready${wish.ready.length ? ` (${wish.ready.join(", ")})` : ""}`];
+  if (wish.loading.length) parts.push(`loading on ${wish.loading.join(", ")}`);
+  if (wish.away.length) parts.push(`${wish.away.join(", ")} away`);
+  return html`<p class="small"><span class=${`badge ${wish.met ? "good" : "warn"}`}>${wish.met ? "wish met" : "wish not met"}</span> ${wish.replicas} ${wish.replicas === 1 ? "replica" : "replicas"} wanted,
+    ${wish.wanted ? ` ${parts.join(", ")}` : " at rest until a request"}${wish.missing ? html`<br /><span class=${wish.met ? "" : "warn"}>${wish.missing}</span>` : null}</p>`;
+}
+
+function Actions({ name, wish, loadable, announce }) {
+  const [edited, setEdited] = useState(null);
+  const path = `/api/v1/models/wishes/${name.split("/").map(encodeURIComponent).join("/")}`;
+  const [load, loading] = useAction(async () => {
+    const { node } = await call("POST", "/api/v1/models/load", { model: name });
+    announce(`${name} is loaded on ${node.name}.`);
+  });
+  const [want, { busy, error }] = useAction(async (replicas) => {
+    const { model, ...kept } = wish ? (await call("GET", path)).wish : {};
+    await call("PUT", path, { ...kept, replicas });
+    announce(`${name}: ${replicas} ${replicas === 1 ? "replica" : "replicas"} wanted.`);
+    setEdited(null);
+  });
+  const [unwant, ending] = useAction(async () => {
+    await call("DELETE", path);
+    announce(`${name} is not wanted any more.`);
+    setEdited(null);
+  });
+  const shown = edited ?? wish?.replicas ?? 1;
+  return html`<form class="row" onSubmit=${(event) => { event.preventDefault(); want(Number(shown)); }}>
+      <label class="small">Replicas <input class="narrow" type="number" required min="1" max=${MAX_REPLICAS} step="1" aria-label=${`Replicas of ${name}`} value=${shown} onInput=${(event) => setEdited(event.target.value)} /></label>
+      <button class="small" aria-label=${wish ? `Change the wish for ${name}` : `Want ${name}`} disabled=${busy}>${wish ? "Change" : "Want"}</button>
+      ${wish ? html`<button type="button" class="small" aria-label=${`Unwant ${name}`} disabled=${ending.busy} onClick=${unwant}>Unwant</button>` : null}
+      ${loadable ? html`<button type="button" class="small" aria-label=${`Load on the best Mac: ${name}`} disabled=${loading.busy} onClick=${load}>Load on the best Mac</button>` : null}</form>
+    <${Wrong} text=${error || ending.error || loading.error} />`;
+}
+
+function Model({ name, model, wish, own, announce }) {
+  const places = model?.nodes.filter((place) => place.state !== "left") ?? [];
+  const loadable = places.some((place) => PRESENT.includes(place.state) && place.model === "known");
+  return html`<section class="card" aria-label=${name}><h3>${name}</h3>
+    <p class="quiet small">${model ? `${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
+    ${model?.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
+    ${wish ? html`<${WishState} wish=${wish} />` : null}
+    ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} announce=${announce} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul>` : null}
+    ${own.admin ? html`<${Actions} name=${name} wish=${wish} loadable=${loadable} announce=${announce} />` : null}</section>`;
+}
+
+const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"><h3>Aliases</h3>
+  <${Table} caption="Aliases of models" head=${["alias", "candidates in order", "first one on a Mac"]} rows=${aliases.map((one) => ({ key: one.name,
+    cells: [one.name, one.candidates.join(", then "), one.served ?? html`<span class="warn">none</span>`] }))} /></section>`;
+
+const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>Disks</h3>
+  <dl class="facts">${nodes.map((node) => html`<dt>${node.name}</dt><dd>${size(node.disk.free)} of ${size(node.disk.total)} free</dd>`)}</dl></section>`;
+
+// The models and aliases of the live stream, or, for a key that may not read it, those that it may use.
 export function useModels(pool, own) {
   const [asked, error, reload] = useAsked(own.metrics ? "" : "/api/v1/models");
   useEffect(() => {
@@ -27,15 +104,33 @@ export function useModels(pool, own) {
     const timer = setInterval(reload, RELOAD_MS);
     return () => clearInterval(timer);
   }, [own.metrics]);
-  return [own.metrics ? pool.models : asked?.models, error];
+  const { models, aliases = [] } = (own.metrics ? pool : asked) ?? {};
+  return [models, error, aliases];
+}
+
+// Each model of a Mac with its wish, then the wanted models that no Mac has.
+function withWishes(models, wishes) {
+  const byName = new Map(wishes.map((wish) => [wish.model.toLowerCase(), wish]));
+  const rows = models.map((model) => ({ name: model.name, model, wish: byName.get(model.name.toLowerCase()) }));
+  const known = new Set(models.map((model) => model.name.toLowerCase()));
+  return [...rows, ...wishes.filter((wish) => !known.has(wish.model.toLowerCase())).map((wish) => ({ name: wish.model, wish }))];
 }
 
 export function Models({ pool, own }) {
-  const [models, error] = useModels(pool, own);
+  const [models, error, aliases] = useModels(pool, own);
+  const [text, setText] = useState("");
+  const [note, announce] = useState("");
   if (!models) return html`<${Nothing}>Asking the coordinator …<//><${Wrong} text=${error} />`;
-  if (!models.length) return html`<${Nothing}>No model: put one into a folder named by <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`;
-  return html`<div class="cards">${models.map((model) => html`<section key=${model.name} class="card" aria-label=${model.name}><h3>${model.name}</h3>
-    <p class="quiet small">${size(model.weights)}, context of ${count(model.context)} tokens</p>
-    ${model.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
-    <ul>${model.nodes.filter((place) => place.state !== "left").map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul></section>`)}</div>`;
+  const wanted = text.trim().toLowerCase();
+  const fits = ({ name }) => name.toLowerCase().includes(wanted);
+  const rows = withWishes(models, pool.wishes ?? []), shown = rows.filter(fits), named = aliases.filter(fits);
+  const disks = (pool.nodes ?? []).filter((node) => PRESENT.includes(node.state) && node.disk.total);
+  return html`<p class="good" role="status">${note}</p>
+    ${own.admin ? html`<${NewPull} announce=${announce} />` : null}
+    <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
+    ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>
+      <span class="small quiet" role="status">${count(shown.length)} of ${count(rows.length)} models</span></p>`
+      : html`<${Nothing}>No model: ${own.admin ? "pull one, or " : ""}put one into a folder named by <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`}
+    <div class="cards">${shown.map((row) => html`<${Model} key=${row.name} ...${row} own=${own} announce=${announce} />`)}
+      ${named.length ? html`<${Aliases} aliases=${named} />` : null}${disks.length ? html`<${Disks} nodes=${disks} />` : null}</div>`;
 }

@@ -10,11 +10,27 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.api.live_snapshot import MAX_ENDED_PULLS_SHOWN
+from coordinator.models.wishes import Wish
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import Admitted, Delta, Deltas, Finished, Generate
+from wire.frames import (
+    Admitted,
+    Delta,
+    Deltas,
+    Finished,
+    Generate,
+    ModelOrderCode,
+    ModelOrderEnded,
+    ModelOrderPhase,
+    ModelOrderProgress,
+    PullModel,
+)
+from wire.model_files import ModelFile, ModelManifest
 from wire.report import EngineState
+from wire.units import MIB
 
+MANIFEST = ModelManifest("lab/tiny", "c" * 40, (ModelFile("model.safetensors", 8 * MIB, "a" * 64),))
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
 
 
@@ -162,6 +178,62 @@ async def test_models_say_where_they_are_and_how_each_mac_stands_to_them(port: P
     assert (second["name"], second["model"], second["fingerprint"]) == ("two", "known", "f2")
     assert (told["llama"]["nodes"][0]["model"], told["llama"]["nodes"][0]["progress"]) == ("loading", 0.25)
     assert not told["llama"]["conflict"]
+
+
+async def test_pulls_are_sent_only_when_they_changed_and_without_the_name_of_an_administrator(port: Port):
+    line = await linked(port, "one")
+    (node,), pulls = port.application.registry.pool.members, port.application.pulls
+    record = pulls.start_pull(MANIFEST, (node,), "ann")
+    order = (await line.until(PullModel)).order
+    line.send(ModelOrderProgress(order, ModelOrderPhase.DOWNLOADING, 2 * MIB, 8 * MIB, 1.0 * MIB))
+    await port.until(lambda: pulls.pulls[record.id].state.nodes[node].done)
+    told = await sections(port)
+    (row,) = told["pulls"]
+    assert "actor" not in row
+    assert [row[name] for name in ("id", "repo", "commit", "state", "ended")] == [
+        record.id,
+        "lab/tiny",
+        "c" * 40,
+        "pulling",
+        None,
+    ]
+    (on_node,) = row["nodes"]
+    shown = ("name", "state", "source", "done", "total", "speed", "seconds_left")
+    assert [on_node[name] for name in shown] == ["one", "pulling", "hub", 2 * MIB, 8 * MIB, MIB, 6.0]
+    assert (await sections(port))["pulls"] == told["pulls"], "an unchanged pull is not sent again"
+    line.send(ModelOrderEnded(order, ModelOrderCode.GATED, "lab/tiny needs a token"))
+    await port.until(lambda: pulls.pulls[record.id].ended)
+    (row,) = (await sections(port))["pulls"]
+    assert (row["state"], row["nodes"][0]["message"]) == ("failed", "lab/tiny needs a token")
+
+
+async def test_the_newest_pulls_are_sent_and_every_open_one(port: Port):
+    pulls, away = port.application.pulls, port.member("away").node
+    opened = pulls.start_pull(MANIFEST, (away,), "ann").id
+    ended = list[str]()
+    for number in range(MAX_ENDED_PULLS_SHOWN + 2):
+        manifest = ModelManifest(f"lab/tiny-{number}", "c" * 40, MANIFEST.files)
+        ended.append(pulls.start_pull(manifest, (away,), "ann").id)
+        assert pulls.cancel_pull(ended[-1])
+    shown = [row["id"] for row in (await sections(port))["pulls"]]
+    assert shown == [*reversed(ended[2:]), opened]
+
+
+async def test_wishes_are_sent_with_their_nodes_and_the_missing_number(port: Port):
+    assert (await sections(port))["wishes"] == []
+    await linked(port, "one", models=(a_model("qwen"),))
+    port.application.store.wishes.put(Wish("qwen", 2))
+    (row,) = (await sections(port))["wishes"]
+    assert "needs 2 nodes, the pool has 1" in row.pop("missing")
+    assert row == {
+        "model": "qwen",
+        "replicas": 2,
+        "wanted": 2,
+        "met": False,
+        "ready": ["one"],
+        "loading": [],
+        "away": [],
+    }
 
 
 async def test_an_open_breaker_is_told_with_why_and_until_when(port: Port):
