@@ -176,8 +176,9 @@ def _record_progress(state: PullState, name: NodeId, frame: ModelOrderProgress) 
 def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -> Step:
     node, mirror = state.nodes[name], state.mirror
     if mirror is not None and (mirror.node, mirror.order) == (name, frame.order):
-        failed = frame.code not in (ModelOrderCode.COMPLETED, ModelOrderCode.CANCELLED)
-        return replace(state, mirror=None, no_mirror=state.no_mirror | ({name} if failed else set())), ()
+        return replace(
+            state, mirror=None, no_mirror=state.no_mirror | ({name} if _has_failed(mirror, frame) else set())
+        ), ()
     if frame.order != node.order or not is_pulling(node):
         return state, ()
     fetched = max(node.fetched, node.earlier + frame.fetched)
@@ -192,6 +193,13 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
             return _fail_all(state, frame.message), ()
         case _:
             return _retry(state, name, frame, now), ()
+
+
+def _has_failed(mirror: Mirror, frame: ModelOrderEnded) -> bool:
+    """Return whether the end of a mirror shows that its node cannot serve. A mirror that was interrupted can."""
+    if frame.code == ModelOrderCode.INTERRUPTED:
+        return not mirror.addresses
+    return frame.code not in (ModelOrderCode.COMPLETED, ModelOrderCode.CANCELLED)
 
 
 def _fail_all(state: PullState, message: str) -> PullState:
@@ -209,6 +217,7 @@ def _retry(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -
     curable = {
         ModelOrderCode.SOURCE_LOST: True,
         ModelOrderCode.IN_USE: True,
+        ModelOrderCode.INTERRUPTED: True,
         ModelOrderCode.RATE_LIMITED: wait <= MAX_RATE_LIMIT_SECONDS,
         ModelOrderCode.CONTENT_MISMATCH: from_mirror,
     }

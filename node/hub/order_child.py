@@ -40,10 +40,15 @@ class OrderChild:
         self._on_progress = on_progress
         self._process: asyncio.subprocess.Process | None = None
         self._cancelled = False
+        self._killed = False
+        """Whether the child was killed because it did not end after its last message."""
         self._killer: asyncio.TimerHandle | None = None
 
     async def run(self) -> ChildEnd:
-        """Run the child and return the end of its order. A child that fails ends the order with `failed`."""
+        """Run the child and return the end of its order.
+
+        A child that fails ends the order with `failed`, and a child that a signal ends with `interrupted`.
+        """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -112,6 +117,7 @@ class OrderChild:
         try:
             await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_SECONDS)
         except TimeoutError:
+            self._killed = True
             self._signal(signal.SIGKILL)
             await process.wait()
 
@@ -120,7 +126,11 @@ class OrderChild:
             return build_end(ModelOrderCode.CANCELLED)
         text = hide_secrets(errors.decode("utf-8", "replace"))
         log.warning("model order failed", module=self._module, code=code, errors=text)
-        return build_end(ModelOrderCode.FAILED, f"the process of the order {describe_exit(code)}: see the node's log")
+        interrupted = code is not None and code < 0 and not self._killed
+        return build_end(
+            ModelOrderCode.INTERRUPTED if interrupted else ModelOrderCode.FAILED,
+            f"the process of the order {describe_exit(code)}: see the node's log",
+        )
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> bytes:

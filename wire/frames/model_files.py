@@ -45,6 +45,8 @@ class ModelOrderCode(StrEnum):
     """The order cannot be performed: an unsafe manifest, a folder that is not the node's to change."""
     IN_USE = "in_use"
     """The model is loaded, or another order works on the same repository."""
+    INTERRUPTED = "interrupted"
+    """A signal ended the process of the order. The received pieces stay on the disk."""
     FAILED = "failed"
 
 

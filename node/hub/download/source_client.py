@@ -3,6 +3,7 @@
 Rules
 - The token goes to the scheme, host and port of the source only. A redirect to another host does not get it.
 - A redirect leads from `https` to `https`. A source with `http` may redirect to both.
+- A mirror never opens its port again. A refused connection therefore loses it at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
   address is not checked, because addresses change. A mirror never redirects.
 - Errors never contain a token or the query of a URL, which can be a signature.
@@ -68,11 +69,11 @@ class SourceClient:
         """
         path = f"{manifest.repo}/resolve/{manifest.commit}/{quote(file.path)}"
         subject = f"{file.path} of {manifest.repo}"
-        with _convert_errors(self.url):
+        with self._convert_errors():
             response = self._send(path, subject, {"range": f"bytes={start}-{end - 1}"})
             try:
                 skipped = self._check_answer(response, subject, start, end, file.size)
-                yield _read_blocks(response, skipped, end - start, self.url)
+                yield self._read_blocks(response, skipped, end - start)
             finally:
                 response.close()
 
@@ -145,6 +146,35 @@ class SourceClient:
             return SourceRefusal(refusal.code, refusal.message)
         return SourceFault(f"{self.url} answered {status} for {subject}")
 
+    def _read_blocks(self, response: httpx2.Response, skipped: int, wanted: int) -> Iterator[bytes]:
+        """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes."""
+        with self._convert_errors():
+            for block in response.iter_raw():
+                if skipped >= len(block):
+                    skipped -= len(block)
+                    continue
+                used, skipped = block[skipped : skipped + wanted], 0
+                wanted -= len(used)
+                yield used
+                if not wanted:
+                    return
+
+    @contextmanager
+    def _convert_errors(self) -> Generator[None]:
+        """Raise errors of the HTTP library as SourceError, with their kind only, because texts can quote headers."""
+        try:
+            yield
+        except httpx2.InvalidURL:
+            raise SourceRefusal(ModelOrderCode.INVALID, "the address of the source is invalid") from None
+        except httpx2.RequestError as error:
+            refused = _find_certificate_error(error)
+            if refused:
+                text = f"{self.url} does not prove its identity: {refused}"
+                raise SourceRefusal(ModelOrderCode.SOURCE_LOST, text) from None
+            if self._is_mirror and _find_cause(error, ConnectionRefusedError) is not None:
+                raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"the mirror at {self.url} has ended") from None
+            raise SourceFault(f"the connection to {self.url} failed: {type(error).__name__}") from None
+
 
 def _parse_base(url: str, schemes: tuple[str, ...]) -> httpx2.URL:
     """Parse the address of a source. Raise ValueError if it is invalid or has another scheme."""
@@ -166,38 +196,14 @@ def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
     return url.scheme, url.host, url.port or _PORTS.get(url.scheme)
 
 
-def _read_blocks(response: httpx2.Response, skipped: int, wanted: int, url: str) -> Iterator[bytes]:
-    """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes."""
-    with _convert_errors(url):
-        for block in response.iter_raw():
-            if skipped >= len(block):
-                skipped -= len(block)
-                continue
-            used, skipped = block[skipped : skipped + wanted], 0
-            wanted -= len(used)
-            yield used
-            if not wanted:
-                return
-
-
-@contextmanager
-def _convert_errors(url: str) -> Generator[None]:
-    """Raise errors of the HTTP library as SourceError, with their kind only, because texts can quote headers."""
-    try:
-        yield
-    except httpx2.InvalidURL:
-        raise SourceRefusal(ModelOrderCode.INVALID, "the address of the source is invalid") from None
-    except httpx2.RequestError as error:
-        refused = _find_certificate_error(error)
-        if refused:
-            raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"{url} does not prove its identity: {refused}") from None
-        raise SourceFault(f"the connection to {url} failed: {type(error).__name__}") from None
-
-
 def _find_certificate_error(error: BaseException | None) -> str:
-    """Return the text of the certificate error behind an error; None if there is none."""
-    if error is None:
-        return ""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return str(error)[:200]
-    return _find_certificate_error(error.__cause__ or error.__context__)
+    """Return the text of the certificate error behind an error; empty if there is none."""
+    found = _find_cause(error, ssl.SSLCertVerificationError)
+    return "" if found is None else str(found)[:200]
+
+
+def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """Return the first error of a kind behind an error; None if there is none."""
+    if error is None or isinstance(error, kind):
+        return error
+    return _find_cause(error.__cause__ or error.__context__, kind)

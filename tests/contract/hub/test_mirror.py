@@ -205,6 +205,16 @@ def test_a_mirror_without_files_is_lost(place: Place):
     assert end.code == ModelOrderCode.SOURCE_LOST
 
 
+def test_a_mirror_that_has_ended_is_lost_at_once(place: Place):
+    fill(place)
+    mirror, url = place.mirror()
+    mirror.close()
+    began = time.monotonic()
+    end = place.follow(place.source(url), source_timeout_seconds=600.0)
+    assert (end.code, end.message) == (ModelOrderCode.SOURCE_LOST, f"the mirror at {url} has ended")
+    assert time.monotonic() - began < 30
+
+
 async def test_many_idle_connections_do_not_stop_the_mirror(place: Place):
     fill(place)
     _, url = place.mirror()

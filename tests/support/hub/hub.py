@@ -125,6 +125,8 @@ class Hub:
     def __init__(self, token: str = "") -> None:
         self.faults = Faults()
         self.requests: list[Request] = []
+        self.sent_bytes = 0
+        """Bytes of files that were sent."""
         self.url = ""
         self._repositories: dict[tuple[str, str], MemoryRepository] = {}
         self._server = HubServer(self._find, token=token, wait_seconds=0.2)
@@ -163,7 +165,17 @@ class Hub:
             return
         if self.faults.ignores_ranges:
             scope = {**scope, "headers": [(name, value) for name, value in scope["headers"] if name != b"range"]}
-        await self._server(scope, receive, _FaultySend(self.faults, path, scope["method"], send))
+        await self._server(scope, receive, _FaultySend(self.faults, path, scope["method"], self._count(path, send)))
+
+    def _count(self, path: str, send: Send) -> Send:
+        """Return `send` with a count of the bytes of files."""
+
+        async def count(message: Any) -> None:
+            await send(message)
+            if "/resolve/" in path:
+                self.sent_bytes += len(message.get("body", b""))
+
+        return count
 
 
 class _FaultySend:
@@ -207,8 +219,16 @@ class _FaultySend:
 def running_hub(token: str = "", port: int = 0) -> Iterator[Hub]:
     """Run a hub on a thread; yield it with its URL."""
     hub = Hub(token)
-    with socket.create_server(("127.0.0.1", port)) as listener:
-        hub.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with serve_hub(hub, socket.create_server(("127.0.0.1", port))):
+        yield hub
+
+
+@contextmanager
+def serve_hub(hub: Hub, listener: socket.socket) -> Iterator[None]:
+    """Serve a hub at a listening socket, on a thread. Close the socket and all connections at the end."""
+    host, port = listener.getsockname()
+    hub.url = f"http://{host}:{port}"
+    with listener:
         config = uvicorn.Config(hub, log_config=None, log_level="critical", lifespan="off", http="h11")
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])), daemon=True)
@@ -216,7 +236,7 @@ def running_hub(token: str = "", port: int = 0) -> Iterator[Hub]:
         while not server.started:
             time.sleep(0.01)
         try:
-            yield hub
+            yield
         finally:
             server.should_exit = server.force_exit = True
             thread.join(10)

@@ -223,6 +223,30 @@ def test_a_mirror_that_cannot_be_reached_is_given_up_after_some_tries() -> None:
     assert sources == [SourceKind.MIRROR, SourceKind.MIRROR, SourceKind.HUB]
 
 
+def test_an_interrupted_download_continues_on_its_node() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    assert SendCancel(A, 2) in pull.end(A, ModelOrderCode.INTERRUPTED, message="ended by SIGKILL")
+    pull.now += 2.0
+    assert pull.apply(TimePassed()) == [SendPull(A, 4, SourceKind.HUB)]
+
+
+def end_mirror(pull: Pull, code: ModelOrderCode) -> list[Action]:
+    mirror = pull.state.mirror
+    assert mirror is not None
+    return pull.apply(OrderEnded(mirror.node, ModelOrderEnded(mirror.order, code)))
+
+
+def test_an_interrupted_mirror_is_opened_again_unless_it_never_listened() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    assert end_mirror(pull, ModelOrderCode.INTERRUPTED) == []
+    assert pull.end(B, ModelOrderCode.SOURCE_LOST, message="the mirror has ended") == [SendServe(A, 4)]
+    assert end_mirror(pull, ModelOrderCode.INTERRUPTED) == []
+    pull.now += 2.0
+    assert pull.apply(TimePassed()) == [SendPull(B, 5, SourceKind.HUB)]
+
+
 def test_cancel_ends_every_order_and_the_mirror() -> None:
     pull = Pull(A, B, C, linked=False)
     pull.apply(NodeLinked(A))

@@ -29,19 +29,24 @@ async def run(module: str) -> tuple[str, str, list[ChildProgress]]:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "code", "text"),
     [
-        ("import sys; sys.exit(3)", "exit code 3"),
-        ("raise ValueError('hf_secretsecretsecretsecret')", "exit code 1"),
-        ("import os; os.kill(os.getpid(), 9)", "SIGKILL"),
-        ("", "exit code 0"),
+        ("import sys; sys.exit(3)", ModelOrderCode.FAILED, "exit code 3"),
+        ("raise ValueError('hf_secretsecretsecretsecret')", ModelOrderCode.FAILED, "exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", ModelOrderCode.INTERRUPTED, "SIGKILL"),
+        ("", ModelOrderCode.FAILED, "exit code 0"),
     ],
 )
 async def test_a_child_without_an_end_fails_its_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], content: str, text: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    content: str,
+    code: ModelOrderCode,
+    text: str,
 ):
-    code, message, _ = await run(make_module(tmp_path, monkeypatch, content))
-    assert (code, text in message) == (ModelOrderCode.FAILED, True)
+    found, message, _ = await run(make_module(tmp_path, monkeypatch, content))
+    assert (found, text in message) == (code, True)
     assert "secretsecret" not in capfd.readouterr().out + message
 
 

@@ -1,0 +1,123 @@
+"""`cluster pull` on isolated hosts, as a user types it: HTTPS, default ports, one cache for each node."""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster.engine_pool import GREETING, HELLO
+from tests.support.cluster.hosts import Hosts, unsupported
+from tests.support.hub.pull_lab import NAMES, PADDING, TINY, PullLab
+from tests.support.processes import environment, pool, until
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
+
+REPO = "tests/tiny"
+FILES = {**TINY, PADDING: random.Random(27).randbytes(40_000_000)}
+SIZE = sum(map(len, FILES.values()))
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[PullLab]:
+    reason = unsupported()
+    if reason:
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="mp-") as name, ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(Path(name), 4))
+        made = PullLab(hosts, stack.enter_context(pool(Path(name))), stack)
+        made.up()
+        made.join(*NAMES, engine="mlx")
+        yield made
+
+
+def find_snapshots(lab: PullLab, repo: str) -> dict[str, dict[str, bytes]]:
+    """Return the files of a repository on each node, as the hub's library finds them without a network."""
+    code = (
+        "import json, sys; from huggingface_hub import snapshot_download as find; "
+        "print(json.dumps([find(sys.argv[1], cache_dir=one, local_files_only=True) for one in sys.argv[2:]]))"
+    )
+    caches = [str(lab.get_home(name) / "hub") for name in NAMES]
+    done = subprocess.run(
+        [sys.executable, "-c", code, repo, *caches], capture_output=True, text=True, env=environment(), check=True
+    )
+    folders = [Path(folder) for folder in json.loads(done.stdout)]
+    return {
+        name: {path.name: path.read_bytes() for path in folder.iterdir()}
+        for name, folder in zip(NAMES, folders, strict=True)
+    }
+
+
+def test_pull_all_gets_a_model_once_and_the_same_everywhere(lab: PullLab) -> None:
+    lab.hub.add(REPO, FILES)
+    ports = {name: lab.list_ports(name) for name in NAMES}
+    assert lab.type_command("pull", REPO, "--all", "--dry-run").returncode == 0
+    queried = lab.hub.sent_bytes
+    assert 0 < queried < SIZE / 100
+    assert {lab.get_repository(name, REPO).exists() for name in NAMES} == {False}, "a dry run changes nothing"
+
+    done = lab.type_command("pull", REPO, "--all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer, node = lab.chat(REPO, HELLO)
+    assert (answer, node in NAMES) == (GREETING, True)
+    assert lab.hub.sent_bytes == 2 * queried + SIZE, "each byte of the repository once, and the headers of the query"
+    assert done.stdout.count("completed") == len(NAMES)
+    copies = lab.list_copies(REPO)
+    assert {name: copy["identity"] for name, copy in copies.items()} == dict.fromkeys(NAMES, "content")
+    assert find_snapshots(lab, REPO) == dict.fromkeys(NAMES, FILES)
+    assert [lab.list_unfinished(name) for name in NAMES] == [[], [], []]
+    until(lambda: {name: lab.list_ports(name) for name in NAMES} == ports, 10, "the mirror's port is closed")
+    for name in NAMES:
+        assert lab.count_received(name) < 1.1 * SIZE + 20_000_000, "the kernel's count, with all reports and chats"
+
+    again = lab.type_command("pull", REPO, "--all")
+    assert (again.returncode, again.stdout.count("completed, it had the files")) == (0, len(NAMES)), again.stderr
+    assert lab.hub.sent_bytes == 3 * queried + SIZE
+
+
+def test_a_node_that_was_away_gets_the_commit_of_its_pull_although_the_hub_has_a_newer_one(lab: PullLab) -> None:
+    repo = "tests/changing"
+    commits = [lab.hub.add(repo, {**TINY, PADDING: bytes([number]) * 100_000}).commit for number in range(3)]
+    _publish(lab, repo, 0)
+    assert lab.type_command("pull", repo, "--all").returncode == 0
+
+    assert lab.pool.nodes["three"].stop() == 0
+    _publish(lab, repo, 1)
+    started = lab.request("POST", "/api/v1/pulls", {"repo": repo, "all": True})["pull"]
+    until(lambda: _count_completed(lab, started["id"]) == 2, 60, "two nodes have the second commit")
+    _publish(lab, repo, 2)
+    lab.join("three", engine="mlx")
+    before = lab.hub.sent_bytes
+    until(lambda: _count_completed(lab, started["id"]) == 3, 60, "the node that was away has the second commit")
+    assert lab.hub.sent_bytes == before, "from the mirror"
+    assert _read_commits(lab, repo) == dict.fromkeys(NAMES, commits[1])
+    assert {copy["identity"] for copy in lab.list_copies(repo).values()} == {"content"}
+
+    assert lab.type_command("pull", repo, "--node", "one").returncode == 0
+    assert _read_commits(lab, repo) == {"one": commits[2], "two": commits[1], "three": commits[1]}
+    copies = until(lambda: _find_difference(lab, repo), 10, "the difference is shown")
+    assert "differs" in {copy["identity"] for copy in copies.values()}
+    assert "DIFFERS" in lab.type_command("models", "files").stdout
+
+
+def _publish(lab: PullLab, repo: str, number: int) -> None:
+    lab.hub.add(repo, {**TINY, PADDING: bytes([number]) * 100_000})
+
+
+def _count_completed(lab: PullLab, pull: str) -> int:
+    nodes = lab.request("GET", f"/api/v1/pulls/{pull}")["pull"]["nodes"]
+    return sum(node["state"] == "completed" for node in nodes)
+
+
+def _read_commits(lab: PullLab, repo: str) -> dict[str, str]:
+    return {name: (lab.get_repository(name, repo) / "refs" / "main").read_text() for name in NAMES}
+
+
+def _find_difference(lab: PullLab, repo: str) -> dict[str, dict[str, object]]:
+    copies = lab.list_copies(repo)
+    return copies if any(copy["identity"] == "differs" for copy in copies.values()) else {}
