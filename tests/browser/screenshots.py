@@ -1,9 +1,10 @@
 """`python -m tests.browser.screenshots`: the screenshots of docs/page.md, of a pool of three nodes at work.
 
 One node makes a video, one answers with a real model, one pretends to have a large model. One request was refused, and
-one is running. Review the screenshots before committing them.
+one is running. A model is pulled from the test hub. Review the screenshots before committing them.
 """
 
+import json
 import random
 import sys
 import tempfile
@@ -18,9 +19,12 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from tests.browser.conftest import CHROMIUM, FLAGS
 from tests.browser.test_page import ask_for_a_video, go, visit
+from tests.models import EMBEDDED
 from tests.support.cluster.engine_pool import MLX
-from tests.support.processes import Pool, pool, until
+from tests.support.hub.hub import running_hub
+from tests.support.processes import Pool, environment, pool, until
 from tests.support.video.studio import words
+from wire.units import MIB
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 RAY_PORTS = 29000
@@ -36,25 +40,46 @@ WIDE, DESKTOP, PHONE = {"width": 1120, "height": 700}, {"width": 1280, "height":
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
 POINTS = 12
 """Points of the charts to wait for: two minutes."""
+REPO, WEIGHTS, CHUNK_SECONDS = "lab/tiny-chat", 200 * MIB, 0.5
+"""Repository of the hub, its weights in bytes, and the seconds for each 64 KiB: its pull runs until the end."""
 
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[Pool]:
     """Yield the pool of the screenshots."""
-    with pool(folder) as made:
-        made.up("video.max_steps=1000", "cluster.name=home", "router.queue_timeout_seconds=1")
+    with running_hub() as hub, pool(folder) as made:
+        hub.add(REPO, _make_repository())
+        made.up(
+            "video.max_steps=1000",
+            "cluster.name=home",
+            "router.queue_timeout_seconds=1",
+            f"hub.endpoint={hub.url}",
+            "router.aliases.coder=big-120b,macpool-tiny",
+        )
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy_seconds=0.2)
-        made.join("studio", *filming)
-        made.join("mini", *MLX)
-        made.join("macbook", *BIG)
+        serving = (*MLX, "models.use_huggingface_cache=true")
+        for name, settings in (("studio", filming), ("mini", serving), ("macbook", BIG)):
+            made.join(name, *settings, env=environment(HF_HOME=str(folder / f"{name}-cache")))
         first = ask_for_a_video(made)
         headers = {"authorization": f"Bearer {made.key}"}
         url = f"{made.base}/v1/videos/{first}"
         until(lambda: httpx.get(url, headers=headers, trust_env=False).json()["status"] == "completed", 120, "a video")
         made.cli("key", "create", "home-assistant", "--model", "macpool*", "--requests-per-minute", "60")
+        made.cli("models", "want", "macpool-tiny", "--replicas", "2")
+        hub.faults.chunk_seconds = CHUNK_SECONDS
+        made.cli("pull", REPO, "--node", "mini", "--node", "macbook", "--detach")
         with _asked(made):
             ask_for_a_video(made, prompt="a paper boat on a quiet lake, morning light", steps=1000)
             yield made
+
+
+def _make_repository() -> dict[str, bytes]:
+    """Return the files of a tiny model, with large weights that are only pulled and never loaded."""
+    tensor = {"dtype": "F32", "shape": [WEIGHTS // 4], "data_offsets": [0, WEIGHTS]}
+    header = json.dumps({"model.embed_tokens.weight": tensor}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(WEIGHTS)
+    others = {file.name: file.read_bytes() for file in EMBEDDED.glob("*.json") if file.name != "answers.json"}
+    return {**others, "model.safetensors": weights}
 
 
 @contextmanager
@@ -137,7 +162,13 @@ def _own_usage(page: Page, made: Pool) -> None:
 def _views(page: Page) -> None:
     for view in VIEWS[1:]:
         _open(page, view)
-        _shoot(page, f"page-{view.split()[0].lower()}")
+        _shoot(page, f"page-{view.split()[0].lower()}", whole=view == "Models")
+        if view == "Models":
+            card = page.get_by_role("region", name="Pull a model")
+            card.get_by_label("Repository").fill(REPO)
+            card.get_by_role("button", name="Show the plan").click()
+            card.get_by_role("region", name="Plan of the pull").wait_for()
+            _shoot(page, "page-pull")
         if view == "Requests":
             page.get_by_label("Filter").fill("whole-book")
             page.get_by_role("link", name="whole-book").first.click()
@@ -165,8 +196,8 @@ def _open(page: Page, view: str) -> None:
         page.locator("main .card").first.wait_for()
 
 
-def _shoot(page: Page, name: str) -> None:
-    page.screenshot(path=FOLDER / f"{name}.png")
+def _shoot(page: Page, name: str, *, whole: bool = False) -> None:
+    page.screenshot(path=FOLDER / f"{name}.png", full_page=whole)
 
 
 @contextmanager

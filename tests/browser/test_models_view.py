@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import BrowserContext, Locator, Page, expect
+from playwright.sync_api import BrowserContext, Dialog, Locator, Page, expect
 
 from tests.browser.conftest import CHROMIUM
 from tests.browser.test_page import go, link, sound
@@ -114,7 +114,12 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
     expect(card).to_have_count(0)
     page.get_by_label("Search").fill("TINY")
     asked = list[str]()
-    page.on("dialog", lambda dialog: (asked.append(dialog.message), dialog.accept()))
+
+    def accept(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        dialog.accept()
+
+    page.on("dialog", accept)
     for name in NODES:
         card.get_by_role("button", name=f"Delete {REPO} on {name}").click()
         expect(page.get_by_text(re.compile(rf"{REPO} on {name} is deleted, 2\.\d MiB freed"))).to_be_visible()
@@ -124,10 +129,11 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
 
 
 def test_a_running_pull_is_cancelled(page: Page, lab: Lab):
-    lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form = ask_for_plan(page, REPO)
     form.get_by_label("These Macs:").check()
     form.get_by_label("Pull to mini").check()
+    expect(form.get_by_role("button", name="Pull to 1 Mac")).to_be_enabled()
+    lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form.get_by_role("button", name="Pull to 1 Mac").click()
     pulled = page.get_by_role("region", name=f"Pull of {REPO}").first
     pulled.get_by_role("button", name=f"Cancel the pull of {REPO}").click()

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
+from playwright.sync_api import BrowserContext, Dialog, Locator, Page, Route, expect
 
 from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
@@ -521,7 +521,12 @@ def test_the_files_of_a_model_are_verified_and_deleted_after_a_confirmation(page
     card.get_by_role("button", name="Verify qwen on b").click()
     expect(card.get_by_role("alert")).to_have_text("b: model.safetensors has other content: pull it again")
     asked, before = list[str](), len(api.asked)
-    page.once("dialog", lambda dialog: (asked.append(dialog.message), dialog.dismiss()))
+
+    def refuse(dialog: Dialog) -> None:
+        asked.append(dialog.message)
+        dialog.dismiss()
+
+    page.once("dialog", refuse)
     remove = card.get_by_role("button", name="Delete qwen on b")
     remove.click()
     page.wait_for_timeout(200)
