@@ -636,6 +636,7 @@ def test_a_pull_is_planned_for_the_chosen_macs_before_it_starts(page: Page, api:
     expect(card.get_by_role("button", name="Pull to 2 Macs")).to_be_enabled()
     before = len(api.asked)
     card.get_by_label("These Macs:").check()
+    page.wait_for_timeout(100)
     expect(card.get_by_role("button", name="Pull to 0 Macs")).to_be_disabled()
     assert len(api.asked) == before, "without a name there is no plan"
     api.by_path["POST /api/v1/pulls"] = plan(plan_node("a", "was not named"), plan_node("b")) | {"pull": pull("qwen")}
@@ -651,6 +652,14 @@ def test_a_pull_is_planned_for_the_chosen_macs_before_it_starts(page: Page, api:
     expect(page.get_by_role("status").get_by_text("The pull of lab/qwen has started.")).to_be_visible()
     expect(card.get_by_label("Repository")).to_have_value("")
     expect(rows).to_have_count(0)
+    card.get_by_label("Repository").fill("lab/qwen")
+    card.get_by_label("Revision").fill("v1")
+    assert sent(api, ask) == ("POST", "/api/v1/pulls", body | {"nodes": [], "all": False}), "a new pull, a new choice"
+    api.by_path["POST /api/v1/pulls"] = "16 pulls are open, which is the limit: wait for one to end"
+    card.get_by_role("button", name="Pull to 1 Mac").click()
+    expect(card.get_by_role("alert")).to_have_text("16 pulls are open, which is the limit: wait for one to end")
+    card.get_by_role("button", name="Close").click()
+    expect(card.get_by_role("alert")).to_have_count(0)
 
 
 def test_a_refused_plan_is_shown_as_the_sentence_of_the_coordinator(page: Page, api: Answers):

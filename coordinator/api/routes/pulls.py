@@ -13,6 +13,7 @@ from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.assembly import NodePool
 from coordinator.models.pull_controller import PullController, TooManyPullsError
 from coordinator.models.pull_plan import NodeSelection, PullPlan, plan_pull
+from coordinator.models.pull_records import MAX_ENDED_RECORDS
 from coordinator.models.pull_rows import build_pull_row
 from router.errors import Problem, build_invalid
 from wire.frames import ModelOrderCode, ModelOrderEnded, RemoveModel, VerifyModel
@@ -118,9 +119,11 @@ class PullRoutes:
         """List the pulls, the newest first: progress on each node in bytes, and faults."""
         return {"schema": 1, "pulls": self.build_rows()}
 
-    def build_rows(self) -> list[dict[str, object]]:
-        """Return the rows of all pulls, the newest first."""
-        return [build_pull_row(record, self._get_name) for record in reversed(self._pulls.pulls.values())]
+    def build_rows(self, max_ended: int = MAX_ENDED_RECORDS) -> list[dict[str, object]]:
+        """Return the rows of all open pulls and of the newest `max_ended` ended pulls, the newest first."""
+        records = list(reversed(self._pulls.pulls.values()))
+        older = {record.id for record in [one for one in records if one.ended is not None][max_ended:]}
+        return [build_pull_row(record, self._get_name) for record in records if record.id not in older]
 
     async def pull_state(self, pull: str) -> dict[str, Any]:
         """Return one pull with its progress on each node."""

@@ -37,8 +37,10 @@ function describeModel({ repo, commit, size: bytes, files, skipped, model }) {
   return `${repo} at ${commit.slice(0, 8)}: ${parts.join(", ")}.${skipped.files ? ` Not needed: ${count(skipped.files)} files, ${size(skipped.size)}.` : ""}`;
 }
 
-function Plan({ plan, busy, selection, named, select, pick }) {
+function Plan({ plan, busy, error, selection, named, select, pick, start, close }) {
+  const [run, starting] = useAction(start);
   const byName = selection === "named";
+  const chosen = busy || error ? 0 : plan.nodes.filter((node) => node.chosen && (!byName || named.includes(node.id))).length;
   const decision = (node) => {
     if (byName && !named.includes(node.id)) return "no";
     if (busy) return "…";
@@ -48,7 +50,9 @@ function Plan({ plan, busy, selection, named, select, pick }) {
   return html`<p>${describeModel(plan)}</p>
     <fieldset><legend>Pull to</legend>${SELECTIONS.map(([value, label]) => html`<label class="choice"><input type="radio" name="selection" value=${value} checked=${selection === value} onChange=${() => select(value)} /> ${label}</label>`)}</fieldset>
     <div aria-busy=${busy}><${Table} caption="Plan of the pull" head=${["Mac", "pull", "#disk free", "#max context"]} rows=${plan.nodes.map((node) => ({ key: node.id,
-      cells: [mac(node), decision(node), node.disk_free ? size(node.disk_free) : "unknown", node.max_context ? count(node.max_context) : "–"] }))} /></div>`;
+      cells: [mac(node), decision(node), node.disk_free ? size(node.disk_free) : "unknown", node.max_context ? count(node.max_context) : "–"] }))} /></div>
+    <${Wrong} text=${starting.error} />
+    <p class="row"><button class="main" disabled=${!chosen || starting.busy} onClick=${run}>${`Pull to ${chosen} ${chosen === 1 ? "Mac" : "Macs"}`}</button><button onClick=${close}>Close</button></p>`;
 }
 
 export function NewPull({ announce }) {
@@ -59,31 +63,38 @@ export function NewPull({ announce }) {
   const [{ plan, busy, error }, ask, drop] = usePlan();
   const body = (how, ids) => ({ repo: repo.trim(), revision: revision.trim(), nodes: how === "named" ? ids : [], all: how === "all" });
   const replan = (how, ids, wait) => { if (how !== "named" || ids.length) ask(body(how, ids), wait); };
-  const edit = (set) => (event) => { set(event.target.value); drop(); };
+  const close = () => {
+    setSelection("auto");
+    setNamed([]);
+    drop();
+  };
+  const edit = (set) => (event) => { set(event.target.value); close(); };
   const select = (how) => { setSelection(how); replan(how, named, 0); };
   const pick = (id) => {
     const ids = named.includes(id) ? named.filter((one) => one !== id) : [...named, id];
     setNamed(ids);
     replan(selection, ids, REPLAN_MS);
   };
-  const [start, starting] = useAction(async () => {
+  const submit = (event) => {
+    event.preventDefault();
+    if (selection === "named" && !named.length) select("auto");
+    else replan(selection, named, 0);
+  };
+  const start = async () => {
     const { pull } = await call("POST", "/api/v1/pulls", body(selection, named));
     announce(`The pull of ${pull.repo} has started.`);
     setRepo("");
     setRevision("");
-    drop();
-  });
-  const isChosen = (node) => node.chosen && (selection !== "named" || named.includes(node.id));
-  const chosen = plan && !busy && !error ? plan.nodes.filter(isChosen).length : 0;
+    close();
+  };
   return html`<section class="card" aria-label="Pull a model"><h3>Pull a model</h3>
-    <form onSubmit=${(event) => { event.preventDefault(); replan(selection, named, 0); }}>
+    <form onSubmit=${submit}>
       <div class="fill"><label>Repository <input required minlength="3" maxlength="200" autocomplete="off" spellcheck="false" placeholder="mlx-community/Qwen3-8B-4bit" value=${repo} onInput=${edit(setRepo)} /></label>
         <label>Revision <input maxlength="200" autocomplete="off" spellcheck="false" placeholder="main" value=${revision} onInput=${edit(setRevision)} /></label>
         <button class=${plan ? "" : "main"} disabled=${busy || !repo.trim()}>Show the plan</button></div>
       <p class="small quiet" role="status">${busy ? "Asking the hub …" : ""}</p></form>
-    <${Wrong} text=${error || starting.error} />
-    ${plan ? html`<${Plan} plan=${plan} busy=${busy} selection=${selection} named=${named} select=${select} pick=${pick} />
-      <p class="row"><button class="main" disabled=${!chosen || starting.busy} onClick=${start}>${`Pull to ${chosen} ${chosen === 1 ? "Mac" : "Macs"}`}</button><button onClick=${drop}>Close</button></p>` : null}</section>`;
+    <${Wrong} text=${error} />
+    ${plan ? html`<${Plan} plan=${plan} busy=${busy} error=${error} selection=${selection} named=${named} select=${select} pick=${pick} start=${start} close=${close} />` : null}</section>`;
 }
 
 function describeProgress(pull, node) {
