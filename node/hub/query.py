@@ -1,6 +1,7 @@
 """Child process that looks up a repository on the hub: `python -m node.hub.query`.
 
-The standard input has one JSON document (`HubQuery`), the standard output gets `HubAnswer` or `HubRefusal`.
+The standard input has one JSON document (`HubQuery`), the standard output gets `HubAnswer` or `HubRefusal`. Logs and
+texts of libraries go to the standard error.
 Nothing is written to the cache. The library of the hub is imported here only. It reads the environment at import.
 """
 
@@ -208,13 +209,15 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 def main() -> None:
     """Answer the query of the standard input."""
     os.environ.update(LIBRARY_ENVIRONMENT)
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     try:
         query = msgspec.json.decode(sys.stdin.buffer.read(), type=HubQuery)
         answer = answer_query(query)
     except msgspec.DecodeError:
         answer = HubRefusal(code=ModelOrderCode.INVALID, message="the query cannot be read")
-    sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-    sys.stdout.buffer.flush()
+    output.write(msgspec.json.encode(answer) + b"\n")
+    output.flush()
     os._exit(0)  # a request may still be in progress
 
 

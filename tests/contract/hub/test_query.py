@@ -107,6 +107,11 @@ def test_a_model_that_cannot_be_served_is_named_with_its_cause(hub: Hub, change:
     assert cause in query(hub)["model"]["cause"]
 
 
+def test_the_output_has_nothing_but_the_answer(hub: Hub):
+    hub.add(REPO, {**FILES, "config.json": b'{"model_type": "unheard_of"}'})
+    assert "'unheard_of' is not supported" in query(hub)["model"]["cause"], "although its dimensions are unknown, a log"
+
+
 def test_supported_architectures_may_name_code_that_is_not_run(hub: Hub):
     change_config(hub, auto_map={"AutoModelForCausalLM": "modeling.py"}, model_type="mistral")
     assert query(hub)["model"]["cause"] == ""
