@@ -70,6 +70,7 @@ PERIODIC_SLEEPS = {
     "host/bonjour_announce.py": "looks at our own addresses, which nobody announces",
     "node/agent/discovery.py": "the time in which a second cluster may answer",
     "node/engine_process/supervisor.py": "the period of pings to a busy engine",
+    "node/hub/quantization/quantizer.py": "the next reading of a child's footprint",
     "node/hub/serving/server.py": "the next look at a file that another process downloads",
     "node/video/ray/local_ray.py": "back-off before the driver is started again",
     "node/video/capability.py": "the next look at folders, which tell nobody of a change",
