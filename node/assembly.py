@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from node.agent.agent import Agent, AgentParts
 from node.agent.fetch import FetchAnswers
 from node.agent.identity import NodeIdentity
@@ -15,10 +17,12 @@ from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.hub.idle_hasher import IdleHasher
 from node.hub.orders import ModelFileOrders
+from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import MachineMemory
+from node.models.folders import get_own_folder
 from node.notifier import Notifier
 from node.settings import NodeSettings
 from node.sharing.controller import SharingController
@@ -61,6 +65,7 @@ def assemble(
     `state` is the state folder. `on_ready(address)` is that of `Agent`. Tests replace the command of the engine process
     and the timeouts.
     """
+    settings = add_own_folder(settings, state)
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()
     illegal_events = IllegalEvents()
     supervisor = Supervisor(
@@ -85,7 +90,8 @@ def assemble(
         changed=video_changed.notify,
         illegal_events=illegal_events,
     )
-    effects = SharingEffects(links, supervisor, video.lease_manager, video.pause)
+    quantizer = Quantizer(settings, state, limiter, poll, supervisor)
+    effects = SharingEffects(links, supervisor, video.lease_manager, quantizer, video.pause)
     sharing = SharingController(settings.sharing, state / "node", effects)
     reporter = Reporter(
         settings,
@@ -105,6 +111,7 @@ def assemble(
         identity,
         state / "node",
         links,
+        quantizer,
         is_loaded=supervisor.reports.has_model_in_memory,
         on_change=lambda: supervisor.send(encode(RescanModels()), RescanModels, 0),
     )
@@ -124,6 +131,7 @@ def assemble(
         reporter=reporter,
         answers=answers,
         model_orders=model_orders,
+        quantizer=quantizer,
         illegal_events=illegal_events,
     )
     agent = Agent(identity, version, hardware, parts, on_ready=on_ready, link_timeouts=link_timeouts or LinkTimeouts())
@@ -131,3 +139,9 @@ def assemble(
     video_changed.subscribe(reporter.send_soon)
     effects.changed.subscribe(reporter.send)
     return Node(agent, supervisor, poll, video, sharing, reporter, model_orders, hasher)
+
+
+def add_own_folder(settings: NodeSettings, state: Path) -> NodeSettings:
+    """Return the settings with the node's own model folder as the last folder that is searched."""
+    own = str(get_own_folder(state))
+    return replace(settings, models=replace(settings.models, folders=(*settings.models.folders, own)))

@@ -71,6 +71,7 @@ PERIODIC_SLEEPS = {
     "node/agent/discovery.py": "the time in which a second cluster may answer",
     "node/hub/idle_hasher.py": "the period of checks of an idle node",
     "node/engine_process/supervisor.py": "the period of pings to a busy engine",
+    "node/hub/quantization/quantizer.py": "the next reading of a child's footprint",
     "node/hub/serving/server.py": "the next look at a file that another process downloads",
     "node/video/ray/local_ray.py": "back-off before the driver is started again",
     "node/video/capability.py": "the next look at folders, which tell nobody of a change",

@@ -27,6 +27,7 @@ from coordinator.api.routes.page import PageRoutes
 from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.prometheus import PrometheusRoutes
 from coordinator.api.routes.pulls import PullRoutes
+from coordinator.api.routes.quantizations import QuantizationRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
 from coordinator.api.routes.wishes import WishRoutes
@@ -120,6 +121,7 @@ class ControlApi:
             joins,
             VideoRoutes(nodes.registry, controller, ring),
             files,
+            QuantizationRoutes(nodes, pulls.quantizations),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),

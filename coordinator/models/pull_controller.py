@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from coordinator.model_tools.quantizations import Quantizations
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.model_orders import ModelOrders
 from coordinator.models.pull_records import MAX_ENDED_RECORDS, PullRecord, PullRecords
@@ -65,7 +66,7 @@ class TooManyPullsError(Exception):
 
 
 class PullController:
-    """Controller of all pulls, and of the other orders about model files (`orders`).
+    """Controller of all pulls, and of the other orders about model files (`orders`, `quantizations`).
 
     `send` sends a frame to a node and returns False if the node is not linked. `epoch` is that of the coordinator, and
     makes order numbers unique. `wall` returns Unix seconds.
@@ -88,6 +89,7 @@ class PullController:
         self._bases = (epoch << 40 | number << PULL_BITS for number in itertools.count(1))
         counter = itertools.count(1)
         self.orders = ModelOrders(send, lambda: epoch << 40 | next(counter))
+        self.quantizations = Quantizations(send, lambda: epoch << 40 | next(counter), wall=wall)
         self._links: dict[NodeId, int] = {}
         self._tokens: dict[int, str] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -101,7 +103,8 @@ class PullController:
         return restore_pull(state, next(self._bases))
 
     def close(self) -> None:
-        """Stop the controller. Downloads continue on their nodes."""
+        """Stop the controller. Downloads and quantizations continue on their nodes."""
+        self.quantizations.close()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -175,16 +178,18 @@ class PullController:
         if links == self._links:
             return
         before, self._links = self._links, links
+        returned = [node for node, epoch in links.items() if before.get(node) != epoch]
+        self.quantizations.apply_links(before.keys() - links.keys(), returned)
         for node in before.keys() - links.keys():
             self._apply_to_open_pulls(node, NodeUnlinked(node))
-        for node, epoch in links.items():
-            if before.get(node) != epoch:
-                self._apply_to_open_pulls(node, NodeLinked(node))
+        for node in returned:
+            self._apply_to_open_pulls(node, NodeLinked(node))
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Handle a frame of a node about an order. Frames about unknown orders are ignored."""
         event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
         self.orders.handle_frame(node, frame)
+        self.quantizations.handle_frame(node, frame)
         self._apply_to_open_pulls(node, event)
 
     def handle_lost_node(self, node: NodeId) -> None:
@@ -194,6 +199,7 @@ class PullController:
     def remove_node(self, node: NodeId) -> None:
         """End the pulls of a node that is no longer a member."""
         self._links.pop(node, None)
+        self.quantizations.remove_node(node)
         self._apply_to_open_pulls(node, PullNodeRemoved(node))
 
     def _apply_to_open_pulls(self, node: NodeId, event: Event) -> None:

@@ -22,6 +22,7 @@ from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.engine_process.supervisor import Supervisor
 from node.hub.orders import ModelFileOrders
+from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.poll import MemoryPoll
 from node.sharing.controller import SharingController
@@ -47,6 +48,7 @@ from wire.frames import (
     Ping,
     ProfileModel,
     PullModel,
+    QuantizeModel,
     RayHead,
     Refusal,
     RemoveModel,
@@ -75,6 +77,7 @@ class AgentParts:
     reporter: Reporter
     answers: FetchAnswers
     model_orders: ModelFileOrders
+    quantizer: Quantizer
     illegal_events: IllegalEvents
 
 
@@ -139,6 +142,7 @@ class Agent:
         """Schedule a report and a memory poll, because the supervisor has a new report or state of the engine."""
         self._parts.poll.poll_sooner()
         self._parts.lease_manager.on_engine_change()
+        self._parts.quantizer.on_engine_change()
         self._notify_ready()
         self._parts.reporter.send_soon()
 
@@ -182,7 +186,7 @@ class Agent:
                 parts.ray.set_allowed(on=frame.allowed)
             case RayHead():
                 pass
-            case PullModel() | ServeModel() | VerifyModel() | RemoveModel() | CancelModelOrder():
+            case PullModel() | ServeModel() | VerifyModel() | RemoveModel() | QuantizeModel() | CancelModelOrder():
                 parts.model_orders.handle(frame, link)
             case PauseNode():
                 parts.sharing.apply_order(frame)

@@ -122,9 +122,9 @@ class Reporter:
         self.send()
 
     def is_busy(self) -> bool:
-        """Return whether a request runs or is queued here, or memory is leased to a video job."""
+        """Return whether a request runs or is queued here, or memory is leased to another process."""
         state = self._supervisor.state
-        return state.running + state.waiting > 0 or self._lease_manager.holding
+        return state.running + state.waiting > 0 or self._limiter.leases > 0
 
     def _compute_report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
+from node.hub.quantization.quantizer import Quantizer
 from node.notifier import Notifier
 from node.sharing.policy import Occupancy, SharingAction, SharingState
 from node.video.lease_manager import LeaseManager
@@ -22,22 +23,27 @@ class SharingEffects:
         links: CoordinatorLinks,
         supervisor: Supervisor,
         lease_manager: LeaseManager,
+        quantizer: Quantizer,
         on_sharing: Callable[[str], None],
     ) -> None:
         self._links = links
         self._supervisor = supervisor
         self._lease_manager = lease_manager
+        self._quantizer = quantizer
         self._on_sharing = on_sharing
         self.changed = Notifier()
         """Notifies after each changed decision."""
 
     def read_occupancy(self) -> Occupancy:
         """Return the present use of this node: open requests, leased memory, and whether the engine rests."""
-        return Occupancy(self._links.open_requests, self._lease_manager.holding, self._supervisor.resting)
+        leased = self._lease_manager.holding or self._quantizer.holding
+        return Occupancy(self._links.open_requests, leased, self._supervisor.resting)
 
     def on_sharing_change(self, sharing: SharingState) -> None:
         """Notify `on_sharing` and the subscribers of `changed` of a new decision whether this Mac accepts work."""
-        self._on_sharing("" if sharing.shared else sharing.why)
+        why = "" if sharing.shared else sharing.why
+        self._on_sharing(why)
+        self._quantizer.pause(why)
         self.changed.notify()
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
@@ -51,6 +57,7 @@ class SharingEffects:
                     self._supervisor.send(encode(Cancel(request)), Cancel, request)
             case SharingAction.END_LEASE:
                 self._lease_manager.end(sharing.why)
+                self._quantizer.end(sharing.why)
             case SharingAction.REST:
                 self._supervisor.release_memory()
             case SharingAction.WAKE:

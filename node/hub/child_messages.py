@@ -78,6 +78,16 @@ class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum read rate; 0 for no limit."""
 
 
+class QuantizeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Order of `node.engine.conversion.quantizer`."""
+
+    source: str
+    """Folder of the model."""
+    target: str
+    """Folder that the child creates, with the quantized model."""
+    bits: int
+
+
 class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):
     """Progress of an order, with the fields of `ModelOrderProgress`."""
 
@@ -100,6 +110,8 @@ class ChildEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end", omit_defaul
     fetched: int = 0
     freed: int = 0
     retry_after: float = 0.0
+    stored: int = 0
+    peak: int = 0
 
 
 ChildMessage = ChildProgress | ChildEnd

@@ -44,6 +44,12 @@ class OrderChild:
         """Whether the child was killed because it did not end after its last message."""
         self._killer: asyncio.TimerHandle | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running child, which leads a process group; None before its start and after its end."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
     async def run(self) -> ChildEnd:
         """Run the child and return the end of its order.
 
@@ -89,6 +95,10 @@ class OrderChild:
         self._cancelled = True
         if self._process is not None and self._killer is None:
             self._send_sigterm()
+
+    def kill(self) -> None:
+        """Kill the child at once. `run` returns a failure."""
+        self._signal(signal.SIGKILL)
 
     def _send_sigterm(self) -> None:
         self._signal(signal.SIGTERM)

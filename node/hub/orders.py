@@ -1,11 +1,11 @@
-"""Orders of the coordinator about model files on this node: pull, serve, verify, remove, cancel.
+"""Orders of the coordinator about model files on this node: pull, serve, verify, remove, quantize, cancel.
 
 Rules
 - Each order gets exactly one `ModelOrderEnded`, unless the node stops. An end for which there is no link is sent on the
   next link. An end that was sent shortly before its link was lost is sent again. The coordinator ignores ends of orders
   that it does not know.
 - A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
-  restart of the coordinator.
+  restart of the coordinator. The same holds for the quantization to the same result.
 - Only one order at a time changes the files of a repository.
 - A model that is loaded or being loaded is not removed.
 - Tokens go to a child on its standard input, and nowhere else.
@@ -37,6 +37,7 @@ from node.hub.digests import STORE_NAME
 from node.hub.errors import ModelFileError
 from node.hub.model_places import locate_model, remove_model
 from node.hub.order_child import OrderChild
+from node.hub.quantization.quantizer import Quantizer
 from node.hub.serving.addresses import choose_hosts
 from node.models.folders import get_hub_folder
 from node.settings import ModelSettings
@@ -45,6 +46,7 @@ from wire.frames import (
     ModelOrderEnded,
     ModelOrderProgress,
     PullModel,
+    QuantizeModel,
     RemoveModel,
     ServeModel,
     VerifyModel,
@@ -61,21 +63,23 @@ _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirro
 
 log = structlog.get_logger("node.hub.orders")
 
-ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel
+ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel | QuantizeModel
 
 
 class _RunningOrder:
-    """Order in progress. A pull can have the numbers of several orders for the same commit.
+    """Order in progress. A pull or quantization can have the numbers of several orders for the same result.
 
-    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders.
+    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders. `result`
+    is that of a quantization: name and bits.
     """
 
-    def __init__(self, number: int, key: str, commit: str = "") -> None:
+    def __init__(self, number: int, key: str, commit: str = "", result: tuple[str, int] | None = None) -> None:
         self.numbers = {number}
         self.key = key
         self.commit = commit
         self.cancelled = False
         """Whether the order was cancelled and has not ended yet."""
+        self.result = result
         self._child: OrderChild | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -124,6 +128,7 @@ class ModelFileOrders:
         identity: NodeIdentity,
         state: Path,
         links: CoordinatorLinks,
+        quantizer: Quantizer,
         is_loaded: Callable[[str], bool],
         on_change: Callable[[], None],
         environment: Mapping[str, str] = os.environ,
@@ -134,6 +139,7 @@ class ModelFileOrders:
         )
         self._digests = state / STORE_NAME
         self._links = links
+        self._quantizer = quantizer
         self._is_loaded = is_loaded
         self._on_change = on_change
         self._environment = environment
@@ -199,6 +205,9 @@ class ModelFileOrders:
                 self._check_name(order.model)
                 self._check_unused(order.model)
                 self._start(_RunningOrder(order.order, order.model), self._remove)
+            case QuantizeModel():
+                self._check_name(order.model)
+                self._start_quantization(order)
 
     def _check_name(self, name: str) -> None:
         if not is_valid_model(name):
@@ -250,6 +259,23 @@ class ModelFileOrders:
             idle_seconds=order.idle,
         )
         self._start_child(_RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
+
+    def _start_quantization(self, order: QuantizeModel) -> None:
+        result = (order.name, order.bits)
+        running = next((one for one in self._running if one.key == order.model and one.result == result), None)
+        if running is not None:
+            running.numbers.add(order.order)
+            return
+        log.info("quantize", model=order.model, bits=order.bits, name=order.name)
+        self._start(
+            _RunningOrder(order.order, order.model, result=result),
+            lambda running: self._run_quantization(running, order),
+        )
+
+    async def _run_quantization(self, running: _RunningOrder, order: QuantizeModel) -> ChildEnd:
+        return await self._quantizer.run(
+            order, running.run_child, lambda progress: self._send_progress(running, progress)
+        )
 
     async def _verify(self, running: _RunningOrder) -> ChildEnd:
         place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
@@ -324,6 +350,8 @@ class ModelFileOrders:
             fetched=end.fetched,
             freed=end.freed,
             retry_after=end.retry_after,
+            stored=end.stored,
+            peak=end.peak,
         )
         self._send_frame(frame)
 

@@ -10,6 +10,7 @@ memory is unknown: the engine then admits no request, and evicts nothing for thi
 
 import time
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
 
 import structlog
@@ -41,6 +42,13 @@ CEILING_STEP_SHARE = 0.01
 log = structlog.get_logger("node.memory.limits")
 
 
+class LeaseHolder(StrEnum):
+    """Kind of process to which memory is leased. The value is for messages."""
+
+    VIDEO = "a video job"
+    QUANTIZATION = "a quantization"
+
+
 class Limiter:
     """Calculator of this node's memory limits; keeps cap, margin and the last readings.
 
@@ -60,6 +68,7 @@ class Limiter:
         self._guard = settings.memory.guard == "on"
         self._folder = folder
         self._leases = 0
+        self._holder: LeaseHolder | None = None
         self._worker: int | None = None
         bounds = machine.read_bounds()
         self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
@@ -74,17 +83,22 @@ class Limiter:
 
     @property
     def leases(self) -> int:
-        """Bytes leased to video jobs."""
+        """Bytes leased to another process than the engine."""
         return self._leases
+
+    @property
+    def holder(self) -> LeaseHolder | None:
+        """Kind of process that holds the lease; None without a lease."""
+        return self._holder
 
     @property
     def worker(self) -> int | None:
         """Id of the process group that uses the leases; None without one. Its footprint is not counted twice."""
         return self._worker
 
-    def begin_lease(self, size: int) -> None:
-        """Lower the ceiling by `size` bytes for a video job, at the next poll."""
-        self._leases = size
+    def begin_lease(self, size: int, holder: LeaseHolder) -> None:
+        """Lower the ceiling by `size` bytes for a process of this kind, at the next poll."""
+        self._leases, self._holder = size, holder
 
     def set_worker(self, group: int) -> None:
         """Set the process group that uses the lease."""
@@ -92,7 +106,7 @@ class Limiter:
 
     def end_lease(self) -> None:
         """Restore the ceiling at the next poll, because the lease has ended."""
-        self._leases, self._worker = 0, None
+        self._leases, self._holder, self._worker = 0, None, None
 
     @property
     def tier(self) -> str:

@@ -22,6 +22,11 @@ def get_hub_folder(environment: Mapping[str, str]) -> Path:
     return Path(home) / "hub"
 
 
+def get_own_folder(state: Path) -> Path:
+    """Return the model folder of a node itself, for models that the node makes. `state` is the state folder."""
+    return state / "node" / "models"
+
+
 def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 

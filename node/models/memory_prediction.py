@@ -40,12 +40,17 @@ def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
     mlx-lm converts fp8 checkpoints to bf16, which doubles their size. Packed formats are not converted: mxfp8,
     power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt (`load_model` in mlx_lm/utils.py).
     """
+    return weights.size + (0 if is_quantized(config) else weights.fp8)
+
+
+def is_quantized(config: Config) -> bool:
+    """Return whether a config belongs to weights that mlx-lm keeps quantized. It converts plain fp8 to bf16."""
     found: object = config.get("quantization_config") or _get_text_config(config).get("quantization_config")
     method: Config = cast("Config", found) if isinstance(found, dict) else {}
     packed = method.get("quant_method") not in (None, "fp8") or (
         method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
     )
-    return weights.size + (0 if packed or "quantization" in config else weights.fp8)
+    return packed or "quantization" in config
 
 
 def name_quantization(config: Config, float_size: int) -> str:

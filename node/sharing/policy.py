@@ -251,7 +251,7 @@ class Occupancy:
     requests: int = 0
     """Number of open requests."""
     lending: bool = False
-    """Whether memory is leased to a video job."""
+    """Whether memory is leased to a video job or a quantization."""
     resting: bool = False
     """Whether the engine was asked to hold no memory."""
 

@@ -1,16 +1,15 @@
 """Grant of a lease in two phases: judge it, lower the ceiling, and wait until the engine holds the lower limits."""
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import structlog
 
 from node.engine.memory.wired_limit import WireMode
 from node.engine_process.supervisor import Supervisor
-from node.memory.limits import Limiter
+from node.memory.lessor import LeaseFailure, LeaseObstacle, MemoryLessor
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
 from node.video import leases
@@ -21,14 +20,10 @@ from node.video.worker.job_spec import JobSpec, parse_spec
 from node.video.worker.lease_files import OUT, SCRATCH, LeaseGrant
 from node.video.worker.watchdog_policy import WorkerBounds
 from node.video.worker.worker_monitor import WorkerMonitor, build_worker_environment
-from wire.capacity.arithmetic import judge
 from wire.frames import LeaseRefused, LeaseRequest
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import RefusalCode
 from wire.units import show_size
 from wire.video import LeaseRefusalCode
-
-CONFIRM_TIMEOUT_SECONDS = 5.0
-"""Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
 
 log = structlog.get_logger("node.video.lease_manager")
 
@@ -46,21 +41,24 @@ class LeaseGranter:
         store: LeaseStore,
     ) -> None:
         self._settings = settings
-        self._limiter = limiter
         self._poll = poll
         self._supervisor = supervisor
+        self._lessor = MemoryLessor(limiter, poll, supervisor, LeaseHolder.VIDEO)
         self._offer = offer
         self._store = store
-        self._changed = asyncio.Event()
+
+    @property
+    def holding(self) -> bool:
+        """Whether memory is leased to a video job now."""
+        return self._lessor.holding
 
     def on_engine_change(self) -> None:
         """Continue a grant that waits for the engine, after a new report of the engine."""
-        self._changed.set()
+        self._lessor.on_engine_change()
 
     def return_memory(self) -> None:
         """Restore the ceiling after the end of a lease."""
-        self._limiter.end_lease()
-        self._poll.poll_once()
+        self._lessor.return_memory()
 
     def restore(self) -> None:
         """Restore the ceiling, and remove a lease that was not granted."""
@@ -104,6 +102,7 @@ class LeaseGranter:
         refused = (
             leases.check_name(request)
             or leases.check_generation(request, self._store.ledger)
+            or self._check_holder(request)
             or leases.check_ready(request, self._poll.read_memory(), self._offer.unready)
         )
         if refused is not None:
@@ -116,13 +115,17 @@ class LeaseGranter:
         spec = parse_spec(request.spec)
         return leases.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
 
+    def _check_holder(self, request: LeaseRequest) -> LeaseRefused | None:
+        other = self._lessor.find_other_holder()
+        code = LeaseRefusalCode.LEASE_HELD
+        return leases.refuse(request, code, other, leases.HELD_RETRY_SECONDS) if other else None
+
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
         """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
         refused = self._judge(request)
         if refused is None or refused.headroom is None:
             return refused
-        number = self._supervisor.orders.free_memory(request.size)
-        await self._wait_until(lambda: self._supervisor.reports.freed_order >= number)
+        await self._lessor.make_room(request.size)
         return self._judge(request)
 
     def _judge(self, request: LeaseRequest) -> LeaseRefused | None:
@@ -131,46 +134,26 @@ class LeaseGranter:
         return leases.check_fits(request, self._poll.read_memory(), report.models if report is not None else (), pinned)
 
     async def _lower_ceiling(self, request: LeaseRequest) -> LeaseRefused | None:
-        """Lower the ceiling and wait until the engine holds the new limits.
-
-        The lease must then still fit, because new work may have arrived.
-        """
+        """Lower the ceiling and wait until the engine holds the new limits. Return a refusal, or None."""
         began = time.monotonic()
-        self._limiter.begin_lease(request.size)
-        self._poll.poll_once()
-        number = self._supervisor.orders.limits_number
-        await self._wait_until(lambda: self._supervisor.reports.limits_number >= number)
-        if self._supervisor.reports.limits_number < number:
-            message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
-            return leases.refuse(request, LeaseRefusalCode.ENGINE_SILENT, message, leases.HEADROOM_RETRY_SECONDS)
-        after = judge(self._poll.read_memory(), 0)
-        if isinstance(after, Refused):
-            headroom = after.numbers.headroom if after.numbers is not None else None
-            return LeaseRefused(
+        failure = await self._lessor.lower_ceiling(request.size)
+        if failure is None:
+            log.info(
+                "ceiling lowered",
                 lease=request.lease,
-                generation=request.generation,
-                code=after.code.value,
-                message="requests arrived while the ceiling was lowered",
-                need=request.size,
-                headroom=None if headroom is None else headroom + request.size,
-                retry_after=leases.HEADROOM_RETRY_SECONDS,
-                waiting_for="the end of the new requests",
+                size=show_size(request.size),
+                seconds=round(time.monotonic() - began, 3),
             )
-        log.info(
-            "ceiling lowered",
-            lease=request.lease,
-            size=show_size(request.size),
-            seconds=round(time.monotonic() - began, 3),
-        )
-        return None
-
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait at most `CONFIRM_TIMEOUT_SECONDS` for the engine to meet a condition."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
-                while not condition():
-                    self._changed.clear()
-                    await self._changed.wait()
+            return None
+        match failure.obstacle:
+            case LeaseObstacle.HELD:
+                code, retry = LeaseRefusalCode.LEASE_HELD, leases.HELD_RETRY_SECONDS
+                return leases.refuse(request, code, failure.message, retry)
+            case LeaseObstacle.ENGINE_SILENT:
+                code, retry = LeaseRefusalCode.ENGINE_SILENT, leases.HEADROOM_RETRY_SECONDS
+                return leases.refuse(request, code, failure.message, retry)
+            case LeaseObstacle.NEW_REQUESTS:
+                return _refuse_for_new_requests(request, failure)
 
     def _open(self, record: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
         """Create the lease's folder for its worker."""
@@ -199,3 +182,20 @@ class LeaseGranter:
             )
         )
         return monitor
+
+
+def _refuse_for_new_requests(request: LeaseRequest, failure: LeaseFailure) -> LeaseRefused:
+    """Return the refusal of a lease that requests prevented. The headroom is that before the ceiling was lowered."""
+    assert failure.refused is not None  # noqa: S101  it has the numbers
+    numbers = failure.refused.numbers
+    headroom = numbers.headroom if numbers is not None else None
+    return LeaseRefused(
+        lease=request.lease,
+        generation=request.generation,
+        code=failure.refused.code.value,
+        message=failure.message,
+        need=request.size,
+        headroom=None if headroom is None else headroom + request.size,
+        retry_after=leases.HEADROOM_RETRY_SECONDS,
+        waiting_for="the end of the new requests",
+    )

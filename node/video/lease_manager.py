@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from node.engine_process.supervisor import Supervisor
 from node.illegal_events import IllegalEvents
-from node.memory.limits import Limiter
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
 from node.video import lease_life, leases
@@ -90,8 +90,8 @@ class LeaseManager:
 
     @property
     def holding(self) -> bool:
-        """Whether memory is leased now."""
-        return self._limiter.leases > 0
+        """Whether memory is leased to a video job now."""
+        return self._granter.holding
 
     def list_states(self) -> tuple[LeaseState, ...]:
         """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
@@ -210,7 +210,7 @@ class LeaseManager:
         record = self._store.ledger.holding
         if record is None:
             return
-        self._limiter.begin_lease(record.size)
+        self._limiter.begin_lease(record.size, LeaseHolder.VIDEO)
         claim = read_claim(self._store.get_folder(record))
         worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
         if worker is not None:

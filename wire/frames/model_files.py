@@ -1,4 +1,5 @@
-"""Frames about the files of models: pull, serve, verify and remove them. The coordinator orders, the agent performs.
+"""Frames about the files of models: pull, serve, verify, remove and quantize them. The coordinator orders, the agent
+performs.
 
 An order of the coordinator has a number, which the answers of the node repeat. Each order gets exactly one
 ModelOrderEnded, after any number of ModelOrderProgress.
@@ -9,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from wire.bounds import MAX_ITEMS, ErrorText, Number, Real, Seconds, Size, Text, Word
+from wire.bounds import MAX_ITEMS, ErrorText, Natural, Number, Real, Seconds, Size, Text, Word
 from wire.frames.frame import Frame
 from wire.model_files import ModelManifest, ModelSource
 
@@ -24,6 +25,10 @@ class ModelOrderPhase(StrEnum):
     """Content is hashed."""
     SERVING = "serving"
     """The mirror listens; `addresses` has its URLs."""
+    LEASING = "leasing"
+    """The node makes room for a lease of memory."""
+    QUANTIZING = "quantizing"
+    """Weights are quantized and written."""
 
 
 class ModelOrderCode(StrEnum):
@@ -44,9 +49,13 @@ class ModelOrderCode(StrEnum):
     INVALID = "invalid"
     """The order cannot be performed: an unsafe manifest, a folder that is not the node's to change."""
     IN_USE = "in_use"
-    """The model is loaded, or another order works on the same repository."""
+    """The model is loaded, another order works on the same repository, or memory is leased already."""
     INTERRUPTED = "interrupted"
     """A signal ended the process of the order. The received pieces stay on the disk."""
+    NAME_TAKEN = "name_taken"
+    """The node has a model of the name of the result."""
+    NO_MEMORY = "no_memory"
+    """The order needs more memory than the node can lease now, or used more than its lease."""
     FAILED = "failed"
 
 
@@ -87,6 +96,20 @@ class RemoveModel(Frame, frozen=True, array_like=True, gc=False):
     model: Word
 
 
+class QuantizeModel(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: quantize the weights of a model and store the result as another model on the disk.
+
+    The node leases memory for the order. A repeated order for the same result attaches to the running one.
+    """
+
+    order: Number
+    model: Word
+    bits: Natural
+    """Bits of a quantized weight."""
+    name: Word
+    """Name of the result."""
+
+
 class CancelModelOrder(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: end an order. Received pieces stay on the disk."""
 
@@ -100,7 +123,7 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     phase: Word
     """A `ModelOrderPhase`, or the phase of a newer node."""
     done: Size = 0
-    """Bytes that are on the disk; bytes sent by a mirror."""
+    """Bytes that are on the disk; bytes sent by a mirror; bytes of quantized weights."""
     total: Size = 0
     speed: Real = 0.0
     """Bytes per second of the last seconds."""
@@ -130,3 +153,7 @@ class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):
     """Bytes of disk that the order freed."""
     retry_after: Seconds = 0.0
     """Minimum seconds before the next try; 0 if unknown."""
+    stored: Size = 0
+    """Bytes of the weights of a quantized model."""
+    peak: Size = 0
+    """Highest measured footprint of the process that quantized, in bytes."""

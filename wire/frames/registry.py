@@ -16,6 +16,7 @@ from wire.frames.model_files import (
     ModelOrderEnded,
     ModelOrderProgress,
     PullModel,
+    QuantizeModel,
     RemoveModel,
     ServeModel,
     VerifyModel,
@@ -103,5 +104,6 @@ TAGS: dict[int, type[Frame]] = {
     74: CancelModelOrder,
     75: ModelOrderProgress,
     76: ModelOrderEnded,
+    77: QuantizeModel,
 }
 """Frame types by tag. A tag is never reused."""

@@ -17,11 +17,12 @@ def compute_reserve(total: int, wanted: int) -> int:
 
 
 class DiskSpace:
-    """Disk of a folder. `reserve` is that of `compute_reserve`."""
+    """Disk of a folder. `reserve` is that of `compute_reserve`. `user` is the consumer of the space, for errors."""
 
-    def __init__(self, folder: Path, reserve: int) -> None:
+    def __init__(self, folder: Path, reserve: int, user: str = "the download") -> None:
         self._folder = folder
         self._reserve = reserve
+        self._user = user
 
     def check(self, needed: int) -> None:
         """Raise ModelFileError with `disk_full` if `needed` more bytes do not fit."""
@@ -36,5 +37,5 @@ class DiskSpace:
         return ModelFileError(
             ModelOrderCode.DISK_FULL,
             f"the disk of {self._folder} has {show_size(usage.free)} free and keeps {show_size(reserve)}, "
-            f"and the download needs {show_size(needed)} more: remove files or models",
+            f"and {self._user} needs {show_size(needed)} more: remove files or models",
         )

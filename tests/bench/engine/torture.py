@@ -28,7 +28,7 @@ from random import Random
 
 from node.engine_process.supervisor import Supervisor
 from node.illegal_events import IllegalEvents
-from node.memory.limits import Limiter
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
 from node.settings import resolve_settings
@@ -401,7 +401,7 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
     while True:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
-        node.limiter.begin_lease(lease)
+        node.limiter.begin_lease(lease, LeaseHolder.VIDEO)
         node.poll.poll_once()
         try:
             await asyncio.sleep(LEASE_FOR)

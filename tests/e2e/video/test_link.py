@@ -22,6 +22,7 @@ from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.hub.orders import ModelFileOrders
+from node.hub.quantization.quantizer import Quantizer
 from node.sharing.controller import SharingController
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.enrolment import HARDWARE
@@ -61,7 +62,8 @@ class Linked(Node):
         certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
         identity = store_identity(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
         self.links = CoordinatorLinks()
-        effects = SharingEffects(self.links, self.supervisor, self.lender, self.studio.pause)
+        quantizer = Quantizer(self.settings, self.folder, self.limiter, self.poll, self.supervisor)
+        effects = SharingEffects(self.links, self.supervisor, self.lender, quantizer, self.studio.pause)
         sharing = SharingController(self.settings.sharing, self.folder, effects)
         self.reporter = Reporter(
             self.settings,
@@ -84,12 +86,14 @@ class Linked(Node):
             sharing=sharing,
             reporter=self.reporter,
             illegal_events=self.illegal_events,
+            quantizer=quantizer,
             answers=FetchAnswers(self.folder / "log", self.supervisor, self.lender),
             model_orders=ModelFileOrders(
                 self.settings.models,
                 identity,
                 self.folder,
                 self.links,
+                quantizer,
                 is_loaded=self.supervisor.reports.has_model_in_memory,
                 on_change=lambda: None,
             ),

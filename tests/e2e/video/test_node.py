@@ -486,7 +486,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.video.lease_granter.CONFIRM_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("node.memory.lessor.CONFIRM_TIMEOUT_SECONDS", 0.3)
     node = await make(attends=False)
     before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
     engine.suspend()

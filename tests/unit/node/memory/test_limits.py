@@ -13,7 +13,7 @@ import structlog
 from host.settings_loader import SettingsError
 from node.memory import sensor as memory_sensor
 from node.memory.cap import MachineBounds
-from node.memory.limits import Limiter
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.reading import STALE_AFTER_SECONDS, AvailableMemory
 from node.memory.sensor import Sensor, open_sensor
 from node.settings import resolve_settings
@@ -321,7 +321,7 @@ def unreadable(pid: int) -> Sensor:
 def test_a_worker_that_cannot_be_read_for_once_is_not_taken_off_the_ceiling(monkeypatch: pytest.MonkeyPatch):
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
-    one.begin_lease(4 * GIB)
+    one.begin_lease(4 * GIB, LeaseHolder.VIDEO)
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == b"both are here\n"
@@ -348,7 +348,7 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
 def test_a_lease_is_told_at_once_however_small():
     one = limiter(SetMachine())
     told(one)
-    one.begin_lease(MIB)
+    one.begin_lease(MIB, LeaseHolder.VIDEO)
     (frame,) = told(one)
     assert (frame.leases, frame.ceiling, frame.bound_by) == (MIB, 96 * GIB - MIB, "leases")
     one.end_lease()
@@ -359,7 +359,7 @@ def test_a_lease_is_told_at_once_however_small():
 def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
-    one.begin_lease(GIB)
+    one.begin_lease(GIB, LeaseHolder.VIDEO)
     without = one.compute_limits(0).ceiling
     with subprocess.Popen([sys.executable, "-c", WORKER], start_new_session=True, stdin=-1, stdout=-1) as worker:
         assert worker.stdout is not None

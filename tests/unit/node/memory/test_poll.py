@@ -19,7 +19,7 @@ from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.illegal_events import IllegalEvents
 from node.memory.enforcer import EnforcerState
-from node.memory.limits import Limiter
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
 from node.memory.reading import STALE_AFTER_SECONDS
 from node.settings import resolve_settings
@@ -346,7 +346,7 @@ async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_an
     for number in (1, 2, 3, 4):
         node.generate(number, "word " * 1000, tokens=100)
         await node.until(lambda number=number: node.speaks(number))
-    node.limiter.begin_lease(90 * GIB - (4 * GIB + 2560 * MIB))
+    node.limiter.begin_lease(90 * GIB - (4 * GIB + 2560 * MIB), LeaseHolder.VIDEO)
     for number in (4, 3):
         end = await node.end(number)
         assert isinstance(end, Failed)
@@ -382,7 +382,7 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     node = await make()
     numbers = []
     for size in (36 * GIB, 0, 36 * GIB):
-        node.limiter.begin_lease(size)
+        node.limiter.begin_lease(size, LeaseHolder.VIDEO)
         node.poll.poll_once()
         numbers.append(node.supervisor.orders.limits_number)
     assert numbers == [2, 3, 4], "each limit was sent at once"

@@ -1,0 +1,212 @@
+"""Quantizations of models on nodes: orders, their progress and their ends, on the coordinator's loop.
+
+The node decides and does the work. A quantization continues there while the link, or the coordinator, is away. After a
+restart of the coordinator, the same order attaches to the running quantization. Quantizations are not stored.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import structlog
+
+from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgress, QuantizeModel
+from wire.identity import NodeId
+
+MAX_OPEN = 16
+MAX_ENDED = 50
+RETURN_TIMEOUT_SECONDS = 30.0
+"""Seconds after the return of a node within which it must report a quantization that continues there."""
+
+log = structlog.get_logger("coordinator.model_tools.quantizations")
+
+
+class QuantizationStage(StrEnum):
+    """Stage of a quantization."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class TooManyQuantizationsError(Exception):
+    """`MAX_OPEN` quantizations are open."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """A quantization on a node. Times are in Unix seconds, sizes in bytes."""
+
+    id: str
+    node: NodeId
+    order: QuantizeModel
+    started: float
+    actor: str = ""
+    ended: float | None = None
+    stage: QuantizationStage = QuantizationStage.RUNNING
+    phase: str = ""
+    """Phase of the order, as reported by the node; empty before the first report."""
+    done: int = 0
+    total: int = 0
+    speed: float = 0.0
+    code: str = ""
+    message: str = ""
+    stored: int = 0
+    peak: int = 0
+    is_linked: bool = True
+
+    def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
+        """Return the quantization as a row of the API. `get_name` returns the display name of a node."""
+        left = (self.total - self.done) / self.speed if self.speed > 0 else None
+        is_running = self.stage is QuantizationStage.RUNNING
+        return {
+            "id": self.id,
+            "node": {"id": self.node, "name": get_name(self.node), "linked": self.is_linked},
+            "model": self.order.model,
+            "bits": self.order.bits,
+            "name": self.order.name,
+            "state": str(self.stage),
+            "phase": self.phase if is_running else "",
+            "done": self.done,
+            "total": self.total,
+            "speed": self.speed if is_running else 0.0,
+            "seconds_left": round(left, 1) if left is not None and is_running else None,
+            "code": self.code,
+            "message": self.message,
+            "stored": self.stored,
+            "peak": self.peak,
+            "started": self.started,
+            "ended": self.ended,
+            "actor": self.actor,
+        }
+
+
+class Quantizations:
+    """All quantizations since the start of the coordinator, the oldest first.
+
+    `send` sends a frame to a node and returns False if the node is not linked. `number` returns the number of the next
+    order. `wall` returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[NodeId, Frame], bool],
+        number: Callable[[], int],
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._send = send
+        self._number = number
+        self._wall = wall
+        self._all: dict[str, Quantization] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def list_all(self) -> tuple[Quantization, ...]:
+        """Return all quantizations, the oldest first."""
+        return tuple(self._all.values())
+
+    def find(self, quantization: str) -> Quantization | None:
+        """Return a quantization by its id; None if there is none."""
+        return self._all.get(quantization)
+
+    def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> Quantization:
+        """Start a quantization on a node and return it. A running one with the same result is returned instead.
+
+        Without a link the quantization fails at once. Raise TooManyQuantizationsError.
+        """
+        opened = self._list_open()
+        for one in opened:
+            if one.node == node and (one.order.model, one.order.bits, one.order.name) == (model, bits, name):
+                return one
+        if len(opened) >= MAX_OPEN:
+            raise TooManyQuantizationsError(f"{MAX_OPEN} quantizations are open, which is the limit: wait for one")
+        order = QuantizeModel(self._number(), model, bits, name)
+        started = Quantization(
+            id=f"quantize-{secrets.token_hex(6)}", node=node, order=order, started=self._wall(), actor=actor
+        )
+        self._all[started.id] = started
+        for one in [one for one in self._all.values() if one.ended is not None][:-MAX_ENDED]:
+            del self._all[one.id]
+        log.info("quantization started", quantization=started.id, model=model, bits=bits, name=name, node=node)
+        if not self._send(node, order):
+            self._fail(started, "the node is not linked: try again when it is back")
+        return self._all[started.id]
+
+    def cancel(self, quantization: str) -> bool:
+        """Order the node to cancel a quantization. Return False if it is not running, or its node is not linked."""
+        found = self._all.get(quantization)
+        running = found is not None and found.stage is QuantizationStage.RUNNING
+        return running and found is not None and self._send(found.node, CancelModelOrder(found.order.order))
+
+    def close(self) -> None:
+        """Stop all timers. Quantizations continue on their nodes."""
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
+    # events of nodes
+
+    def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
+        """Apply a frame of a node about its order. Ignore frames about other orders."""
+        found = next((one for one in self._list_open() if (one.node, one.order.order) == (node, frame.order)), None)
+        if found is None:
+            return
+        self._cancel_timer(found.id)
+        if isinstance(frame, ModelOrderProgress):
+            self._all[found.id] = replace(
+                found, phase=frame.phase, done=frame.done, total=frame.total, speed=frame.speed, is_linked=True
+            )
+            return
+        stages = {
+            ModelOrderCode.COMPLETED.value: QuantizationStage.COMPLETED,
+            ModelOrderCode.CANCELLED.value: QuantizationStage.CANCELLED,
+        }
+        ended = replace(
+            found,
+            ended=self._wall(),
+            stage=stages.get(frame.code, QuantizationStage.FAILED),
+            code=frame.code,
+            message=frame.message,
+            stored=frame.stored,
+            peak=frame.peak,
+        )
+        self._all[found.id] = ended
+        log.info("quantization ended", quantization=found.id, stage=str(ended.stage), why=frame.message)
+
+    def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
+        """Apply lost links and new links of nodes. A node that is back must report within `RETURN_TIMEOUT_SECONDS`."""
+        for one in self._list_open():
+            if one.node in lost or one.node in linked:
+                self._cancel_timer(one.id)
+                self._all[one.id] = replace(one, is_linked=one.node in linked)
+            if one.node in linked:
+                loop = asyncio.get_running_loop()
+                self._timers[one.id] = loop.call_later(RETURN_TIMEOUT_SECONDS, self._fail_unreported, one.id)
+
+    def remove_node(self, node: NodeId) -> None:
+        """End the quantizations of a node that is no longer a member."""
+        for one in self._list_open():
+            if one.node == node:
+                self._fail(one, "the node has left the pool")
+
+    def _fail_unreported(self, quantization: str) -> None:
+        self._timers.pop(quantization, None)
+        text = "the node was restarted meanwhile and has discarded the result: start again"
+        self._fail(self._all[quantization], text)
+
+    def _fail(self, one: Quantization, why: str) -> None:
+        self._cancel_timer(one.id)
+        code = ModelOrderCode.FAILED
+        self._all[one.id] = replace(one, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why)
+
+    def _cancel_timer(self, quantization: str) -> None:
+        timer = self._timers.pop(quantization, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _list_open(self) -> list[Quantization]:
+        return [one for one in self._all.values() if one.stage is QuantizationStage.RUNNING]

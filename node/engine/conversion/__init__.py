@@ -1,0 +1,1 @@
+"""Conversion of models on the disk, in a process of its own."""

@@ -1,0 +1,196 @@
+"""Child process that quantizes a model with mlx-lm: `python -m node.engine.conversion.quantizer`.
+
+The order is a line of the standard input (`node.hub.child_messages.QuantizeOrder`). The weights are those of
+`mlx_lm.convert(quantize=True)`, but each tensor is computed alone, and a file is written when 1 GiB of tensors are
+ready. The memory is therefore bounded by one layer and one file (`node.hub.quantization.prediction`), and the order can
+be cancelled after each tensor. All other files of the model are copied unchanged, because they determine the prompts.
+
+Code of a model folder is neither run nor copied.
+"""
+
+import errno
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end
+from node.hub.errors import OrderStopped
+from node.hub.quantization.prediction import GROUP_WEIGHTS, SHARD_BYTES
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+from wire.units import GIB, MIB
+
+NICENESS = 10
+REPORT_SECONDS = 0.5
+FULL_DISK_BYTES = 64 * MIB
+"""Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
+COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json")
+"""Patterns of files that are copied."""
+REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
+"""Files that are not copied because the quantization writes them."""
+
+
+class Quantization:
+    """Quantization of one model folder."""
+
+    def __init__(self, order: QuantizeOrder, channel: ChildChannel) -> None:
+        self._source = Path(order.source)
+        self._target = Path(order.target)
+        self._bits = order.bits
+        self._channel = channel
+        self._began = time.monotonic()
+        self._reported_at = 0.0
+
+    def run(self) -> ChildEnd:
+        """Write the quantized model and return the end. Raise OSError, or ValueError if mlx-lm refuses the model."""
+        from mlx_lm.utils import load_model, quantize_model
+
+        self._target.mkdir()
+        model, config = load_model(self._source, lazy=True)
+        _convert_type(model, config)
+        keeps_vision = "vision_tower" in getattr(model, "model", {})
+        with redirect_stdout(sys.stderr):  # mlx-lm prints, and the standard output is for messages
+            model, config = quantize_model(model, config, GROUP_WEIGHTS, self._bits)
+        stored = self._write_weights(model)
+        self._copy_files()
+        self._write_config(config, keeps_vision=keeps_vision)
+        _sync(self._target)
+        return ChildEnd(code=ModelOrderCode.COMPLETED, stored=stored)
+
+    def _write_weights(self, model: Any) -> int:
+        """Compute and write all tensors, and return their bytes. The model loses its tensors."""
+        import mlx.core as mx
+        from mlx import utils as mlx_utils
+        from mlx_lm.utils import make_shards
+
+        core: Any = mx
+        evaluate: Callable[[mx.array], None] = core.eval
+        trees: Any = mlx_utils
+        weights = cast("dict[str, mx.array]", dict(trees.tree_flatten(model.parameters())))
+        self._began, total, done = time.monotonic(), sum(one.nbytes for one in weights.values()), 0
+        shards = cast("list[dict[str, mx.array]]", make_shards(weights, SHARD_BYTES // GIB))
+        files = {name: _name_file(at, len(shards)) for at, shard in enumerate(shards) for name in shard}
+        # A tensor that the model still holds would keep its unquantized weights in memory.
+        model.update(trees.tree_map(_build_empty, model.parameters()))
+        weights.clear()
+        for at, shard in enumerate(shards):
+            for tensor in shard.values():
+                if self._channel.stop.is_set():
+                    raise OrderStopped
+                evaluate(tensor)
+                mx.clear_cache()
+                done += tensor.nbytes
+                self._report(done, total)
+            core.save_safetensors(str(self._target / _name_file(at, len(shards))), shard, {"format": "mlx"})
+            shard.clear()
+        index = {"metadata": {"total_size": total}, "weight_map": {name: files[name] for name in sorted(files)}}
+        (self._target / "model.safetensors.index.json").write_bytes(msgspec.json.encode(index))
+        return total
+
+    def _report(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= REPORT_SECONDS:
+            self._reported_at = now
+            speed = done / (now - self._began) if now > self._began else 0.0
+            self._channel.send(ChildProgress(phase=ModelOrderPhase.QUANTIZING, done=done, total=total, speed=speed))
+
+    def _copy_files(self) -> None:
+        for pattern in COPIED:
+            for file in sorted(self._source.glob(pattern)):
+                name = file.relative_to(self._source)
+                if file.name in REPLACED and name.parent == Path():
+                    continue
+                (self._target / name.parent).mkdir(exist_ok=True)
+                shutil.copyfile(file, self._target / name)
+
+    def _write_config(self, config: dict[str, Any], *, keeps_vision: bool) -> None:
+        from mlx_lm.utils import save_config
+
+        save_config(config, self._target / "config.json", keep_vision_config=keeps_vision)
+
+
+def _build_empty(_: object) -> object:
+    import mlx.core as mx
+
+    return mx.array([])
+
+
+def _convert_type(model: Any, config: dict[str, Any]) -> None:
+    """Convert the weights to the type of the config, as `mlx_lm.convert` does."""
+    import mlx.core as mx
+    from mlx import utils as mlx_utils
+    from mlx_lm.convert import MODEL_CONVERSION_DTYPES
+
+    text: dict[str, Any] = config.get("text_config") or {}
+    named = str(config.get("torch_dtype") or text.get("dtype"))
+    if named not in MODEL_CONVERSION_DTYPES:
+        return
+    wanted: mx.Dtype = getattr(mx, named)
+    may_convert: Callable[[str], bool] | None = getattr(model, "cast_predicate", None)
+
+    def convert(name: str, tensor: mx.array) -> mx.array:
+        kept = may_convert is not None and not may_convert(name)
+        return tensor if kept or not mx.issubdtype(tensor.dtype, mx.floating) else tensor.astype(wanted)
+
+    trees: Any = mlx_utils
+    model.update(trees.tree_map_with_path(convert, model.parameters()))
+
+
+def _name_file(at: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _sync(folder: Path) -> None:
+    """Write all files of a folder to the disk, so that a power failure after the rename leaves no broken model."""
+    for path in (*folder.iterdir(), folder):
+        number = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
+    """Perform an order and return its end. After a failure, the caller deletes the folder of the result."""
+    try:
+        return Quantization(order, channel).run()
+    except OrderStopped:
+        return build_end(ModelOrderCode.CANCELLED)
+    except OSError as error:
+        code = ModelOrderCode.DISK_FULL if error.errno == errno.ENOSPC else ModelOrderCode.FAILED
+        return build_end(code, f"the quantized model cannot be written: {error.strerror or error}")
+    except (ValueError, RuntimeError) as error:
+        if shutil.disk_usage(order.target).free < FULL_DISK_BYTES:
+            return build_end(ModelOrderCode.DISK_FULL, "the quantized model cannot be written: the disk is full")
+        return build_end(ModelOrderCode.FAILED, f"mlx-lm cannot quantize this model: {error}"[:1000])
+
+
+def main() -> None:
+    """Perform the order of the standard input, and end the process."""
+    os.nice(NICENESS)
+    os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+    channel = ChildChannel()
+    channel.stop_on_sigterm()
+    try:
+        order = channel.read_order(QuantizeOrder)
+    except msgspec.DecodeError:
+        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
+        sys.exit(2)
+
+    def end_with_agent() -> None:
+        """Delete the incomplete result and end at once, because the memory is not watched without the agent."""
+        shutil.rmtree(order.target, ignore_errors=True)
+        os._exit(1)
+
+    channel.watch_agent(end_with_agent)
+    channel.send(run_quantization(order, channel))
+
+
+if __name__ == "__main__":
+    main()

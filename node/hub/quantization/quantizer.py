@@ -1,0 +1,246 @@
+"""Quantizer of this node: leases memory for a child process, watches its footprint, and completes its result.
+
+Rules
+- One quantization at a time. The lease is that of a video job: the ceiling of the engine is lowered first.
+- The child is killed when its measured footprint exceeds the lease, or cannot be read three times in a row.
+- The memory is returned only after the child has ended.
+- A result is in the catalogue completely or not at all.
+- The quantization ends when the Mac stops sharing, and with the agent.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+from msgspec.structs import replace
+
+from node.engine_process.supervisor import Supervisor
+from node.hub.child_messages import ChildEnd, ChildProgress, QuantizeOrder, build_end
+from node.hub.errors import ModelFileError
+from node.hub.order_child import OrderChild
+from node.hub.quantization.plan import QuantizationPlan, plan_quantization
+from node.memory.lessor import MemoryLessor
+from node.memory.limits import LeaseHolder, Limiter
+from node.memory.poll import MemoryPoll
+from node.memory.sensor import list_group_members, measure_footprint
+from node.models.folders import get_own_folder
+from node.settings import NodeSettings
+from node.video import leases
+from node.video.worker import watchdog_policy
+from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBounds, WorkerObservation
+from wire.capacity.arithmetic import compute_most_bytes, judge
+from wire.frames import QuantizeModel
+from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
+from wire.refusals import Refused
+from wire.units import show_size
+
+CONVERTER = "node.engine.conversion.quantizer"
+POLL_INTERVAL_SECONDS = 0.2
+"""Seconds between two readings of the child's footprint."""
+STALL_TIMEOUT_SECONDS = 1800.0
+"""Maximum seconds without progress. One tensor of the largest models takes about a minute."""
+TIMEOUT_SECONDS = 24 * 3600.0
+RETRY_SECONDS = 30.0
+
+log = structlog.get_logger("node.hub.quantization")
+
+
+class Quantizer:
+    """Quantizations of models on this node, one at a time. Call every method on the event loop of the memory poll.
+
+    `state` is the state folder. `environment` has the variables that locate the cache.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        state: Path,
+        limiter: Limiter,
+        poll: MemoryPoll,
+        supervisor: Supervisor,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._settings = settings
+        self._own_folder = get_own_folder(state)
+        self._limiter = limiter
+        self._poll = poll
+        self._supervisor = supervisor
+        self._environment = environment
+        self._lessor = MemoryLessor(limiter, poll, supervisor, LeaseHolder.QUANTIZATION)
+        self._model = ""
+        self._paused = ""
+        self._child: OrderChild | None = None
+        self._watchdog = WatchdogState(0.0, 0.0)
+        self._progress: ChildProgress | None = None
+
+    @property
+    def holding(self) -> bool:
+        """Whether memory is leased to a quantization now."""
+        return self._lessor.holding
+
+    def on_engine_change(self) -> None:
+        """Continue a lease that waits for the engine, after a new report of the engine."""
+        self._lessor.on_engine_change()
+
+    def pause(self, why: str) -> None:
+        """Refuse new quantizations because of `why`; an empty text ends the pause. A running one continues."""
+        self._paused = why
+
+    def end(self, why: str) -> None:
+        """End the running quantization and refuse new ones, because of `why`. Do nothing if there is none."""
+        self._paused = why
+        if self._child is not None:
+            self._child.cancel()
+
+    async def run(
+        self,
+        order: QuantizeModel,
+        run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
+        report: Callable[[ChildProgress], None],
+    ) -> ChildEnd:
+        """Perform an order and return its end. `run_child` runs the child, unless the order is cancelled.
+
+        Raise ModelFileError if the order cannot be performed, OSError if the result cannot be written.
+        """
+        if self._model:
+            raise ModelFileError(ModelOrderCode.IN_USE, f"this node quantizes {self._model}: wait, or cancel that")
+        self._model = order.model
+        try:
+            plan = await asyncio.to_thread(
+                plan_quantization, order, self._settings.models, self._own_folder, self._environment
+            )
+            report(ChildProgress(phase=ModelOrderPhase.LEASING, total=plan.cost.stored))
+            try:
+                await self._reserve_memory(plan)
+                end = await self._convert(plan, run_child, report)
+            finally:
+                self._lessor.return_memory()
+            return await asyncio.to_thread(_finish, plan, end)
+        finally:
+            self._model = ""
+
+    # lease
+
+    async def _reserve_memory(self, plan: QuantizationPlan) -> None:
+        """Lower the ceiling by the predicted memory. Raise ModelFileError if it does not fit."""
+        size = plan.cost.memory
+        self._check_possible(size)
+        if self._find_shortage(size) is not None:
+            await self._lessor.make_room(size)
+        shortage = self._find_shortage(size)
+        if shortage is not None:
+            raise ModelFileError(ModelOrderCode.NO_MEMORY, shortage, leases.HEADROOM_RETRY_SECONDS)
+        failure = await self._lessor.lower_ceiling(size)
+        if failure is not None:
+            text = f"{show_size(size)} cannot be leased to the quantization: {failure.message}"
+            raise ModelFileError(ModelOrderCode.NO_MEMORY, text, leases.HEADROOM_RETRY_SECONDS)
+        log.info("ceiling lowered", model=self._model, size=show_size(size))
+
+    def _check_possible(self, size: int) -> None:
+        """Raise ModelFileError for reasons other than memory in use."""
+        memory = self._poll.read_memory()
+        if self._paused:
+            raise ModelFileError(
+                ModelOrderCode.IN_USE, f"this node stopped sharing: {self._paused}", leases.READY_RETRY_SECONDS
+            )
+        if not memory.guard:
+            text = "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on"
+            raise ModelFileError(ModelOrderCode.INVALID, text)
+        other = self._lessor.find_other_holder()
+        if other:
+            raise ModelFileError(ModelOrderCode.IN_USE, other, RETRY_SECONDS)
+        most = max(0, compute_most_bytes(memory))
+        if memory.cap and size > most:
+            text = (
+                f"the quantization needs {show_size(size)} and can never fit on this node: the cap of "
+                f"{show_size(memory.cap)} leaves {show_size(most)} after margin and engine"
+            )
+            raise ModelFileError(ModelOrderCode.NO_MEMORY, text)
+
+    def _find_shortage(self, size: int) -> str | None:
+        """Return the sentence about missing memory; None if the lease fits."""
+        memory = self._poll.read_memory()
+        answer = judge(memory, size)
+        if not isinstance(answer, Refused):
+            return None
+        headroom = answer.numbers.headroom if answer.numbers is not None else None
+        report = self._supervisor.reports.latest
+        missing = leases.describe_shortage(
+            size,
+            headroom,
+            memory,
+            report.models if report is not None else (),
+            frozenset(self._settings.models.preload),
+        )
+        return f"the quantization needs {show_size(size)} of memory: {answer.message}; it needs {missing}"
+
+    # process
+
+    async def _convert(
+        self,
+        plan: QuantizationPlan,
+        run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
+        report: Callable[[ChildProgress], None],
+    ) -> ChildEnd:
+        """Run the child under its lease, and return its end."""
+
+        def on_progress(progress: ChildProgress) -> None:
+            self._progress = progress
+            report(progress)
+
+        await asyncio.to_thread(plan.prepare)
+        message = QuantizeOrder(source=str(plan.source), target=str(plan.temporary), bits=plan.bits)
+        child = self._child = OrderChild(CONVERTER, message, on_progress)
+        self._watchdog = watchdog_policy.create_state(time.monotonic())
+        watch = asyncio.ensure_future(self._watch(child, plan.cost.memory))
+        try:
+            end = await run_child(child)
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+            self._child = None
+        peak = self._watchdog.peak
+        log.info("quantized", model=self._model, code=end.code, lease=show_size(plan.cost.memory), peak=show_size(peak))
+        if watch.done() and not watch.cancelled():
+            return replace(build_end(ModelOrderCode.NO_MEMORY, watch.result()), peak=peak)
+        if end.code == ModelOrderCode.CANCELLED and self._paused:
+            return build_end(ModelOrderCode.CANCELLED, f"this node stopped sharing: {self._paused}")
+        return replace(end, peak=peak)
+
+    async def _watch(self, child: OrderChild, lease: int) -> str:
+        """Kill the child when it exceeds its bounds, and return the reason."""
+        bounds = WorkerBounds(lease, STALL_TIMEOUT_SECONDS, TIMEOUT_SECONDS)
+        try:
+            while True:
+                end = self._check(child, bounds)
+                if end is not None:
+                    return f"the quantization was ended: {end.message}"
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
+        finally:
+            child.kill()
+
+    def _check(self, child: OrderChild, bounds: WorkerBounds) -> EndWorker | None:
+        """Read the footprint of the child. Return the reason to end it, or None."""
+        group = child.pid
+        members = () if group is None else list_group_members(group)
+        if group is None or not members:
+            return None
+        self._limiter.set_worker(group)
+        seen = WorkerObservation(measure_footprint(members), self._progress)
+        self._watchdog, end = watchdog_policy.step(self._watchdog, seen, bounds, time.monotonic())
+        return end
+
+
+def _finish(plan: QuantizationPlan, end: ChildEnd) -> ChildEnd:
+    """Put the result of a child that completed in place, or delete it. Raise ModelFileError or OSError."""
+    try:
+        if end.code == ModelOrderCode.COMPLETED:
+            plan.complete()
+        return end
+    finally:
+        plan.discard()

@@ -1,0 +1,109 @@
+"""Leases of memory to another process than the engine: lower the ceiling, and wait until the engine holds the limits.
+
+A node has one lease at a time. The caller judges the lease first, and then calls `lower_ceiling`. A lease that was
+judged while another one began is refused there. The holder returns the memory after its process has ended.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from node.engine_process.supervisor import Supervisor
+from node.memory.limits import LeaseHolder, Limiter
+from node.memory.poll import MemoryPoll
+from wire.capacity.arithmetic import judge
+from wire.refusals import Refused
+from wire.units import show_size
+
+CONFIRM_TIMEOUT_SECONDS = 5.0
+"""Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
+
+
+class LeaseObstacle(StrEnum):
+    """Reason why the ceiling is not lowered for a lease."""
+
+    HELD = "other lease"
+    """Another process holds a lease."""
+    ENGINE_SILENT = "no confirmation"
+    """The engine did not confirm the lower limits."""
+    NEW_REQUESTS = "new requests"
+    """Requests took the memory meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFailure:
+    """Failure to lower the ceiling for a lease. `refused` has the numbers of `NEW_REQUESTS`."""
+
+    obstacle: LeaseObstacle
+    message: str
+    refused: Refused | None = None
+
+
+class MemoryLessor:
+    """Lessor of memory to processes of one kind. Call every method on the event loop of the memory poll."""
+
+    def __init__(self, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor, holder: LeaseHolder) -> None:
+        self._limiter = limiter
+        self._poll = poll
+        self._supervisor = supervisor
+        self._holder = holder
+        self._changed = asyncio.Event()
+
+    @property
+    def holding(self) -> bool:
+        """Whether memory is leased to a process of this kind."""
+        return self._limiter.holder is self._holder
+
+    def on_engine_change(self) -> None:
+        """Continue a wait for the engine, after a new report of the engine."""
+        self._changed.set()
+
+    def find_other_holder(self) -> str:
+        """Return a sentence about a lease of another kind of process; empty without one."""
+        if self._limiter.holder is None or self.holding:
+            return ""
+        leased = show_size(self._limiter.leases)
+        return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
+
+    async def make_room(self, size: int) -> None:
+        """Order the engine to evict cached blocks and unload idle models for `size` bytes, and wait for the result."""
+        number = self._supervisor.orders.free_memory(size)
+        await self._wait_until(lambda: self._supervisor.reports.freed_order >= number)
+
+    async def lower_ceiling(self, size: int) -> LeaseFailure | None:
+        """Lower the ceiling by `size` bytes and wait until the engine holds the new limits. Return a failure, or None.
+
+        The lease must then still fit, because new work may have arrived. After a failure other than `HELD`, the caller
+        returns the memory.
+        """
+        other = self.find_other_holder()
+        if other:
+            return LeaseFailure(LeaseObstacle.HELD, other)
+        self._limiter.begin_lease(size, self._holder)
+        self._poll.poll_once()
+        number = self._supervisor.orders.limits_number
+        await self._wait_until(lambda: self._supervisor.reports.limits_number >= number)
+        if self._supervisor.reports.limits_number < number:
+            text = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
+            return LeaseFailure(LeaseObstacle.ENGINE_SILENT, text)
+        after = judge(self._poll.read_memory(), 0)
+        if isinstance(after, Refused):
+            text = "requests arrived while the ceiling was lowered"
+            return LeaseFailure(LeaseObstacle.NEW_REQUESTS, text, after)
+        return None
+
+    def return_memory(self) -> None:
+        """Restore the ceiling, if it is lowered for a process of this kind."""
+        if self.holding:
+            self._limiter.end_lease()
+            self._poll.poll_once()
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait at most `CONFIRM_TIMEOUT_SECONDS` for the engine to meet a condition."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
+                while not condition():
+                    self._changed.clear()
+                    await self._changed.wait()

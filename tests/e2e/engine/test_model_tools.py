@@ -1,0 +1,51 @@
+"""Tools of a model's owner on real nodes: a model is quantized, found at once, and answers; speeds are measured."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.models import EMBEDDED
+from tests.support.cluster.engine_pool import MLX, api, greets, link
+from tests.support.processes import Pool, pool, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Pool]:
+    """Start a node with the model `tiny`."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        link(Path(folder) / "models", tiny=EMBEDDED)
+        made.up()
+        made.join("studio", *MLX, f"models.folders={made.folder / 'models'}")
+        until(lambda: made.node("studio").get("models"), 60, "the model is listed")
+        yield made
+
+
+def list_names(made: Pool) -> set[str]:
+    return {model["name"] for model in made.get("/api/v1/models")["models"]}
+
+
+def test_a_model_is_quantized_and_answers(one: Pool):
+    done = one.cli("models", "quantize", "tiny", "--bits", "8")["quantization"]
+    assert (done["state"], done["name"], done["node"]["name"]) == ("completed", "tiny-8bit", "studio")
+    assert done["peak"] > 0
+    assert (one.folder / "models" / "tiny-8bit" / "config.json").exists()
+    until(lambda: "tiny-8bit" in list_names(one), 20, "the result is in the catalogue")
+    assert greets(api(one), "tiny-8bit")
+
+
+def run(made: Pool, *words: str) -> tuple[int, str]:
+    """Run a command as an administrator. Return its exit code and its errors."""
+    done = made.run(*words, "--state", str(made.state))
+    return done.returncode, done.stderr
+
+
+def test_refusals_are_one_sentence(one: Pool):
+    text = "Error: studio: this node has a model tiny: give another name, or remove that model\n"
+    assert run(one, "models", "quantize", "tiny", "--name", "tiny") == (6, text)
+    code, text = run(one, "models", "quantize", "huge")
+    assert (code, "no linked node has the model huge" in text) == (5, True)
+    assert one.cli("models", "quantizations")["quantizations"][0]["state"] == "failed"

@@ -1,0 +1,125 @@
+"""Quantizations of the coordinator: orders, progress, lost links, ends."""
+
+import asyncio
+
+import pytest
+
+from coordinator.model_tools import quantizations
+from coordinator.model_tools.quantizations import MAX_OPEN, Quantization, Quantizations, TooManyQuantizationsError
+from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgress, QuantizeModel
+from wire.identity import NodeId
+
+A, B = NodeId("a"), NodeId("b")
+
+
+class Orders:
+    """Quantizations with links to the nodes in `linked`, and the frames that they send."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[NodeId, Frame]] = []
+        self.linked = {A, B}
+        self._numbers = iter(range(7, 1000))
+        self.all = Quantizations(self._send, lambda: next(self._numbers), wall=lambda: 1000.0)
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        self.sent.append((node, frame))
+        return node in self.linked
+
+    def start(self, node: NodeId = A, name: str = "big-4bit") -> Quantization:
+        return self.all.start(node, "big", 4, name, "key")
+
+    def row(self, one: Quantization) -> dict[str, object]:
+        found = self.all.find(one.id)
+        assert found is not None
+        return found.to_row(str)
+
+
+@pytest.fixture
+def orders() -> Orders:
+    return Orders()
+
+
+def test_an_order_is_sent_and_its_progress_shown(orders: Orders):
+    one = orders.start()
+    assert orders.sent == [(A, QuantizeModel(7, "big", 4, "big-4bit"))]
+    orders.all.handle_frame(A, ModelOrderProgress(7, "quantizing", done=25, total=100, speed=5.0))
+    row = orders.row(one)
+    assert (row["state"], row["phase"], row["done"], row["seconds_left"]) == ("running", "quantizing", 25, 15.0)
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        (ModelOrderCode.COMPLETED, "completed"),
+        (ModelOrderCode.CANCELLED, "cancelled"),
+        (ModelOrderCode.NO_MEMORY, "failed"),
+        ("code of a newer node", "failed"),
+    ],
+)
+def test_an_end_is_shown_with_its_code(orders: Orders, code: str, state: str):
+    one = orders.start()
+    orders.all.handle_frame(A, ModelOrderEnded(7, code, "why", stored=3, peak=9))
+    row = orders.row(one)
+    assert (row["state"], row["code"], row["message"], row["stored"], row["peak"]) == (state, code, "why", 3, 9)
+    assert row["ended"] == 1000.0
+
+
+def test_frames_of_other_nodes_and_orders_are_ignored(orders: Orders):
+    one = orders.start()
+    orders.all.handle_frame(B, ModelOrderEnded(7, ModelOrderCode.COMPLETED))
+    orders.all.handle_frame(A, ModelOrderEnded(8, ModelOrderCode.COMPLETED))
+    assert orders.row(one)["state"] == "running"
+
+
+def test_the_same_result_is_quantized_once(orders: Orders):
+    assert orders.start() is orders.start()
+    assert len(orders.sent) == 1
+    assert orders.start(B).id != orders.start(A).id
+
+
+def test_without_a_link_it_fails_at_once(orders: Orders):
+    orders.linked.clear()
+    row = orders.start().to_row(str)
+    assert (row["state"], row["message"]) == ("failed", "the node is not linked: try again when it is back")
+
+
+def test_a_quantization_is_cancelled_by_its_node(orders: Orders):
+    one = orders.start()
+    assert orders.all.cancel(one.id)
+    assert orders.sent[-1] == (A, CancelModelOrder(7))
+    orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.CANCELLED))
+    assert not orders.all.cancel(one.id)
+    assert not orders.all.cancel("quantize-none")
+
+
+async def test_it_continues_without_a_link(orders: Orders):
+    one = orders.start()
+    orders.all.apply_links({A}, [])
+    assert orders.row(one)["node"] == {"id": A, "name": "a", "linked": False}
+    orders.all.apply_links([], [A])
+    orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.COMPLETED))
+    assert orders.row(one)["state"] == "completed"
+    orders.all.close()
+
+
+async def test_a_node_that_is_back_and_silent_was_restarted(orders: Orders, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantizations, "RETURN_TIMEOUT_SECONDS", 0.0)
+    one = orders.start()
+    orders.all.apply_links({A}, [])
+    orders.all.apply_links([], [A])
+    await asyncio.sleep(0.02)
+    row = orders.row(one)
+    assert (row["state"], "was restarted" in str(row["message"])) == ("failed", True)
+
+
+def test_a_removed_node_ends_its_quantizations(orders: Orders):
+    first, second = orders.start(A), orders.start(B)
+    orders.all.remove_node(A)
+    assert (orders.row(first)["state"], orders.row(second)["state"]) == ("failed", "running")
+
+
+def test_the_number_of_open_ones_is_limited(orders: Orders):
+    for number in range(MAX_OPEN):
+        orders.start(name=f"big-{number}")
+    with pytest.raises(TooManyQuantizationsError):
+        orders.start(name="one-more")

@@ -1,0 +1,1 @@
+MODEL_CONVERSION_DTYPES: list[str]
