@@ -42,7 +42,7 @@ ALLOWED = {
         "CERT_NONE",
     ): "the first connection of an enrolment only fetches the CA, which the pin then proves",
     (
-        "coordinator/cli/commands/trust_ca.py",
+        "coordinator/cli/commands/clients/trust_ca.py",
         "CERT_NONE",
     ): "it only fetches a public certificate, which its fingerprint or a person then proves",
 }

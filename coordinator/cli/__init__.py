@@ -59,10 +59,16 @@ SECTIONS = {
         ),
     },
     "Clients": {
-        "login": ("coordinator.cli.commands.login:login", "Store URL, key and authority of a remote coordinator."),
-        "logout": ("coordinator.cli.commands.login:logout", "Delete the stored login."),
+        "login": (
+            "coordinator.cli.commands.clients.login:login",
+            "Store URL, key and authority of a remote coordinator.",
+        ),
+        "logout": ("coordinator.cli.commands.clients.login:logout", "Delete the stored login."),
         "env": ("coordinator.cli.commands.use:env", "Print the variables that point clients at this pool."),
-        "trust-ca": ("coordinator.cli.commands.trust_ca:trust_ca", "Trust the pool's HTTPS endpoint on this machine."),
+        "trust-ca": (
+            "coordinator.cli.commands.clients.trust_ca:trust_ca",
+            "Trust the pool's HTTPS endpoint on this machine.",
+        ),
     },
     "Requests": {
         "explain": ("coordinator.cli.commands.use:explain", "Show where a request went, and why."),

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.cli.commands.trust_ca import write_bundle
+from coordinator.cli.commands.clients.trust_ca import write_bundle
 from coordinator.cli.commands.use import BUNDLE_VARIABLES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.recorder import Recorder, recording

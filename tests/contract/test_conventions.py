@@ -94,7 +94,7 @@ def test_every_verb_explains_itself_in_plain_text():
 PATIENT = {
     "coordinator/client/api_client.py": "the one place that asks",
     "coordinator/client/config_inspect.py": "a child that takes a moment, and is given up if it does not",
-    "coordinator/cli/commands/trust_ca.py": "it asks for a password itself, or for a page of some kilobytes",
+    "coordinator/cli/commands/clients/trust_ca.py": "it asks for a password itself, or for a page of some kilobytes",
     "coordinator/cli/commands/use.py": "a chat prints its tokens as they come; an export is written as it comes",
     "coordinator/cli/commands/logs_and_top.py": "it follows what it prints",
     "coordinator/cli/commands/video/videos.py": "a video on its way to a file, whose progress is the file",

@@ -231,7 +231,7 @@ def _find_endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 
     Without a coordinator here and without --url, use the endpoint that was trusted last.
     """
-    from coordinator.cli.commands.trust_ca import find_bundle, find_trusted_endpoint
+    from coordinator.cli.commands.clients.trust_ca import find_bundle, find_trusted_endpoint
 
     known = None
     if session.url is not None or not session.running:

@@ -36,8 +36,8 @@ REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 """Files that are not copied because the quantization writes them."""
 
 
-class Quantization:
-    """Quantization of one model folder."""
+class QuantizationRun:
+    """QuantizationRun of one model folder."""
 
     def __init__(self, order: QuantizeOrder, channel: ChildChannel) -> None:
         self._source = Path(order.source)
@@ -159,7 +159,7 @@ def _sync(folder: Path) -> None:
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
     """Perform an order and return its end. After a failure, the caller deletes the folder of the result."""
     try:
-        return Quantization(order, channel).run()
+        return QuantizationRun(order, channel).run()
     except OrderStopped:
         return build_end(ModelOrderCode.CANCELLED)
     except OSError as error:

@@ -15,7 +15,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.trust_ca import SYSTEM_STORE, build_commands, check_authority, find_bundle, write_bundle
+from coordinator.cli.commands.clients.trust_ca import (
+    SYSTEM_STORE,
+    build_commands,
+    check_authority,
+    find_bundle,
+    write_bundle,
+)
 from coordinator.client.errors import PIN, CommandError
 from coordinator.tls.cluster_ca import (
     AuthorityError,

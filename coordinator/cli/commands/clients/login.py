@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.commands.trust_ca import fetch_confirmed_authority
+from coordinator.cli.commands.clients.trust_ca import fetch_confirmed_authority
 from coordinator.client.api_client import (
     LOGIN_FILE,
     ApiSession,

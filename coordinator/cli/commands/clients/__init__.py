@@ -1,0 +1,1 @@
+"""Commands of machines that use the pool: login, and trust in the endpoint."""
