@@ -81,7 +81,7 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
     lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form.get_by_role("button", name="Pull to 2 Macs").click()
     expect(page.get_by_text(f"The pull of {REPO} has started.")).to_be_visible()
-    pulled = page.get_by_role("region", name=f"Pull of {REPO}")
+    pulled = page.get_by_role("group", name=f"Pull of {REPO}").first
     expect(pulled.get_by_text(re.compile(r"[KM]iB of 2\.5 MiB from the hub, .*/s"))).to_be_visible()
     expect(pulled.get_by_role("progressbar").first).to_be_visible()
     sound(page, "a running pull")
@@ -135,7 +135,7 @@ def test_a_running_pull_is_cancelled(page: Page, lab: Lab):
     expect(form.get_by_role("button", name="Pull to 1 Mac")).to_be_enabled()
     lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form.get_by_role("button", name="Pull to 1 Mac").click()
-    pulled = page.get_by_role("region", name=f"Pull of {REPO}").first
+    pulled = page.get_by_role("group", name=f"Pull of {REPO}").first
     pulled.get_by_role("button", name=f"Cancel the pull of {REPO}").click()
     expect(pulled.get_by_role("status").get_by_text("cancelled")).to_be_visible()
     lab.hub.faults.chunk_seconds = 0.0

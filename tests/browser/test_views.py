@@ -19,6 +19,7 @@ from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import build_node_view
 from tests.browser.conftest import CHROMIUM
+from tests.browser.test_page import sound
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
@@ -688,7 +689,7 @@ def test_pulls_show_bytes_speed_source_and_faults_and_are_cancelled(page: Page, 
         pull("old", pull_node("a", "completed"), pull_node("b", "completed", fetched=0), state="completed", ended=AT),
     ]
     show(page, "models")
-    cards = {name: page.get_by_role("region", name=f"Pull of lab/{name}") for name in ("qwen", "gated", "old")}
+    cards = {name: page.get_by_role("group", name=f"Pull of lab/{name}") for name in ("qwen", "gated", "old")}
     expect(cards["qwen"]).to_contain_text("main at 01234567, 4.0 GiB in 7 files, started ")
     assert lines(cards["qwen"]) == [
         "a: pulling 1.0 GiB of 4.0 GiB from the hub, 40.0 MiB/s, 77 s left",
@@ -717,11 +718,36 @@ def test_a_key_for_metrics_sees_models_wishes_and_pulls_without_any_action(page:
     api.sections["wishes"] = [wish("qwen"), wish("none")]
     api.sections["pulls"] = [pull("qwen", pull_node("a"))]
     show(page, "models")
-    expect(page.get_by_role("region", name="Pull of lab/qwen")).to_be_visible()
+    expect(page.get_by_role("group", name="Pull of lab/qwen")).to_be_visible()
     expect(page.get_by_role("region", name="qwen", exact=True)).to_contain_text("wish not met")
     expect(page.get_by_role("region", name="Pull a model")).to_have_count(0)
     expect(page.get_by_role("main").get_by_role("button")).to_have_count(0)
     expect(page.get_by_role("main").get_by_role("spinbutton")).to_have_count(0)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_models_with_wishes_and_pulls_are_accessible_and_fit_on_a_phone(page: Page, api: Answers, theme: Any):
+    long_name = "mlx-community/Qwen3-Coder-480B-A35B-Instruct-4bit"
+    api.sections["models"] = [
+        model(long_name, place("a", "loaded"), place("b", "known", identity="differs"), conflict=True),
+        model("qwen", place("a", "failed", cause="GGUF files are not served"), place("b", "loading")),
+    ]
+    api.sections["wishes"] = [wish(long_name, missing="needs 2 nodes, the pool has 1"), wish("none", met=True)]
+    api.sections["aliases"] = [{"name": "coder", "candidates": [long_name, "qwen"], "served": None}]
+    api.sections["pulls"] = [
+        pull(long_name, pull_node("a"), pull_node("b", "waiting", message="the link was lost")),
+        pull(long_name, pull_node("a", "failed", message="gated"), id="pull-2", state="failed", ended=time.time()),
+    ]
+    api.by_path["POST /api/v1/pulls"] = plan(plan_node("a"), plan_node("b", "needs 4.0 GiB of disk, has 2.0 GiB free"))
+    page.set_viewport_size({"width": 360, "height": 800})
+    page.emulate_media(color_scheme=theme)
+    show(page, "models")
+    card = page.get_by_role("region", name="Pull a model")
+    card.get_by_label("Repository").fill("lab/qwen")
+    page.keyboard.press("Enter")
+    card.get_by_label("These Macs:").check()
+    expect(card.get_by_label("Pull to b")).to_be_visible()
+    sound(page, "the models view on a phone")
 
 
 # requests

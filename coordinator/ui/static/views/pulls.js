@@ -117,11 +117,11 @@ function Pull({ pull, own, announce }) {
     await call("DELETE", `/api/v1/pulls/${encodeURIComponent(pull.id)}`);
     announce(`The pull of ${pull.repo} is cancelled. Received parts stay on the disks.`);
   });
-  return html`<section class="pull" aria-label=${`Pull of ${pull.repo}`}>
+  return html`<div role="group" class="pull" aria-label=${`Pull of ${pull.repo}`}>
     <div class="row spread"><h4>${pull.repo}</h4><span class="row">${own.admin && pull.state === "pulling" ? html`<button class="small" aria-label=${`Cancel the pull of ${pull.repo}`} disabled=${busy} onClick=${cancel}>Cancel</button>` : null}
       <span class=${`badge ${BADGES[pull.state] ?? "quiet"}`} role="status">${pull.state}</span></span></div>
     <p class="small quiet">${pull.revision} at ${pull.commit.slice(0, 8)}, ${size(pull.size)} in ${count(pull.files)} files, ${pull.ended === null ? `started ${clock(pull.started)}` : `ended ${clock(pull.ended)}`}</p>
-    <ul class="places">${pull.nodes.map((node) => html`<${NodeProgress} key=${node.id} pull=${pull} node=${node} />`)}</ul><${Wrong} text=${error} /></section>`;
+    <ul class="places">${pull.nodes.map((node) => html`<${NodeProgress} key=${node.id} pull=${pull} node=${node} />`)}</ul><${Wrong} text=${error} /></div>`;
 }
 
 export function Pulls({ pulls, own, announce }) {
