@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import begin, metrics, page, simulation, video
+from tests.bench import begin, metrics, page, pull, simulation, video
 from tests.bench.engine import rows as engine
 from tests.bench.router import end_to_end, front, load
 from tests.bench.router.front import STEP_MS, two_nodes
@@ -147,6 +147,7 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "metrics": metrics.bench_metrics,
     "page": page.bench_page,
     "parts": bench_parts,
+    "pull": pull.bench_pull,
     "simulation": simulation.bench_simulation,
     **video.GROUPS,
     **front.GROUPS,
@@ -165,6 +166,7 @@ BUDGETS = {
     "metrics": 20,
     "page": 60,
     "parts": 60,
+    "pull": 200,
     "simulation": 900,
     "video": 480,
     "stream": 210,

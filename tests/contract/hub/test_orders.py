@@ -177,7 +177,7 @@ async def test_unsafe_manifests_are_refused(hub: Hub, node: ModelNode, tmp_path:
     assert not (tmp_path / "hub").exists()
 
 
-async def test_a_killed_process_ends_its_order_as_failed(hub: Hub, node: ModelNode):
+async def test_a_killed_process_ends_its_order_as_interrupted(hub: Hub, node: ModelNode):
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.2
     line = await node.start()
@@ -186,7 +186,7 @@ async def test_a_killed_process_ends_its_order_as_failed(hub: Hub, node: ModelNo
     for child in list_children("node.hub"):
         child.kill()
     end, _ = await wait_end(line, 1)
-    assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.FAILED, True)
+    assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.INTERRUPTED, True)
 
 
 async def test_a_mirror_serves_another_node(hub: Hub, node: ModelNode, tmp_path: Path):
