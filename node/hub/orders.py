@@ -224,7 +224,8 @@ class ModelFileOrders:
         manifest = order.manifest
         fault = find_manifest_fault(manifest)
         if not self._settings.use_huggingface_cache:
-            fault = "this node does not serve its Hugging Face cache (models.use_huggingface_cache is off)"
+            text = "this node does not serve its Hugging Face cache: set models.use_huggingface_cache = true there"
+            raise ModelFileError(ModelOrderCode.FAILED, text)
         if fault:
             raise ModelFileError(ModelOrderCode.INVALID, fault)
         pulls = (one for one in self._running if one.commit and not one.cancelled)
