@@ -18,6 +18,7 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import install_error_handlers
 from coordinator.api.live_snapshot import SnapshotSources
 from coordinator.api.route import PUBLIC_SCOPE, Route
+from coordinator.api.routes.benchmarks import BenchmarkRoutes
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.keys import KeyRoutes
 from coordinator.api.routes.logs_and_events import LogRoutes
@@ -36,6 +37,7 @@ from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.metrics.service import MetricsService
+from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.models.pull_controller import PullController
 from coordinator.models.wish_runner import WishRunner
 from coordinator.observe.event_log import EventLog
@@ -83,6 +85,7 @@ class ControlApi:
         wishes: WishRunner,
         controller: VideoController,
         pulls: PullController,
+        benchmarks: BenchmarkRecords,
         facts: ServerInfo,
         paths: Mapping[str, Any],
         sessions: BrowserSessions,
@@ -92,7 +95,7 @@ class ControlApi:
         self._store = admin.store
         pool = PoolRoutes(facts, nodes, traffic, seen.conditions, seen.load)
         members = NodeRoutes(nodes, traffic, admin.store)
-        models = ModelRoutes(nodes, loads, ring, traffic.names)
+        models = ModelRoutes(nodes, loads, ring, traffic.names, benchmarks)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
         nodes.queries.offer(
             {
@@ -122,6 +125,7 @@ class ControlApi:
             VideoRoutes(nodes.registry, controller, ring),
             files,
             QuantizationRoutes(nodes, pulls.quantizations),
+            BenchmarkRoutes(nodes, traffic, benchmarks),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),

@@ -8,6 +8,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.decision_log import DecisionLog
 from router.dispatch.parts.placer import Placer
+from router.dispatch.request import RequestSpec
 from wire.identity import NodeId
 
 
@@ -19,6 +20,14 @@ class DispatcherApi(Protocol):
     breakers: CircuitBreakers[NodeId]
     placer: Placer
     names: ModelNames
+
+    def submit(self, spec: RequestSpec) -> ActiveRequest:
+        """Accept a request. The caller must `close` it."""
+        ...
+
+    def close(self, request: ActiveRequest) -> None:
+        """Close a request. Cancel it if it has not ended."""
+        ...
 
     def count_in_flight(self, node: NodeId) -> int:
         """Return the number of requests on a node."""

@@ -21,7 +21,7 @@ SECTIONS = {
         "status": ("coordinator.cli.commands.nodes:status", "Print the state of the pool in a few lines."),
         "nodes": ("coordinator.cli.commands.nodes:nodes", "List the nodes with their memory."),
         "models": (
-            "coordinator.cli.commands.model_tools:models",
+            "coordinator.cli.commands.model_tools.bench:models",
             "List the models and their nodes; keep models loaded.",
         ),
         "pull": ("coordinator.cli.commands.pulls:pull", "Get a model from the hub onto the nodes."),

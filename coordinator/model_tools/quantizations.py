@@ -38,7 +38,7 @@ class TooManyQuantizationsError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantization:
+class QuantizationRecord:
     """A quantization on a node. Times are in Unix seconds, sizes in bytes."""
 
     id: str
@@ -102,18 +102,18 @@ class Quantizations:
         self._send = send
         self._number = number
         self._wall = wall
-        self._all: dict[str, Quantization] = {}
+        self._all: dict[str, QuantizationRecord] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
-    def list_all(self) -> tuple[Quantization, ...]:
+    def list_all(self) -> tuple[QuantizationRecord, ...]:
         """Return all quantizations, the oldest first."""
         return tuple(self._all.values())
 
-    def find(self, quantization: str) -> Quantization | None:
+    def find(self, quantization: str) -> QuantizationRecord | None:
         """Return a quantization by its id; None if there is none."""
         return self._all.get(quantization)
 
-    def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> Quantization:
+    def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
         """Start a quantization on a node and return it. A running one with the same result is returned instead.
 
         Without a link the quantization fails at once. Raise TooManyQuantizationsError.
@@ -125,7 +125,7 @@ class Quantizations:
         if len(opened) >= MAX_OPEN:
             raise TooManyQuantizationsError(f"{MAX_OPEN} quantizations are open, which is the limit: wait for one")
         order = QuantizeModel(self._number(), model, bits, name)
-        started = Quantization(
+        started = QuantizationRecord(
             id=f"quantize-{secrets.token_hex(6)}", node=node, order=order, started=self._wall(), actor=actor
         )
         self._all[started.id] = started
@@ -198,7 +198,7 @@ class Quantizations:
         text = "the node was restarted meanwhile and has discarded the result: start again"
         self._fail(self._all[quantization], text)
 
-    def _fail(self, one: Quantization, why: str) -> None:
+    def _fail(self, one: QuantizationRecord, why: str) -> None:
         self._cancel_timer(one.id)
         code = ModelOrderCode.FAILED
         self._all[one.id] = replace(one, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why)
@@ -208,5 +208,5 @@ class Quantizations:
         if timer is not None:
             timer.cancel()
 
-    def _list_open(self) -> list[Quantization]:
+    def _list_open(self) -> list[QuantizationRecord]:
         return [one for one in self._all.values() if one.stage is QuantizationStage.RUNNING]

@@ -14,6 +14,7 @@ from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.http.listen import list_cluster_addresses
+from coordinator.model_tools.benchmark import add_benchmark_key
 from coordinator.models.hub_client import HubClient
 from coordinator.models.pull_controller import PullController
 from coordinator.models.wish_runner import WishRunner
@@ -96,7 +97,7 @@ def _create_dispatcher(options: RunOptions, epoch: int, links: LinkTable, ring: 
         options.settings.router,
         clock=time.monotonic,
         numbers=next_numbers,
-        quotas=RateLimits(ring.get_limits, options.settings.router),
+        quotas=RateLimits(add_benchmark_key(ring.get_limits), options.settings.router),
         scopes=open_scopes(options.settings.cache),
         on_failure=_log_failure,
     )

@@ -22,6 +22,7 @@ from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import run_http_server
 from coordinator.joining.join_tokens import build_join_command
 from coordinator.metrics.service import MetricsService
+from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.startup.background import start_conditions, start_load_history
 from coordinator.startup.cluster import ClusterSide
 from coordinator.startup.options import RunOptions
@@ -93,6 +94,7 @@ async def serve_http(
         cluster.wishes,
         cluster.video_controller,
         cluster.pulls,
+        BenchmarkRecords(state.state),
         _build_server_info(options, state, endpoint),
         build_openapi_paths(),
         BrowserSessions(ring, access.pepper, time.time),

@@ -27,6 +27,8 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     features: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
     """Node labels that the API key requires."""
+    node: str = ""
+    """Id of the only node that may take the request; empty for any node."""
     known_tokens: int = 0
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 

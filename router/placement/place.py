@@ -111,6 +111,8 @@ def evaluate_node(
 
     Arguments are those of `place`.
     """
+    if request.node and request.node != node.id:
+        return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)
     if not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)

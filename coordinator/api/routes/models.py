@@ -11,6 +11,7 @@ from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
+from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.observe.node_rows import get_measured_memory, get_model_state, get_speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import filter_view
@@ -37,11 +38,14 @@ class ModelBody(Body):
 class ModelRoutes:
     """Routes of `cluster models`, `load`, `unload` and `profile`."""
 
-    def __init__(self, nodes: NodePool, loads: ModelOperations, ring: KeyRing, names: ModelNames) -> None:
+    def __init__(
+        self, nodes: NodePool, loads: ModelOperations, ring: KeyRing, names: ModelNames, benchmarks: BenchmarkRecords
+    ) -> None:
         self._nodes = nodes
         self._operations = loads
         self._ring = ring
         self._names = names
+        self._benchmarks = benchmarks
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of models."""
@@ -86,6 +90,8 @@ class ModelRoutes:
                     "used": model.used,
                     "removable": model.removable,
                 }
+                benchmark = self._benchmarks.find(node.id, model.name, model.fingerprint)
+                place["benchmark"] = None if benchmark is None else benchmark.to_row()
                 row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
         return [found[name] for name in sorted(found)]
 

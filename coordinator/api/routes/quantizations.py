@@ -10,7 +10,7 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.assembly import NodePool
-from coordinator.model_tools.quantizations import Quantization, Quantizations, TooManyQuantizationsError
+from coordinator.model_tools.quantizations import QuantizationRecord, Quantizations, TooManyQuantizationsError
 from router.errors import Problem, build_invalid
 from router.placement.cluster_view import NodeView
 from wire.identity import is_valid_model
@@ -104,12 +104,12 @@ class QuantizationRoutes:
             raise ProblemError(Problem(404, RefusalCode.NO_MODEL, text, "model"))
         return max(nodes, key=lambda node: (not node.models[body.model].cause, node.headroom or 0))
 
-    def _find(self, quantization: str) -> Quantization:
+    def _find(self, quantization: str) -> QuantizationRecord:
         found = self._quantizations.find(quantization)
         if found is None:
             text = f"there is no quantization {quantization[:100]!r}: look at `cluster models quantizations`"
             raise ProblemError(Problem(404, "quantization_not_found", text))
         return found
 
-    def _build_answer(self, one: Quantization) -> dict[str, Any]:
+    def _build_answer(self, one: QuantizationRecord) -> dict[str, Any]:
         return {"schema": 1, "quantization": one.to_row(self._nodes.directory.get_name)}

@@ -74,7 +74,7 @@ class WishRoutes:
 
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
         """Want replicas of a model, or change its wish. The plan loads them where they fit."""
-        if not is_valid_model(model) or not all(model.split("/")):
+        if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
         wishes = self._store.wishes
         name = next((known for known in wishes if known.casefold() == model.casefold()), None)

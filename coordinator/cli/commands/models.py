@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,7 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
                 continue
             speeds = [_format_speeds(node)] if node["model"] == "loaded" and node.get("decode_speed") else []
             speeds += [_format_measured(node["measured"])] if node.get("measured") else []
+            speeds += [format_benchmark(node["benchmark"])] if node.get("benchmark") else []
             if speeds:
                 click.echo(f"{model['name']} on {node['name']}: {'; '.join(speeds)}")
 
@@ -146,6 +148,14 @@ def _describe_conflict(model: dict[str, Any]) -> str:
 def _format_speeds(node: dict[str, Any]) -> str:
     """Format the speeds of prefill and decode of a model on a node."""
     return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
+
+
+def format_benchmark(found: dict[str, Any]) -> str:
+    """Format the first measurement of a benchmark, with its date."""
+    run = found["runs"][0]
+    speeds = f"{run['prefill_speed']:,.0f} / {run['decode_speed']:,.0f} tokens/s" if not run["skipped"] else "skipped"
+    day = time.strftime("%Y-%m-%d", time.localtime(found["measured"]))
+    return f"bench of {day}: prefill / decode {speeds}, longest prompt {found['max_prompt']} tokens"
 
 
 def _format_measured(found: dict[str, Any]) -> str:

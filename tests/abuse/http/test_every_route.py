@@ -99,6 +99,7 @@ WITH_BODY = [
     "PUT /api/v1/models/wishes/{model}",
     "POST /api/v1/pulls",
     "POST /api/v1/quantizations",
+    "POST /api/v1/benchmarks",
     "POST /api/v1/place",
     "POST /api/v1/tokens",
     "POST /api/v1/keys",

@@ -49,3 +49,23 @@ def test_refusals_are_one_sentence(one: Pool):
     code, text = run(one, "models", "quantize", "huge")
     assert (code, "no linked node has the model huge" in text) == (5, True)
     assert one.cli("models", "quantizations")["quantizations"][0]["state"] == "failed"
+
+
+def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
+    (done,) = one.cli("models", "bench", "tiny")["benchmarks"]
+    assert [(run["prompt_tokens"], run["parallel"]) for run in done["runs"]] == [
+        (512, 1),
+        (512, 4),
+        (2048, 1),
+        (2048, 4),
+    ]
+    assert all(run["prefill_speed"] > 0 and not run["skipped"] for run in done["runs"])
+    assert any(run["decode_speed"] > 0 for run in done["runs"])
+    assert done["max_prompt"] > 2048
+    assert one.cli("models", "bench", "--show", "tiny")["benchmarks"] == [done]
+    (model,) = [model for model in one.get("/api/v1/models")["models"] if model["name"] == "tiny"]
+    shown = {name: value for name, value in done.items() if name != "node"}
+    assert model["nodes"][0]["benchmark"] == shown
+    wide = one.run("models", "-o", "wide", "--state", str(one.state)).stdout
+    assert "bench of 20" in wide
+    assert max(map(len, one.run("models", "bench", "--show", "--state", str(one.state)).stdout.splitlines())) <= 80

@@ -22,6 +22,7 @@ from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.metrics.service import MetricsService
+from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.models.hub_client import HubClient
 from coordinator.models.pull_controller import PullController
 from coordinator.models.wish_runner import WishRunner
@@ -148,6 +149,7 @@ async def application(
             wishes,
             conductor,
             pulls,
+            BenchmarkRecords(folder),
             facts,
             build_openapi_paths(),
             visitors,

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from coordinator.model_tools import quantizations
-from coordinator.model_tools.quantizations import MAX_OPEN, Quantization, Quantizations, TooManyQuantizationsError
+from coordinator.model_tools.quantizations import MAX_OPEN, QuantizationRecord, Quantizations, TooManyQuantizationsError
 from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgress, QuantizeModel
 from wire.identity import NodeId
 
@@ -25,10 +25,10 @@ class Orders:
         self.sent.append((node, frame))
         return node in self.linked
 
-    def start(self, node: NodeId = A, name: str = "big-4bit") -> Quantization:
+    def start(self, node: NodeId = A, name: str = "big-4bit") -> QuantizationRecord:
         return self.all.start(node, "big", 4, name, "key")
 
-    def row(self, one: Quantization) -> dict[str, object]:
+    def row(self, one: QuantizationRecord) -> dict[str, object]:
         found = self.all.find(one.id)
         assert found is not None
         return found.to_row(str)

@@ -325,6 +325,13 @@ def test_a_node_needs_all_labels_of_the_key(labels: tuple[str, ...], wanted: tup
         )
 
 
+def test_a_request_can_name_its_only_node():
+    result = decide(node("a"), node("b"), ask=ResourceDemand("tiny", node="b"))
+    assert isinstance(result, Placement)
+    assert result.chosen.node == "b"
+    assert [one.why for one in result.candidates if not one.feasible] == ["is not the node that the request names"]
+
+
 def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
     bound = ResourceDemand("other", labels=frozenset({"lab"}))
     assert refused(decide(node("a"), ask=bound)).code is RefusalCode.NO_MODEL

@@ -1,0 +1,1 @@
+"""Commands of a model's owner: quantize a model, and measure its speeds."""

@@ -1,0 +1,80 @@
+"""`cluster models bench`, added to the group of `coordinator.cli.commands.models`."""
+
+import time
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from coordinator.cli.commands.model_tools.quantize import models
+from coordinator.cli.commands.models import show_spinner
+from coordinator.client.api_client import ApiSession, print_table, session_options
+from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
+from wire.node_state import LINKED
+
+BENCHMARK_TIMEOUT_SECONDS = 3700.0
+"""Timeout of the measurement of one node, in seconds, with the load of the model."""
+_BENCHMARKS = "/api/v1/benchmarks"
+
+
+@models.command("bench")
+@click.argument("name", metavar="MODEL", required=False)
+@click.option("--node", "nodes", multiple=True, help="Only on this node; may be repeated. Default: all that have it.")
+@click.option("--force", is_flag=True, help="Also measure a node that is busy with other requests.")
+@click.option("--show", is_flag=True, help="Print the stored speeds; measure nothing.")
+@session_options
+def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: bool, show: bool) -> None:
+    """Measure the speeds of a model on each node that has it.
+
+    Prompts of 512 and 2,048 tokens with answers of 128 tokens, one request and then four at once. The requests have low
+    priority. The results are stored; the newest one is shown.
+    """
+    if show:
+        answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))
+        session.print_answer(answer, _print_benchmarks)
+        return
+    if name is None:
+        raise click.UsageError("name a MODEL, or give --show")
+    found = [one for one in session.request_json("GET", "/api/v1/models")["models"] if one["name"] == name]
+    places = [
+        node
+        for node in (found[0]["nodes"] if found else ())
+        if node["state"] in LINKED and not node["cause"] and (not nodes or {node["name"], node["id"]} & set(nodes))
+    ]
+    if not places:
+        raise CommandError(NOT_FOUND, f"no linked node can load the model {name}: look at `cluster models files`")
+    done: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for place in places:
+        body = {"model": name, "node": place["id"], "force": force}
+        try:
+            with show_spinner(f"measuring {name} on {place['name']}"):
+                answer = session.request_json("POST", _BENCHMARKS, body, BENCHMARK_TIMEOUT_SECONDS)
+            done.append(answer["benchmark"])
+        except CommandError as error:
+            failures.append(error.message)
+    session.print_answer({"schema": 1, "benchmarks": done, "failures": failures}, _print_benchmarks)
+    if failures:
+        raise CommandError(REFUSED, "; ".join(failures))
+
+
+def _print_benchmarks(answer: dict[str, Any]) -> None:
+    header = ("NODE", "PROMPT", "AT ONCE", "PREFILL", "DECODE")
+    for one in answer["benchmarks"]:
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["measured"]))
+        click.echo(f"{one['model']} on {one['node']['name']}, {date}: longest prompt {one['max_prompt']} tokens")
+        rows = [
+            (one["node"]["name"], str(run["prompt_tokens"]), str(run["parallel"]), *_format_run(run))
+            for run in one["runs"]
+        ]
+        print_table(header, rows, numbers=header[1:])
+        for run in one["runs"]:
+            if run["skipped"]:
+                click.echo(f"{run['parallel']} x {run['prompt_tokens']} tokens skipped: {run['skipped']}")
+
+
+def _format_run(run: dict[str, Any]) -> tuple[str, str]:
+    if run["skipped"]:
+        return "-", "-"
+    decode = f"{run['decode_speed']:,.0f} tok/s" if run["decode_speed"] else "-"
+    return f"{run['prefill_speed']:,.0f} tok/s", decode

@@ -1,0 +1,154 @@
+"""Measure the speeds of a model on one node, by requests of low priority that only this node may take.
+
+The requests pass the queue, placement and the gate of the node like those of clients. A prompt has exact token ids
+that differ in every request, so that no prefix cache shortens it. The times are those of the node (`Timings`).
+"""
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from coordinator.model_tools.benchmark_records import BenchmarkRecord, BenchmarkRun
+from router.admission.rate_limits import KeyLimits
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.answer import CollectedAnswer
+from router.dispatch.request import Outcome, RequestFailure, RequestSpec
+from router.placement.candidate import ResourceDemand
+from router.placement.cluster_view import NodeView
+from wire.capacity.arithmetic import compute_max_context
+from wire.frames import Finished, GenerationParams
+from wire.identity import NodeId
+from wire.refusals import RefusalCode, Refused
+
+PROMPT_TOKENS = (512, 2048)
+PARALLEL = (1, 4)
+ANSWER_TOKENS = 128
+WARM_UP_TOKENS = 16
+TOKEN_IDS = range(32, 480)
+"""Token ids of the prompts: within every vocabulary, and beyond the control tokens at the start of most of them."""
+MIN_GENERATED_TOKENS = 8
+"""Generated tokens of a request below which the speed of decode is not computed."""
+BENCHMARK_KEY = "benchmark"
+"""Key of the requests in usage and in the queue. No API key has this id."""
+BENCHMARK_LIMITS = KeyLimits(priority="low", upstreams=False)
+_SKIPPED = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_ROOM})
+
+
+class RequestSender(Protocol):
+    """Part of the dispatcher that a benchmark uses."""
+
+    def submit(self, spec: RequestSpec) -> ActiveRequest:
+        """Accept a request."""
+        ...
+
+    def close(self, request: ActiveRequest) -> None:
+        """Close a request. Cancel it if it has not ended."""
+        ...
+
+
+def add_benchmark_key(get_limits: Callable[[str], KeyLimits | None]) -> Callable[[str], KeyLimits | None]:
+    """Return the limits of keys with those of the benchmark's own key, which has low priority."""
+    return lambda key: BENCHMARK_LIMITS if key == BENCHMARK_KEY else get_limits(key)
+
+
+class Benchmark:
+    """Measurement of a model on a node. `get_view` returns the newest view of the node."""
+
+    def __init__(self, sender: RequestSender, get_view: Callable[[], NodeView], model: str) -> None:
+        self._sender = sender
+        self._get_view = get_view
+        self._model = model
+
+    async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
+        """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
+
+        Return the refusal or error of a request that prevents the measurement.
+        """
+        warm = (await self._send(WARM_UP_TOKENS, 1, 1))[0]
+        if not isinstance(warm, Finished):
+            return warm
+        runs: list[BenchmarkRun] = []
+        for tokens in PROMPT_TOKENS:
+            for parallel in PARALLEL:
+                run = await self._measure_run(tokens, parallel)
+                if not isinstance(run, BenchmarkRun):
+                    return run
+                runs.append(run)
+        view = self._get_view()
+        model = view.models[self._model]
+        chip, system, software = host
+        return BenchmarkRecord(
+            node=view.id,
+            model=self._model,
+            fingerprint=model.fingerprint,
+            content=model.content,
+            chip=chip,
+            system=system,
+            software=software,
+            measured=time.time(),
+            max_prompt=model.max_context if model.profiled else compute_max_context(view.memory, model),
+            runs=tuple(runs),
+        )
+
+    async def _measure_run(self, tokens: int, parallel: int) -> BenchmarkRun | Refused | RequestFailure:
+        context = self._get_view().models[self._model].context
+        if context and tokens + ANSWER_TOKENS > context:
+            text = f"the context of the model is {context} tokens"
+            return BenchmarkRun(prompt_tokens=tokens, parallel=parallel, skipped=text)
+        outcomes = await self._send(tokens, ANSWER_TOKENS, parallel)
+        finished = [one for one in outcomes if isinstance(one, Finished)]
+        failed = next((one for one in outcomes if not isinstance(one, Finished)), None)
+        if isinstance(failed, Refused) and failed.code in _SKIPPED:
+            return BenchmarkRun(prompt_tokens=tokens, parallel=parallel, skipped=failed.message)
+        return failed or summarize_run(tokens, finished)
+
+    async def _send(self, tokens: int, answer: int, parallel: int) -> list[Outcome]:
+        """Send requests at the same time, and return their outcomes. Close all of them on every path."""
+        requests = [self._sender.submit(self._build_spec(tokens, answer)) for _ in range(parallel)]
+        try:
+            return list(await asyncio.gather(*(_wait(request) for request in requests)))
+        finally:
+            for request in requests:
+                self._sender.close(request)
+
+    def _build_spec(self, tokens: int, answer: int) -> RequestSpec:
+        node: NodeId = self._get_view().id
+        demand = ResourceDemand(model=self._model, prompt_tokens=tokens, max_tokens=answer, node=node)
+        return RequestSpec(
+            demand=demand,
+            key=BENCHMARK_KEY,
+            request_id=f"bench-{secrets.token_hex(8)}",
+            messages=(),
+            params=GenerationParams(max_tokens=answer, temperature=1.0),
+            created=int(time.time()),
+            stream=False,
+            ids=tuple(random.choices(TOKEN_IDS, k=tokens)),  # noqa: S311  a prompt, not a secret
+        )
+
+
+async def _wait(request: ActiveRequest) -> Outcome:
+    assert isinstance(request.answer, CollectedAnswer)  # noqa: S101  the request is not streamed
+    return await request.answer.wait_for_outcome()
+
+
+def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
+    """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
+
+    The prefill of all requests ends when the last one has waited for and done its own. Decode lasts as long as that of
+    the slowest request. The first token of an answer belongs to prefill.
+    """
+    prefill = max(one.timings.waiting + one.timings.prefill for one in finished)
+    decode = max(one.timings.decode for one in finished)
+    read = sum(one.prompt_tokens - one.cached_tokens for one in finished)
+    generated = sum(one.completion_tokens for one in finished)
+    has_decode = decode > 0 and generated >= MIN_GENERATED_TOKENS * len(finished)
+    return BenchmarkRun(
+        prompt_tokens=tokens,
+        parallel=len(finished),
+        generated=generated,
+        prefill_speed=round(read / prefill, 1) if prefill > 0 else 0.0,
+        decode_speed=round((generated - len(finished)) / decode, 1) if has_decode else 0.0,
+    )

@@ -1,0 +1,106 @@
+"""Measured speeds of models on nodes, in the private file STATE/benchmarks.json.
+
+There is one record for each node, model version, operating system and version of Macpool: the newest one.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from host.private_files import write_private
+from wire.identity import NodeId
+
+MAX_RECORDS = 1000
+"""Records that are kept; the oldest ones are deleted."""
+
+log = structlog.get_logger("coordinator.model_tools.benchmark_records")
+
+
+class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
+    """Measurement of requests of one prompt length. Speeds are tokens per second of all requests together."""
+
+    prompt_tokens: int
+    parallel: int
+    """Number of requests at the same time."""
+    generated: int = 0
+    """Generated tokens of all requests."""
+    prefill_speed: float = 0.0
+    decode_speed: float = 0.0
+    """0 if the answers were too short to be measured."""
+    skipped: str = ""
+    """Reason why the node did not take these requests; empty if it did."""
+
+
+class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured speeds of one model on one node."""
+
+    node: NodeId
+    model: str
+    fingerprint: str
+    """Version of the model: samples of its files."""
+    content: str = ""
+    """Version of the model: digests of its files; empty if they were not hashed."""
+    chip: str = ""
+    system: str = ""
+    """Operating system with its version."""
+    software: str = ""
+    """Version of Macpool, which pins that of MLX."""
+    measured: float
+    """End of the measurement, in Unix seconds."""
+    max_prompt: int
+    """Longest prompt in tokens that fits into the memory of the idle node."""
+    runs: tuple[BenchmarkRun, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identity of the measured setup. A newer record with the same key replaces this one."""
+        return self.node, self.model, self.fingerprint, self.system, self.software
+
+    def to_row(self) -> dict[str, object]:
+        """Return the record as a row of the API, without the node."""
+        return {
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "content": self.content,
+            "chip": self.chip,
+            "system": self.system,
+            "software": self.software,
+            "measured": self.measured,
+            "max_prompt": self.max_prompt,
+            "runs": [msgspec.structs.asdict(run) for run in self.runs],
+        }
+
+
+class BenchmarkRecords:
+    """Records in the state folder `state`."""
+
+    def __init__(self, state: Path) -> None:
+        self._file = state / "benchmarks.json"
+        self._records: Mapping[tuple[str, ...], BenchmarkRecord] = {one.key: one for one in self._load()}
+
+    def _load(self) -> list[BenchmarkRecord]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=list[BenchmarkRecord])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("benchmarks unreadable", file=str(self._file), why=str(error)[:200])
+            return []
+
+    def list_all(self) -> list[BenchmarkRecord]:
+        """Return all records, the newest first."""
+        return sorted(self._records.values(), key=lambda one: one.measured, reverse=True)
+
+    def find(self, node: NodeId, model: str, fingerprint: str) -> BenchmarkRecord | None:
+        """Return the newest record of a model version on a node; None without one."""
+        wanted = (node, model, fingerprint)
+        return next((one for one in self.list_all() if (one.node, one.model, one.fingerprint) == wanted), None)
+
+    def store(self, record: BenchmarkRecord) -> None:
+        """Store a record in place of an earlier one with its key. Raise OSError if the file cannot be written."""
+        records = {**self._records, record.key: record}
+        newest = sorted(records.values(), key=lambda one: one.measured, reverse=True)[:MAX_RECORDS]
+        write_private(self._file, msgspec.json.encode(newest))
+        self._records = {one.key: one for one in newest}
