@@ -305,7 +305,7 @@ def unwant(session: ApiSession, name: str) -> None:
 @models.command()
 @session_options
 def plan(session: ApiSession) -> None:
-    """Show the wanted models, the next actions, and each missing number.
+    """Show wanted models, next actions and missing numbers.
 
     The missing number of an unmet wish comes with the next step.
     """
