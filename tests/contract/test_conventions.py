@@ -21,6 +21,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "video show": ["video_x"],
     "video wait": ["video_x"],
     "video get": ["video_x"],
+    "pulls wait": ["pull-x"],
     "model show": ["scripted-1"],
     "key show": ["first"],
     "token show": ["first"],

@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEP, WINDOW = 2, 30
 SECONDS = {"__rate_interval": "20s", "__interval": f"{STEP}s", "__range": "120s"}
 EMPTY = {
+    "Requests to upstreams": "only once a request was passed on to an upstream",
+    "Tokens of upstreams": "only once a request was passed on to an upstream",
     "Loads under way": "only while a model is loaded",
     "Models that differ": "only while members hold different models under one name",
     "Failures": "only once a video failed",

@@ -198,7 +198,7 @@ async def test_a_killed_child_leaves_nothing(node: ModelNode, tmp_path: Path):
     line.send(ORDER)
     (await hold_child()).send_signal(signal.SIGKILL)
     end, _ = await wait_end(line, 5)
-    assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.FAILED, True)
+    assert (end.code, "SIGKILL" in end.message) == (ModelOrderCode.INTERRUPTED, True)
     assert list_models(tmp_path / "models") == ["me/tiny"]
     await wait_leases(line, held=False)
 
