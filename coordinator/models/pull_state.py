@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from msgspec.structs import replace as replace_frame
+
 from coordinator.models.pull_values import (
     ENDED,
     Action,
@@ -52,7 +54,7 @@ UNLINKED_SECONDS = 60.0
 MIRROR_START_SECONDS = 20.0
 """Longest time in seconds for a node to open its mirror."""
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
-"""Faults of the repository, which every node would meet."""
+"""Faults of the repository if the hub reports them. Every node would meet them."""
 
 
 def restore_pull(state: PullState, next_order: int) -> PullState:
@@ -189,7 +191,7 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
             return _change(_end(state, name, PullStage.COMPLETED), name, done=size, total=size), ()
         case ModelOrderCode.CANCELLED:
             return _end(state, name, PullStage.CANCELLED, "cancelled on the node"), ()
-        case code if code in _FATAL:
+        case code if code in _FATAL and node.source is SourceKind.HUB:
             return _fail_all(state, frame.message), ()
         case _:
             return _retry(state, name, frame, now), ()
@@ -214,6 +216,8 @@ def _retry(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -
     node = state.nodes[name]
     from_mirror = node.source is SourceKind.MIRROR
     wait = frame.retry_after or min(FIRST_RETRY_SECONDS * 2**node.retries, MAX_RETRY_SECONDS)
+    if from_mirror and frame.code in _FATAL:  # a mirror that knows nothing of the pull is no fault of the repository
+        frame = replace_frame(frame, code=ModelOrderCode.SOURCE_LOST)
     curable = {
         ModelOrderCode.SOURCE_LOST: True,
         ModelOrderCode.IN_USE: True,

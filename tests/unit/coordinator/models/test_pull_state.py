@@ -156,6 +156,14 @@ def test_a_fault_of_the_repository_ends_the_pull_everywhere(code: ModelOrderCode
     assert {node.message for node in pull.state.nodes.values()} == {"accept its terms"}
 
 
+@pytest.mark.parametrize("code", [ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.INVALID])
+def test_a_mirror_that_refuses_a_node_is_no_fault_of_the_repository(code: ModelOrderCode) -> None:
+    pull = Pull(A, B, C)
+    follow(pull)
+    pull.end(B, code, message="the mirror does not know the token")
+    assert pull.stages() == [PullStage.PULLING, PullStage.WAITING, PullStage.PULLING]
+
+
 def test_a_full_disk_ends_the_pull_on_that_node_only() -> None:
     pull = Pull(A, B, C)
     follow(pull)
