@@ -243,9 +243,10 @@ class ActiveRequest:
         self.deadline = entry.deadline
 
     def leave_queue(self) -> None:
-        """Record that the request has no place in the queue any more, and waits for no model swap."""
+        """Record that the request has no place in the queue any more, and waits for no model swap and no pull."""
         self.entry = None
         self.set_swap("")
+        self.answer.announce_wait("")
 
     def set_swap(self, swap: str) -> bool:
         """Set the model swap that the request waits for, empty for none. Return whether it has changed.

@@ -81,6 +81,8 @@ class QueuedRequests:
             return
         request.enter_queue(entry)
         request.add_step(now, "queued")
+        if self._placer.find_pull(request.demand.model) is not None:
+            request.answer.announce_wait(PULL)
         self._counters.count_queue_entry()
         if request.life.lost_by is not None and isinstance(result, NoPlacement):
             self._hold_memory(request, result)
@@ -181,9 +183,8 @@ class QueuedRequests:
         A request does not pass its deadline while the model that it needs is being pulled.
         """
         for entry in self._queue.list_entries():
-            if self._placer.find_pull(entry.item.demand.model) is not None:
+            if entry.deadline <= now and self._placer.find_pull(entry.item.demand.model) is not None:
                 entry.item.extend_deadline(now + self._timeout_seconds)
-                entry.item.answer.announce_wait(PULL)
         for request in self._queue.expire(now):
             self._apply(request, DeadlinePassed())
             result = self._aliases.decide(request)

@@ -46,6 +46,7 @@ async def test_a_request_waits_for_the_pull_and_starts_with_the_model(pulling: P
     pulling.report()
     await asyncio.sleep(0)
     assert [node for node, _ in pulling.generates()] == [A]
+    assert request.answer.waits_for == ""
     pulling.finish()
     pulling.dispatcher.close(request)
 
