@@ -23,6 +23,8 @@ from wire.units import MIB
 CHECK_INTERVAL_SECONDS = 5.0
 MIN_IDLE_CHECKS = 12
 """Checks in a row that must find the node idle before a child starts: one minute."""
+NEXT_SEARCH_CHECKS = 108
+"""Checks after a search without a result before the next minute of idle checks: nine minutes."""
 MAX_BYTES_PER_SECOND = 500 * MIB
 
 log = structlog.get_logger("node.hub.idle_hasher")
@@ -74,7 +76,9 @@ class IdleHasher:
             if idle_checks < MIN_IDLE_CHECKS:
                 continue
             folder = await asyncio.to_thread(self.find_unhashed)
-            if folder is not None:
+            if folder is None:
+                idle_checks = -NEXT_SEARCH_CHECKS
+            else:
                 await self._hash(folder)
 
     def find_unhashed(self) -> Path | None:
