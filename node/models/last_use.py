@@ -9,8 +9,8 @@ import msgspec
 import structlog
 
 FILE = "last-use.json"
-STORE_INTERVAL_SECONDS = 60.0
-"""Seconds by which a last use must be later than the stored one before it is stored."""
+STORE_INTERVAL_SECONDS = 3600.0
+"""Seconds by which a last use must be later than the stored one before it is stored. The inference thread writes."""
 MAX_MODELS = 1024
 
 log = structlog.get_logger("node.models.last_use")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from node.models.last_use import FILE, LastUse
+from node.models.last_use import FILE, STORE_INTERVAL_SECONDS, LastUse
 
 
 class Wall:
@@ -22,12 +22,12 @@ def test_last_use_is_the_time_before_the_idle_seconds_and_survives_a_restart(tmp
     assert LastUse(tmp_path, wall).find("m") == 999_900.0
 
 
-def test_last_use_is_stored_at_most_once_a_minute(tmp_path: Path) -> None:
+def test_last_use_is_stored_at_most_once_an_hour(tmp_path: Path) -> None:
     wall = Wall()
     use = LastUse(tmp_path, wall)
     use.record("m", 0.0)
     first = (tmp_path / FILE).read_bytes()
-    wall.now += 59
+    wall.now += STORE_INTERVAL_SECONDS - 1
     assert use.record("m", 0.0) == wall.now
     assert (tmp_path / FILE).read_bytes() == first
     wall.now += 1
