@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 
@@ -18,6 +19,9 @@ from wire.frames.model_files import ModelOrderCode
 from wire.model_files import PIECE_BYTES, ModelManifest, ModelSource
 
 T = TypeVar("T")
+
+NICENESS = 10
+"""Niceness of a child: requests on the same machine come first."""
 
 CONNECTIONS = 4
 """Parallel ranges of a download."""
@@ -134,9 +138,9 @@ class ChildChannel:
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self.stop.set()
 
-    def watch_agent(self, on_end: Callable[[], object] | None = None) -> None:
+    def watch_agent(self, on_end: Callable[[], object]) -> None:
         """Set `stop`, and call `on_end` in a thread, when the standard input ends."""
-        threading.Thread(target=self._watch, args=(on_end or self.stop.set,), daemon=True).start()
+        threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def _watch(self, on_end: Callable[[], object]) -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -151,6 +155,28 @@ class ChildChannel:
             sys.stdout.buffer.flush()
         except BrokenPipeError:
             self.stop.set()
+
+
+def perform_order(
+    kind: type[T], work: Callable[[T, ChildChannel], ChildEnd], on_agent_end: Callable[[T], object] = lambda order: None
+) -> NoReturn:
+    """Perform the order of the standard input with low priority, send its end, and end the process.
+
+    Threads that still work end with the process. `on_agent_end` is called with the order, in a thread, when the agent
+    has ended.
+    """
+    with suppress(OSError):
+        os.nice(NICENESS)
+    channel = ChildChannel()
+    channel.stop_on_sigterm()
+    try:
+        order = channel.read_order(kind)
+    except msgspec.DecodeError:
+        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
+        sys.exit(2)
+    channel.watch_agent(lambda: on_agent_end(order))
+    channel.send(work(order, channel))
+    os._exit(0)
 
 
 def build_end(code: ModelOrderCode, message: str = "") -> ChildEnd:

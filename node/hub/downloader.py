@@ -6,15 +6,12 @@ file is verified. Received pieces stay on the disk after any end but success, an
 
 import errno
 import os
-import sys
 import time
 from collections import deque
 from pathlib import Path
 
-import msgspec
-
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, DownloadOrder, build_end
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, DownloadOrder, perform_order
 from node.hub.digests import ContentHasher, DigestStore, FileDigest, find_content, hash_file
 from node.hub.download.disk_space import DiskSpace
 from node.hub.download.source_pool import SourcePool
@@ -25,7 +22,6 @@ from wire.model_files import ModelFile, find_manifest_fault
 
 REPORT_SECONDS = 0.5
 SPEED_SECONDS = 5.0
-NICENESS = 10
 
 
 class Download:
@@ -164,17 +160,7 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
 
 def main() -> None:
     """Perform the order of the standard input, and end the process."""
-    os.nice(NICENESS)
-    channel = ChildChannel()
-    channel.stop_on_sigterm()
-    try:
-        order = channel.read_order(DownloadOrder)
-    except msgspec.DecodeError:
-        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
-        sys.exit(2)
-    channel.watch_agent()
-    channel.send(run_download(order, channel))
-    os._exit(0)  # threads may wait for a source
+    perform_order(DownloadOrder, run_download)
 
 
 if __name__ == "__main__":

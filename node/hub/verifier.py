@@ -7,19 +7,15 @@ The process runs with low priority, and reads at most `max_bytes_per_second`.
 import hashlib
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
-import msgspec
-
-from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, VerifyOrder, build_end
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, VerifyOrder, build_end, perform_order
 from node.hub.digests import DigestStore, FileDigest, compute_content, hash_file, list_content_files
 from node.hub.errors import OrderStopped
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
-NICENESS = 10
 MAX_GIT_BYTES = 64 * 1024 * 1024
 """Maximum bytes of a file whose git digest is checked: larger files of the hub have a SHA-256."""
 _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -100,16 +96,7 @@ def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
 
 def main() -> None:
     """Perform the order of the standard input, and end the process."""
-    os.nice(NICENESS)
-    channel = ChildChannel()
-    channel.stop_on_sigterm()
-    try:
-        order = channel.read_order(VerifyOrder)
-    except msgspec.DecodeError:
-        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
-        sys.exit(2)
-    channel.watch_agent()
-    channel.send(run_verification(order, channel))
+    perform_order(VerifyOrder, run_verification)
 
 
 if __name__ == "__main__":

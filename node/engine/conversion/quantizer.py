@@ -20,13 +20,12 @@ from typing import Any, cast
 
 import msgspec
 
-from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end, perform_order
 from node.hub.errors import OrderStopped
 from node.hub.quantization.prediction import GROUP_WEIGHTS, SHARD_BYTES
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.units import GIB, MIB
 
-NICENESS = 10
 REPORT_SECONDS = 0.5
 FULL_DISK_BYTES = 64 * MIB
 """Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
@@ -171,25 +170,16 @@ def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
         return build_end(ModelOrderCode.FAILED, f"mlx-lm cannot quantize this model: {error}"[:1000])
 
 
+def _discard_result(order: QuantizeOrder) -> None:
+    """Delete the incomplete result and end at once, because the memory is not watched without the agent."""
+    shutil.rmtree(order.target, ignore_errors=True)
+    os._exit(1)
+
+
 def main() -> None:
     """Perform the order of the standard input, and end the process."""
-    os.nice(NICENESS)
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
-    channel = ChildChannel()
-    channel.stop_on_sigterm()
-    try:
-        order = channel.read_order(QuantizeOrder)
-    except msgspec.DecodeError:
-        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
-        sys.exit(2)
-
-    def end_with_agent() -> None:
-        """Delete the incomplete result and end at once, because the memory is not watched without the agent."""
-        shutil.rmtree(order.target, ignore_errors=True)
-        os._exit(1)
-
-    channel.watch_agent(end_with_agent)
-    channel.send(run_quantization(order, channel))
+    perform_order(QuantizeOrder, run_quantization, _discard_result)
 
 
 if __name__ == "__main__":

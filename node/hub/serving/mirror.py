@@ -9,16 +9,13 @@ import asyncio
 import os
 import socket
 import ssl
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
-import msgspec
 import uvicorn
 
-from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, MirrorOrder, build_end
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, MirrorOrder, build_end, perform_order
 from node.hub.serving.node_tls import NodeServerContext
 from node.hub.serving.served_repository import CacheRepository
 from node.hub.serving.server import HubServer
@@ -29,7 +26,6 @@ MAX_CONNECTIONS = 64
 MAX_HEADER_BYTES = 16 * 1024
 KEEP_ALIVE_SECONDS = 30
 BACKLOG = 64
-NICENESS = 10
 
 
 def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
@@ -125,18 +121,7 @@ def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
 
 def main() -> None:
     """Perform the order of the standard input, and end the process."""
-    with suppress(OSError):
-        os.nice(NICENESS)
-    channel = ChildChannel()
-    channel.stop_on_sigterm()
-    try:
-        order = channel.read_order(MirrorOrder)
-    except msgspec.DecodeError:
-        channel.send(build_end(ModelOrderCode.INVALID, "the order cannot be read"))
-        sys.exit(2)
-    channel.watch_agent()
-    channel.send(run_mirror(order, channel))
-    os._exit(0)  # requests may still be in progress
+    perform_order(MirrorOrder, run_mirror)
 
 
 if __name__ == "__main__":
