@@ -15,6 +15,7 @@ from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from coordinator.client.terminal_text import get_raw_stream
+from wire.model_version import ModelVersion
 from wire.node_state import NodeState
 from wire.units import show_size
 
@@ -130,19 +131,25 @@ def _count_holders(model: dict[str, Any]) -> int:
 
 def _describe_conflict(model: dict[str, Any]) -> str:
     """Describe which nodes have which model under one name, with the next step."""
-    holders: dict[str, list[str]] = {}
+    served = ModelVersion(model["fingerprint"], model.get("content", ""))
+    holders: dict[ModelVersion, list[str]] = {}
     for node in model["nodes"]:
         if not node["cause"] and node["state"] != NodeState.LEFT:
-            holders.setdefault(node["fingerprint"], []).append(node["name"])
-    served = model["fingerprint"]
+            version = ModelVersion(node["fingerprint"], node.get("content", ""))
+            holders.setdefault(served if version.is_same(served) else version, []).append(node["name"])
     sides = [
-        f"{one[:8] or 'unknown'}{' (served)' if one == served else ''} on {', '.join(sorted(holders[one]))}"
-        for one in sorted(holders, key=lambda one: (one != served, one))
+        f"{_format_version(version)}{' (served)' if version == served else ''} on {', '.join(sorted(holders[version]))}"
+        for version in sorted(holders, key=lambda version: (version != served, version))
     ]
     return (
         f"{model['name']} is not the same model everywhere: {'; '.join(sides)}. New requests go to the served one "
-        "only: download it again where it differs, or rename its folder there"
+        "only: pull it again where it differs, or rename its folder there"
     )
+
+
+def _format_version(version: ModelVersion) -> str:
+    content = f" with content {version.content[:8]}" if version.content else ""
+    return f"{version.fingerprint[:8] or 'unknown'}{content}"
 
 
 def _format_speeds(node: dict[str, Any]) -> str:

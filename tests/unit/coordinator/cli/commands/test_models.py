@@ -92,6 +92,17 @@ def test_models_names_the_nodes_that_hold_different_models(server: Server):
     assert "same is not the same" not in text
 
 
+def test_models_names_copies_with_equal_samples_and_other_content(server: Server):
+    places = [
+        {"name": name, "state": "ready", "model": "known", "cause": "", "fingerprint": "f" * 32, "content": content}
+        for name, content in (("a", "1" * 64), ("b", "2" * 64), ("c", ""))
+    ]
+    model = {"name": "m", "nodes": places, "weights": 1, "context": 1, "conflict": True}
+    server.answer = {"models": [{**model, "fingerprint": "f" * 32, "content": "2" * 64}]}
+    text = server.run("models").output
+    assert "ffffffff with content 22222222 (served) on b, c; ffffffff with content 11111111 on a" in text
+
+
 def test_models_says_how_every_node_stands_to_each(server: Server):
     nodes = [
         row("studio"),
