@@ -48,8 +48,8 @@ def test_replicas_above_the_wish_stay_loaded():
 def test_a_node_without_the_model_on_disk_is_named_with_the_numbers():
     pool = WishPool([node("a"), node("b", 24, x=1)], [Wish("m", 2)])
     assert text(pool.settle()) == "needs 2 nodes with the model on disk, 1 has it: pull it to another node"
-    nobody = WishPool([node("a", 24, x=1)], [Wish("m")])
-    assert text(nobody.settle()) == "needs 1 node with the model on disk, none have it: pull it to another node"
+    without_copies = WishPool([node("a", 24, x=1)], [Wish("m")])
+    assert text(without_copies.settle()) == "needs 1 node with the model on disk, none have it: pull it to another node"
 
 
 def test_missing_memory_is_named_with_the_numbers_of_the_best_node():

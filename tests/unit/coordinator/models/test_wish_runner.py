@@ -189,8 +189,8 @@ async def test_wishes_are_listed_shown_and_ended_and_the_audit_log_names_them(po
         ({"idle_unload_seconds": 0}, 400),
         ({"labels": [""]}, 400),
         ({"unknown": 1}, 400),
-        ({"allow": ["nobody"]}, 404),
-        ({"deny": ["nobody"]}, 404),
+        ({"allow": ["unknown"]}, 404),
+        ({"deny": ["unknown"]}, 404),
     ],
     ids=str,
 )
