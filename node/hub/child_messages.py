@@ -139,14 +139,14 @@ class ChildChannel:
         self.stop.set()
 
     def watch_agent(self, on_end: Callable[[], object]) -> None:
-        """Set `stop`, and call `on_end` in a thread, when the standard input ends."""
+        """Call `on_end` in a thread when the standard input ends, then set `stop`."""
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def _watch(self, on_end: Callable[[], object]) -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        self.stop.set()
         on_end()
+        self.stop.set()
 
     def send(self, message: ChildMessage) -> None:
         """Write a message. Set `stop` if the agent no longer reads."""
