@@ -83,6 +83,7 @@ ENTRIES = (
     Entry("awake", "A Mac that works does not fall asleep"),
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),
+    Entry("pull-and-quantize", "Two Macs pull a model, and one of them quantizes it"),
 )
 
 
