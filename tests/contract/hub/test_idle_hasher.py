@@ -3,12 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import psutil
 import pytest
 
 from node.hub.digests import STORE_NAME, DigestStore, find_content
 from node.hub.idle_hasher import MIN_IDLE_CHECKS, IdleHasher
 from node.settings import ModelSettings
+from tests.support.hub.downloads import list_children
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ class Node:
 
     def is_busy(self) -> bool:
         self.checks += 1
-        self.children = max(self.children, len(psutil.Process().children()))
+        self.children = max(self.children, len(list_children("node.hub.verifier")))
         if self.checks >= 3 * MIN_IDLE_CHECKS:
             self.checked_often.set()
         return self.busy
