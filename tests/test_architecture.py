@@ -72,6 +72,7 @@ PERIODIC_SLEEPS = {
     "node/hub/idle_hasher.py": "the period of checks of an idle node",
     "node/engine_process/supervisor.py": "the period of pings to a busy engine",
     "node/hub/quantization/quantizer.py": "the next reading of a child's footprint",
+    "node/hub/serving/relay_listener.py": "the next try to reach the coordinator",
     "node/hub/serving/server.py": "the next look at a file that another process downloads",
     "node/video/ray/local_ray.py": "back-off before the driver is started again",
     "node/video/capability.py": "the next look at folders, which tell nobody of a change",

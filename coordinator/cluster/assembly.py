@@ -9,6 +9,7 @@ from coordinator.cluster.links.link_server import LinkServer
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.links.member_queries import MemberQueries
 from coordinator.cluster.links.node_fetches import NodeFetches
+from coordinator.cluster.links.relay import RelayServer, RelayTransfers
 from coordinator.cluster.member_authentication import MemberAuthentication
 from coordinator.cluster.node_administration import NodeAdministration
 from coordinator.cluster.node_directory import NodeDirectory
@@ -24,16 +25,17 @@ from coordinator.state.database import Database
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """Ways to nodes: frames over their links, and fetches from them."""
+    """Ways to nodes: frames over their links, fetches from them, and relays between them."""
 
     table: LinkTable
     fetches: NodeFetches
+    transfers: RelayTransfers
 
 
 def create_links() -> NodeLinks:
-    """Return an empty table of links, and fetches over these links."""
+    """Return an empty table of links, fetches over these links, and no transfer to relay."""
     table = LinkTable()
-    return NodeLinks(table, NodeFetches(table.send))
+    return NodeLinks(table, NodeFetches(table.send), RelayTransfers())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ def assemble_pool(
     registry = Registry(store, records, table, authentication, barrier, listener)
     admission = LinkAdmission(identity, fence, authentication, registry, records, table, on_superseded)
     queries = MemberQueries(authentication)
+    relay = RelayServer(links.transfers, authentication)
     context = EnrollmentContext(
         identity.name, fence.authority, tokens, store, approvals, wall, registry.add_member, table.get_address
     )
@@ -82,5 +85,5 @@ def assemble_pool(
         administration=NodeAdministration(store, registry, records, table, authentication),
         admission=admission,
         queries=queries,
-        server=LinkServer(table, links.fetches, registry, admission, queries, enrollments, barrier),
+        server=LinkServer(table, links.fetches, registry, admission, queries, relay, enrollments, barrier),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from coordinator.cluster.links.relay import RelayTransfers
 from coordinator.model_tools.quantizations import Quantizations
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.model_orders import ModelOrders
@@ -22,6 +23,7 @@ from coordinator.models.pull_values import (
     ENDED,
     Action,
     Event,
+    Mirror,
     NodeLinked,
     NodePull,
     NodeUnlinked,
@@ -68,7 +70,8 @@ class TooManyPullsError(Exception):
 class PullController:
     """Controller of all pulls, and of the other orders about model files (`orders`, `quantizations`).
 
-    `send` sends a frame to a node and returns False if the node is not linked. `epoch` is that of the coordinator, and
+    `send` sends a frame to a node and returns False if the node is not linked. `transfers` are the
+    transfers that the cluster port relays. `epoch` is that of the coordinator, and
     makes order numbers unique. `wall` returns Unix seconds.
     """
 
@@ -77,12 +80,14 @@ class PullController:
         state: Path,
         hub: HubClient,
         send: Callable[[NodeId, Frame], bool],
+        transfers: RelayTransfers,
         epoch: int,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.hub = hub
         self._send = send
+        self._transfers = transfers
         self._wall = wall
         self._loop = asyncio.get_running_loop()
         self._records = PullRecords(state)
@@ -216,7 +221,12 @@ class PullController:
         self._log_changes(before, record)
         for action in actions:
             self._perform(record, action)
+        self._close_ended_mirror(before.state.mirror, state.mirror)
         self._schedule()
+
+    def _close_ended_mirror(self, before: Mirror | None, after: Mirror | None) -> None:
+        if before is not None and (after is None or after.order != before.order):
+            self._transfers.close(self._tokens.pop(before.order, ""))
 
     def _log_changes(self, before: PullRecord, after: PullRecord) -> None:
         for name, node in after.state.nodes.items():
@@ -240,9 +250,9 @@ class PullController:
                 self._send_pull(record.manifest, action)
             case SendServe():
                 token = self._tokens[action.order] = secrets.token_urlsafe(32)
-                self._send(action.node, ServeModel(action.order, record.manifest, token))
+                self._transfers.open(token, action.node, frozenset(record.state.nodes))
+                self._send(action.node, ServeModel(action.order, record.manifest, token, relay=True))
             case SendCancel():
-                self._tokens.pop(action.order, None)
                 self._send(action.node, CancelModelOrder(action.order))
             case StorePull():
                 self._store(record)
@@ -262,7 +272,8 @@ class PullController:
         if mirror is None:
             return (ModelSource(SourceKind.HUB, self.hub.endpoint, self.hub.read_token()),)
         token = self._tokens.get(mirror.order, "")
-        return tuple(ModelSource(SourceKind.MIRROR, url, token, mirror.node) for url in mirror.addresses)
+        mirrors = (ModelSource(SourceKind.MIRROR, url, token, mirror.node) for url in mirror.addresses)
+        return (*mirrors, ModelSource(SourceKind.RELAY, "", token, mirror.node))
 
     def _store(self, record: PullRecord) -> None:
         try:

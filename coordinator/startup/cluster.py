@@ -61,7 +61,7 @@ async def start_cluster(
     video_controller = VideoController(
         state.state, options.settings.video, links.table.send, links.fetches.fetch_source
     )
-    pulls = PullController(state.state, HubClient(options.settings.hub), links.table.send, state.epoch)
+    pulls = PullController(state.state, HubClient(options.settings.hub), links.table.send, links.transfers, state.epoch)
     dispatcher.placer.watch_pulls(pulls.find_waiting_refusal)
     operations = ModelOperations(dispatcher, time.monotonic)
     wishes = WishRunner(state.store.wishes, dispatcher, operations, time.monotonic)

@@ -28,7 +28,7 @@ CONNECTIONS = 4
 
 
 class ClusterFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Files of this node's identity, for TLS between nodes."""
+    """Identity of this node with its files, for TLS to other nodes and to the coordinator."""
 
     cluster: str = ""
     """Id of the cluster."""
@@ -36,6 +36,12 @@ class ClusterFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Certificate of the cluster's CA in DER."""
     certificate: str = ""
     """File with the key and the certificate of this node in PEM."""
+    node: str = ""
+    """Id of this node."""
+    machine: str = ""
+    """Machine id."""
+    coordinator: str = ""
+    """Address of the coordinator's cluster port, `host:port`, which relays transfers between nodes."""
 
 
 class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +75,8 @@ class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     """Addresses of this machine at which the mirror listens."""
     idle_seconds: float
+    relay: bool = False
+    """Whether the mirror also serves through the coordinator."""
 
 
 class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):

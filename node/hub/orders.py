@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from msgspec.structs import replace
 
 from host.redaction import hide_secrets
 from node.agent.connection import CoordinatorLink
@@ -135,7 +136,11 @@ class ModelFileOrders:
     ) -> None:
         self._settings = settings
         self._cluster = ClusterFiles(
-            cluster=identity.cluster, ca=identity.ca, certificate=str(identity.folder / "node.pem")
+            cluster=identity.cluster,
+            ca=identity.ca,
+            certificate=str(identity.folder / "node.pem"),
+            node=identity.node,
+            machine=identity.machine,
         )
         self._digests = state / STORE_NAME
         self._links = links
@@ -195,7 +200,7 @@ class ModelFileOrders:
             raise ModelFileError(ModelOrderCode.IN_USE, f"{why}: try again later")
         match order:
             case PullModel():
-                self._start_pull(order)
+                self._start_pull(order, link)
             case ServeModel():
                 self._start_mirror(order, link)
             case VerifyModel():
@@ -220,7 +225,7 @@ class ModelFileOrders:
         if any(running.key == name for running in self._running):
             raise ModelFileError(ModelOrderCode.IN_USE, f"another order works on {name}: cancel it or wait for its end")
 
-    def _start_pull(self, order: PullModel) -> None:
+    def _start_pull(self, order: PullModel, link: CoordinatorLink) -> None:
         manifest = order.manifest
         fault = find_manifest_fault(manifest)
         if not self._settings.use_huggingface_cache:
@@ -242,7 +247,7 @@ class ModelFileOrders:
             sources=order.sources,
             hub=str(get_hub_folder(self._environment)),
             digests=str(self._digests),
-            cluster=self._cluster,
+            cluster=replace(self._cluster, coordinator=link.address),
         )
         log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.kind for one in order.sources])
         self._start_child(_RunningOrder(order.order, manifest.repo, manifest.commit), _DOWNLOADER, message)
@@ -255,9 +260,10 @@ class ModelFileOrders:
             manifest=order.manifest,
             hub=str(get_hub_folder(self._environment)),
             token=order.token,
-            cluster=self._cluster,
+            cluster=replace(self._cluster, coordinator=link.address),
             hosts=choose_hosts(link.local_address),
             idle_seconds=order.idle,
+            relay=order.relay,
         )
         self._start_child(_RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
 

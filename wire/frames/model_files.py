@@ -80,6 +80,8 @@ class ServeModel(Frame, frozen=True, array_like=True, gc=False):
     token: Text
     """Secret that a client must send."""
     idle: Seconds = 60.0
+    relay: bool = False
+    """Whether the coordinator relays this transfer (`JoinRelay`)."""
 
 
 class VerifyModel(Frame, frozen=True, array_like=True, gc=False):
@@ -108,6 +110,30 @@ class QuantizeModel(Frame, frozen=True, array_like=True, gc=False):
     """Bits of a quantized weight."""
     name: Word
     """Name of the result."""
+
+
+class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator, in place of Hello: use this connection for the files of a model, through the coordinator.
+
+    The coordinator joins a connection of the node that serves with one of a node that gets the files. It sends
+    RelayJoined on both, and copies bytes between them from then on. A node sends nothing before RelayJoined. The link
+    of the node is not affected.
+    """
+
+    protocol: Natural
+    """Protocol version of the node."""
+    node: Word
+    """Id of the node."""
+    machine: Word
+    """Machine id."""
+    token: Text
+    """Token of the transfer."""
+    serves: bool
+    """Whether the node serves the files."""
+
+
+class RelayJoined(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: the connection is joined with one of the other node. All further bytes come from it."""
 
 
 class CancelModelOrder(Frame, frozen=True, array_like=True, gc=False):

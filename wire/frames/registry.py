@@ -13,10 +13,12 @@ from wire.frames.enrollment import Enroll, EnrollAuthority, Enrolled, EnrollPend
 from wire.frames.frame import Frame
 from wire.frames.model_files import (
     CancelModelOrder,
+    JoinRelay,
     ModelOrderEnded,
     ModelOrderProgress,
     PullModel,
     QuantizeModel,
+    RelayJoined,
     RemoveModel,
     ServeModel,
     VerifyModel,
@@ -105,5 +107,7 @@ TAGS: dict[int, type[Frame]] = {
     75: ModelOrderProgress,
     76: ModelOrderEnded,
     77: QuantizeModel,
+    78: JoinRelay,
+    79: RelayJoined,
 }
 """Frame types by tag. A tag is never reused."""

@@ -12,7 +12,7 @@ import itertools
 import ssl
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
@@ -31,6 +31,7 @@ from wire.frames import (
     Frame,
     Goodbye,
     Hello,
+    JoinRelay,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
@@ -104,6 +105,10 @@ class ConnectionOwner(Protocol):
 
     def deliver_frame(self, connection: "Connection", frame: Frame) -> None:
         """Handle a frame of a link."""
+        ...
+
+    def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:
+        """Use a connection for a relay of model files, or refuse it."""
         ...
 
     def on_connection_lost(self, connection: "Connection", reason: str) -> None:
@@ -220,7 +225,7 @@ class Connection(LinkEndpoint):
         super().connection_lost(exc)
 
     def on_frame(self, tag: int, body: bytes) -> None:
-        """Process one frame: Hello or MemberQuery on a new connection, a frame of `FROM_NODES` on a link.
+        """Process one frame: Hello, MemberQuery or JoinRelay on a new connection, a frame of `FROM_NODES` on a link.
 
         Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Close a
         link that is over its budget. Ignore frames after the connection was refused or answered.
@@ -240,6 +245,9 @@ class Connection(LinkEndpoint):
         first = decode(tag, body)
         if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
             self._owner.answer_query(self, self.peer, first)
+            return
+        if isinstance(first, JoinRelay) and self.peer is not None and self.peer.node is not None:
+            self._owner.answer_relay(self, self.peer, first)
             return
         if not isinstance(first, Hello):
             raise WireError(f"{type(first).__name__} before Hello")
@@ -287,6 +295,13 @@ class Connection(LinkEndpoint):
             end = begin + QUERY_CHUNK_BYTES
             self.send(FetchChunk(0, payload[begin:end], last=end >= len(payload)))
         self.close("the query was answered")
+
+    def release(self) -> asyncio.Transport:
+        """Return the transport, for another protocol. This connection handles nothing more."""
+        self._refused = True
+        if self._deadline is not None:
+            self._deadline.cancel()
+        return cast("asyncio.Transport", self.transport)
 
     def refuse(self, denied: Denied) -> None:
         """Send the denial and close the connection."""

@@ -1,7 +1,8 @@
 """TLS server for the links of nodes: the one port to which nodes connect.
 
 Covers: admission of connections, answers to Hello and to queries, delivery of frames, and pings. Its parts: connections
-of peers (`link_connection`), the table of links (`link_table`), and fetches from nodes (`node_fetches`).
+of peers (`link_connection`), the table of links (`link_table`), fetches from nodes (`node_fetches`), and the relay of
+model files (`relay`).
 Does not cover: permission to link (`link_admission`), the states of a node (`membership`), the effects of its frames
 (`registry`, `router.dispatch.dispatcher`), enrolment itself (`coordinator.joining.enrollment`).
 """
@@ -20,9 +21,10 @@ from coordinator.cluster.links.link_connection import HANDSHAKE_TIMEOUT_SECONDS,
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.links.member_queries import MemberQueries
 from coordinator.cluster.links.node_fetches import NodeFetches
+from coordinator.cluster.links.relay import RelayServer
 from coordinator.cluster.store_barrier import StoreBarrier
 from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer
-from wire.frames import Denied, FetchChunk, Frame, Hello, MemberQuery, Ping
+from wire.frames import Denied, FetchChunk, Frame, Hello, JoinRelay, MemberQuery, Ping
 from wire.identity import NodeId, PeerIdentity
 
 MAX_UNLINKED = 64
@@ -65,6 +67,7 @@ class LinkServer:
         events: LinkEvents,
         admission: LinkAdmission,
         queries: MemberQueries,
+        relay: RelayServer,
         enrollments: EnrollmentServer,
         barrier: StoreBarrier,
     ) -> None:
@@ -73,6 +76,7 @@ class LinkServer:
         self._events = events
         self._admission = admission
         self._queries = queries
+        self._relay = relay
         self._enrollments = enrollments
         self._barrier = barrier
         self._loop = asyncio.get_running_loop()
@@ -106,6 +110,7 @@ class LinkServer:
         for connection in list(self._unlinked):
             connection.close("the coordinator stops")
         self._links.close("the coordinator stops")
+        self._relay.close()
 
     def count_unlinked(self) -> int:
         """Return the number of open connections that are not links (yet)."""
@@ -173,6 +178,18 @@ class LinkServer:
             connection.refuse(answer)
         else:
             connection.send_answer(answer)
+
+    def answer_relay(self, connection: Connection, peer: PeerIdentity, join: JoinRelay) -> None:
+        """Use a connection for the transfer of model files that `join` names, or refuse it."""
+        assert peer.node is not None  # noqa: S101  checked by the connection
+        why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(self._loop.time())
+        answer = Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS) if why else None
+        answer = answer or self._relay.admit(peer, connection.serial, join)
+        if isinstance(answer, Denied):
+            connection.refuse(answer)
+            return
+        self._unlinked.discard(connection)
+        self._relay.add(answer, connection.release(), serves=join.serves)
 
     def deliver_frame(self, connection: Connection, frame: Frame) -> None:
         """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler."""

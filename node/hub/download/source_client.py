@@ -6,6 +6,7 @@ Rules
 - A mirror never opens its port again. A refused connection therefore loses it at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
   address is not checked, because addresses change. A mirror never redirects.
+- A relay is the same mirror, through the coordinator: TLS ends there, and both nodes prove themselves to it.
 - Errors never contain a token or the query of a URL, which can be a signature.
 """
 
@@ -19,9 +20,11 @@ from urllib.parse import quote
 import httpx2
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.relay_transport import RelayTransport
 from node.hub.download.retry_rules import compute_retry_after, find_range_fault
 from node.hub.download.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
 from node.hub.errors import describe_refusal
+from node.hub.relay_join import RelayRefusedError
 from node.hub.serving.node_tls import NodeClientContext
 from node.hub.serving.server import PENDING
 from wire.frames.model_files import ModelOrderCode
@@ -31,6 +34,8 @@ CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 30.0
 MAX_REDIRECTS = 5
 USER_AGENT = "macpool"
+RELAY_BASE = "http://relay"
+"""Base URL of requests through the coordinator, whose connection has TLS of its own."""
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -43,10 +48,14 @@ class SourceClient:
     def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:
         self._source = source
         self._is_mirror = source.kind == SourceKind.MIRROR
-        self._base = _parse_base(source.url, ("https",) if self._is_mirror else ("https", "http"))
+        self._is_node = self._is_mirror or source.kind == SourceKind.RELAY
+        self._relay_address = cluster.coordinator if source.kind == SourceKind.RELAY else ""
+        url = RELAY_BASE if self._relay_address else source.url
+        self._base = _parse_base(url, ("https",) if self._is_mirror else ("https", "http"))
         self._http = httpx2.Client(
             verify=NodeClientContext.create(cluster, source.node) if self._is_mirror else True,
-            trust_env=not self._is_mirror,
+            transport=RelayTransport(cluster, source.token) if self._relay_address else None,
+            trust_env=not self._is_node,
             follow_redirects=False,
             timeout=httpx2.Timeout(READ_TIMEOUT_SECONDS, connect=CONNECT_TIMEOUT_SECONDS),
             limits=httpx2.Limits(max_connections=2 * connections, max_keepalive_connections=2 * connections),
@@ -55,6 +64,8 @@ class SourceClient:
     @property
     def url(self) -> str:
         """Address of the source, for people."""
+        if self._relay_address:
+            return f"relay://{self._relay_address}"
         return f"{self._base.scheme}://{self._base.netloc.decode('ascii', 'replace')}"
 
     def close(self) -> None:
@@ -102,7 +113,7 @@ class SourceClient:
             raise SourceRefusal(
                 ModelOrderCode.FAILED, f"{self.url} redirects {subject} to an invalid address"
             ) from None
-        if self._is_mirror or not location or not is_allowed_redirect(url, target):
+        if self._is_node or not location or not is_allowed_redirect(url, target):
             raise SourceRefusal(
                 ModelOrderCode.FAILED,
                 f"{self.url} redirects {subject} to {target.scheme}://{target.host}, which is not allowed",
@@ -173,7 +184,11 @@ class SourceClient:
                 raise SourceRefusal(ModelOrderCode.SOURCE_LOST, text) from None
             if self._is_mirror and _find_cause(error, ConnectionRefusedError) is not None:
                 raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"the mirror at {self.url} has ended") from None
-            raise SourceFault(f"the connection to {self.url} failed: {type(error).__name__}") from None
+            denied = _find_cause(error, RelayRefusedError)
+            if isinstance(denied, RelayRefusedError) and denied.is_final:
+                raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"{self.url}: {denied}") from None
+            why = type(error).__name__ if denied is None else str(denied)
+            raise SourceFault(f"the connection to {self.url} failed: {why}") from None
 
 
 def _parse_base(url: str, schemes: tuple[str, ...]) -> httpx2.URL:

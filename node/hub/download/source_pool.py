@@ -100,7 +100,7 @@ class SourcePool:
         """
         opened, unusable = list[DownloadSource](), list[str]()
         for source in sources:
-            if source.kind not in (SourceKind.HUB, SourceKind.MIRROR):
+            if source.kind not in frozenset(SourceKind):
                 continue
             default = HUB_TIMEOUT_SECONDS if source.kind == SourceKind.HUB else MIRROR_TIMEOUT_SECONDS
             try:

@@ -2,7 +2,8 @@
 
 The order is a line of the standard input (`MirrorOrder`). The mirror listens on one port of each address, with TLS.
 Both ends show the certificate of a node of the cluster, and the client sends the token of the transfer. The mirror ends
-after `idle_seconds` without a request.
+after `idle_seconds` without a request. With `relay`, it also serves nodes that cannot connect to this machine, through
+the coordinator (`relay_listener`).
 """
 
 import asyncio
@@ -11,12 +12,15 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, MirrorOrder, build_end, perform_order
 from node.hub.serving.node_tls import NodeServerContext
+from node.hub.serving.relay_listener import RelayListener
 from node.hub.serving.served_repository import CacheRepository
 from node.hub.serving.server import HubServer
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
@@ -69,7 +73,7 @@ class MirrorServer:
         context = NodeServerContext.create(self._order.cluster)
         listeners = open_ports(self._order.hosts)
         server = uvicorn.Server(_build_config(self._app, lambda: context))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve(listeners)), daemon=True)
+        thread = threading.Thread(target=lambda: asyncio.run(self._serve(server, listeners)), daemon=True)
         thread.start()
         self._report(tuple(map(format_url, listeners)))
         while not self._channel.stop.wait(REPORT_SECONDS):
@@ -79,6 +83,28 @@ class MirrorServer:
                 return build_end(ModelOrderCode.FAILED, "the server of the mirror has ended")
             self._report(tuple(map(format_url, listeners)))
         return build_end(ModelOrderCode.CANCELLED)
+
+    async def _serve(self, server: uvicorn.Server, listeners: list[socket.socket]) -> None:
+        """Serve on the listening sockets, and through the coordinator if the order has `relay`."""
+        relay = asyncio.create_task(self._serve_by_relay(server)) if self._order.relay else None
+        try:
+            await server.serve(listeners)
+        finally:
+            if relay is not None:
+                relay.cancel()
+
+    async def _serve_by_relay(self, server: uvicorn.Server) -> None:
+        config = server.config
+        if not config.loaded:
+            config.load()
+
+        build = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+
+        def create_protocol() -> asyncio.Protocol:
+            return build(config=config, server_state=server.server_state, app_state={})
+
+        with suppress(OSError, ValueError):  # the mirror serves without the relay
+            await RelayListener(self._order.cluster, self._order.token, create_protocol).run()
 
     def _report(self, addresses: tuple[str, ...]) -> None:
         self._channel.send(

@@ -9,7 +9,7 @@ from typing import Any
 
 from node.hub.child_messages import ClusterFiles
 from wire.certificate import read_certificate
-from wire.identity import NodeId, build_node_uri
+from wire.identity import NodeId, build_coordinator_uri, build_node_uri
 
 
 class _NodeContext(ssl.SSLContext):
@@ -37,7 +37,7 @@ class NodeServerContext(_NodeContext):
 
 
 class NodeClientContext(_NodeContext):
-    """Context of a client that accepts one node."""
+    """Context of a client that accepts one node, or the coordinator only."""
 
     _uri = ""
 
@@ -47,6 +47,14 @@ class NodeClientContext(_NodeContext):
         context = cls(ssl.PROTOCOL_TLS_CLIENT)
         context.load(files)
         context.accept_only(build_node_uri(files.cluster, NodeId(node)))
+        return context
+
+    @classmethod
+    def create_for_coordinator(cls, files: ClusterFiles) -> "NodeClientContext":
+        """Return a context that accepts the coordinator of the cluster. Raise OSError, ValueError or ssl.SSLError."""
+        context = cls(ssl.PROTOCOL_TLS_CLIENT)
+        context.load(files)
+        context.accept_only(build_coordinator_uri(files.cluster))
         return context
 
     def accept_only(self, uri: str) -> None:

@@ -110,6 +110,26 @@ def test_a_node_that_was_away_gets_the_commit_of_its_pull_although_the_hub_has_a
     assert "DIFFERS" in lab.type_command("models", "files").stdout
 
 
+def test_nodes_that_cannot_reach_each_other_get_the_files_through_the_coordinator(lab: PullLab) -> None:
+    repo = "tests/apart"
+    lab.hub.add(repo, {**TINY, PADDING: random.Random(28).randbytes(12_000_000)})
+    size = sum(map(len, TINY.values())) + 12_000_000
+    two, three = lab.get_host("two"), lab.get_host("three")
+    for host, other in ((two, three), (three, two)):
+        run("ip", "-n", host.namespace, "route", "add", "prohibit", f"{other.ip}/32")
+    try:
+        done = lab.type_command("pull", repo, "--node", "two", "--node", "three")
+    finally:
+        for host, other in ((two, three), (three, two)):
+            run("ip", "-n", host.namespace, "route", "del", "prohibit", f"{other.ip}/32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (pull,) = [pull for pull in lab.request("GET", "/api/v1/pulls")["pulls"] if pull["repo"] == repo]
+    assert {node["fetched"] for node in pull["nodes"]} == {size}
+    assert {node["source"] for node in pull["nodes"]} == {"hub", "mirror"}, "one node downloaded from the hub"
+    copies = lab.list_copies(repo)
+    assert {name: copy["identity"] for name, copy in copies.items()} == {"two": "content", "three": "content"}
+
+
 def test_a_loaded_model_is_not_removed(lab: PullLab) -> None:
     repo = "tests/loaded"
     lab.hub.add(repo, TINY)

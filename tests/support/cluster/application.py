@@ -107,7 +107,7 @@ async def application(
             dispatcher = over.dispatcher
             over.limits = ring.get_limits
         conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
-        pulls = PullController(folder, HubClient(settings.hub), links.table.send, 1)
+        pulls = PullController(folder, HubClient(settings.hub), links.table.send, links.transfers, 1)
         stack.callback(pulls.close)
         loads = ModelOperations(dispatcher, time.monotonic)
         wishes = WishRunner(store.wishes, dispatcher, loads, time.monotonic)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.cluster.links.relay import RelayTransfers
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
 from coordinator.models.pull_rows import build_pull_row
@@ -15,6 +16,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import (
     CancelModelOrder,
     Frame,
+    JoinRelay,
     ModelOrderCode,
     ModelOrderEnded,
     ModelOrderPhase,
@@ -23,7 +25,7 @@ from wire.frames import (
     RemoveModel,
     ServeModel,
 )
-from wire.identity import NodeId
+from wire.identity import PROTOCOL, NodeId
 from wire.model_files import ModelFile, ModelManifest, SourceKind
 
 A, B = NodeId("a"), NodeId("b")
@@ -31,13 +33,14 @@ MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a"
 
 
 class Pool:
-    """A controller with links to two nodes, and the frames that it sends."""
+    """A controller with links to two nodes, the frames that it sends, and the transfers that it relays."""
 
     def __init__(self, folder: Path, epoch: int = 1, token_file: str = "") -> None:
         self.sent: list[tuple[NodeId, Frame]] = []
         self.linked = {A, B}
         hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
-        self.controller = PullController(folder, hub, self.send, epoch, wall=lambda: 1000.0)
+        self.transfers = RelayTransfers()
+        self.controller = PullController(folder, hub, self.send, self.transfers, epoch, wall=lambda: 1000.0)
         self.show(A, B)
 
     def send(self, node: NodeId, frame: Frame) -> bool:
@@ -76,11 +79,16 @@ async def test_a_pull_reaches_both_nodes_and_ends(pool: Pool) -> None:
     assert isinstance(follow, PullModel)
     assert node == B
     assert [(one.kind, one.url, one.token, one.node) for one in follow.sources] == [
-        (SourceKind.MIRROR, url, serve.token, A) for url in urls
+        *((SourceKind.MIRROR, url, serve.token, A) for url in urls),
+        (SourceKind.RELAY, "", serve.token, A),
     ]
+    join = JoinRelay(PROTOCOL, B, "m1", serve.token, serves=False)
+    assert serve.relay
+    assert pool.transfers.find(B, join) is not None
     for name, pulled in ((A, order), (B, follow)):
         pool.controller.handle_frame(name, ModelOrderEnded(pulled.order, ModelOrderCode.COMPLETED, fetched=5))
     assert pool.take() == [(A, CancelModelOrder(serve.order))]
+    assert pool.transfers.find(B, join) is None, "the transfer ends with the mirror"
     row = build_pull_row(pool.controller.pulls[record.id], str)
     assert (row["state"], row["ended"]) == ("completed", 1000.0)
 

@@ -1,0 +1,91 @@
+"""Start of a connection that the coordinator joins with one of another node, for the files of a model."""
+
+import socket
+import ssl
+
+from node.hub.child_messages import ClusterFiles
+from node.hub.serving.node_tls import NodeClientContext
+from wire.codec import Splitter, WireError, decode, encode
+from wire.frames import Denied, JoinRelay, RelayJoined
+from wire.identity import PROTOCOL
+
+RELAY_JOINED = encode(RelayJoined())
+"""Bytes of the frame after which all bytes come from the other node."""
+RECEIVE_BYTES = 4096
+
+
+class RelayRefusedError(ConnectionError):
+    """Error: the coordinator does not join the connection. `is_final` is whether a retry has the same result."""
+
+    def __init__(self, message: str, *, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class RelayAnswer:
+    """Parser of the bytes that a connection receives until it is joined."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Add received bytes. Return the bytes after RelayJoined; None if it has not arrived yet.
+
+        Raise RelayRefusedError if the coordinator refuses the connection or sends anything else.
+        """
+        self._received += data
+        if self._received.startswith(RELAY_JOINED):
+            return bytes(self._received[len(RELAY_JOINED) :])
+        try:
+            for tag, body in Splitter().feed(self._received):
+                frame = decode(tag, body)
+                if isinstance(frame, Denied):
+                    raise RelayRefusedError(frame.message, is_final=frame.final)
+                raise RelayRefusedError(f"the coordinator answered {type(frame).__name__}", is_final=True)
+        except WireError as error:
+            raise RelayRefusedError(f"the coordinator sent a {error}", is_final=True) from None
+        return None
+
+
+def build_join(cluster: ClusterFiles, token: str, *, serves: bool) -> bytes:
+    """Return the first bytes of a connection for the transfer with this token."""
+    return encode(JoinRelay(PROTOCOL, cluster.node, cluster.machine, token, serves))
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of `host:port`. Raise ValueError if it is another text."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError(f"{address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
+    """Return a connection through the coordinator to the node that serves. `timeout` is in seconds.
+
+    Raise OSError (with RelayRefusedError and ssl.SSLError) if there is none, ValueError for an invalid address.
+    """
+    context = NodeClientContext.create_for_coordinator(cluster)
+    plain = socket.create_connection(split_address(cluster.coordinator), timeout)
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = context.wrap_socket(plain)
+    except BaseException:
+        plain.close()
+        raise
+    try:
+        connection.sendall(build_join(cluster, token, serves=False))
+        answer = RelayAnswer()
+        while answer.feed(_receive(connection)) is None:
+            pass
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _receive(connection: ssl.SSLSocket) -> bytes:
+    data = connection.recv(RECEIVE_BYTES)
+    if not data:
+        raise RelayRefusedError("the coordinator closed the connection")
+    return data

@@ -1,0 +1,106 @@
+"""Relay of model files: rate, backpressure and order of the copied bytes, over recorded transports."""
+
+import asyncio
+
+import pytest
+
+from coordinator.cluster.links.relay import RelayPace, RelayStream
+from wire.codec import encode
+from wire.frames import Denied, RelayJoined
+
+JOINED = encode(RelayJoined())
+RATE = 1_000_000.0
+
+
+class RecordedTransport(asyncio.Transport):
+    """Transport without a network. `reads` is set while the protocol accepts bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.ends: list[str] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += bytes(data)
+
+    def pause_reading(self) -> None:
+        self.reads.clear()
+
+    def resume_reading(self) -> None:
+        self.reads.set()
+
+    def is_closing(self) -> bool:
+        return bool(self.ends)
+
+    def close(self) -> None:
+        self.ends.append("close")
+
+    def abort(self) -> None:
+        self.ends.append("abort")
+
+
+class Pair:
+    """Two joined connections of one relay."""
+
+    def __init__(self, pace: RelayPace) -> None:
+        self.ended: list[RelayStream] = []
+        self.serving, self.getting = RecordedTransport(), RecordedTransport()
+        self.server = RelayStream(self.serving, pace, self.ended.append)
+        self.client = RelayStream(self.getting, pace, self.ended.append)
+        self.server.join(self.client)
+
+
+async def test_bytes_are_copied_behind_the_answer_of_the_coordinator() -> None:
+    pair = Pair(RelayPace(RATE))
+    pair.client.data_received(b"GET /")
+    pair.server.data_received(b"200 OK")
+    assert (pair.serving.written, pair.getting.written) == (JOINED + b"GET /", JOINED + b"200 OK")
+
+
+async def test_all_relays_share_one_rate() -> None:
+    loop, pace = asyncio.get_running_loop(), RelayPace(RATE)
+    first, second = Pair(pace), Pair(pace)
+    begun = loop.time()
+    first.server.data_received(bytes(100_000))
+    second.server.data_received(bytes(100_000))
+    assert (first.serving.reads.is_set(), second.serving.reads.is_set()) == (False, False)
+    await asyncio.wait_for(first.serving.reads.wait(), 30)
+    assert loop.time() - begun >= 0.099
+    await asyncio.wait_for(second.serving.reads.wait(), 30)
+    assert loop.time() - begun >= 0.199, "200 kB at 1 MB/s"
+
+
+def test_a_pause_saves_no_rate_for_later() -> None:
+    pace = RelayPace(RATE)
+    assert pace.charge(500_000, 10.0) == 0.5
+    assert pace.charge(100_000, 10.1) == 0.5
+    assert pace.charge(100_000, 100.0) == pytest.approx(0.1)
+
+
+async def test_a_node_that_does_not_read_stops_the_other() -> None:
+    pair = Pair(RelayPace(RATE))
+    pair.client.pause_writing()
+    assert (pair.serving.reads.is_set(), pair.getting.reads.is_set()) == (False, True)
+    pair.server.data_received(b"12")
+    await asyncio.sleep(0.01)  # longer than the delay of two bytes
+    assert not pair.serving.reads.is_set(), "the end of the delay does not end the pause"
+    pair.client.resume_writing()
+    assert pair.serving.reads.is_set()
+
+
+async def test_the_end_of_one_connection_ends_the_other() -> None:
+    pair = Pair(RelayPace(RATE))
+    pair.client.connection_lost(None)
+    assert (pair.serving.ends, pair.ended) == (["close"], [pair.client])
+    pair.server.write(b"late")
+    assert pair.serving.written == JOINED
+
+
+async def test_a_refused_connection_gets_the_reason() -> None:
+    transport = RecordedTransport()
+    stream = RelayStream(transport, RelayPace(RATE), lambda ended: None)
+    denied = Denied("no_server", "the node that serves has no connection")
+    stream.refuse(denied)
+    assert (transport.written, transport.ends) == (encode(denied), ["close"])
