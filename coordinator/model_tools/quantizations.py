@@ -1,7 +1,8 @@
 """Quantizations of models on nodes: orders, their progress and their ends, on the coordinator's loop.
 
 The node decides and does the work. A quantization continues there while the link, or the coordinator, is away. After a
-restart of the coordinator, the same order attaches to the running quantization. Quantizations are not stored.
+restart of the coordinator, its progress continues under the number of its order. The starts and ends are stored in
+STATE/quantizations.json.
 """
 
 import asyncio
@@ -10,9 +11,12 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
+import msgspec
 import structlog
 
+from host.private_files import write_private
 from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgress, QuantizeModel
 from wire.identity import NodeId
 
@@ -86,7 +90,7 @@ class QuantizationRecord:
 
 
 class Quantizations:
-    """All quantizations since the start of the coordinator, the oldest first.
+    """All quantizations, the oldest first, stored in the state folder `state`.
 
     `send` sends a frame to a node and returns False if the node is not linked. `number` returns the number of the next
     order. `wall` returns Unix seconds.
@@ -94,16 +98,33 @@ class Quantizations:
 
     def __init__(
         self,
+        state: Path,
         send: Callable[[NodeId, Frame], bool],
         number: Callable[[], int],
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self._file = state / "quantizations.json"
         self._send = send
         self._number = number
         self._wall = wall
-        self._all: dict[str, QuantizationRecord] = {}
+        self._all: dict[str, QuantizationRecord] = {one.id: replace(one, is_linked=False) for one in self._load()}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def _load(self) -> list[QuantizationRecord]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=list[QuantizationRecord])
+        except FileNotFoundError:
+            return []
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("quantizations unreadable", file=str(self._file), why=str(error)[:200])
+            return []
+
+    def _store(self) -> None:
+        try:
+            write_private(self._file, msgspec.json.encode(list(self._all.values())))
+        except OSError as error:
+            log.warning("quantizations not stored", file=str(self._file), why=error.strerror)
 
     def list_all(self) -> tuple[QuantizationRecord, ...]:
         """Return all quantizations, the oldest first."""
@@ -132,6 +153,7 @@ class Quantizations:
         for one in [one for one in self._all.values() if one.ended is not None][:-MAX_ENDED]:
             del self._all[one.id]
         log.info("quantization started", quantization=started.id, model=model, bits=bits, name=name, node=node)
+        self._store()
         if not self._send(node, order):
             self._fail(started, "the node is not linked: try again when it is back")
         return self._all[started.id]
@@ -175,6 +197,7 @@ class Quantizations:
             peak=frame.peak,
         )
         self._all[found.id] = ended
+        self._store()
         log.info("quantization ended", quantization=found.id, stage=str(ended.stage), why=frame.message)
 
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
@@ -202,6 +225,7 @@ class Quantizations:
         self._cancel_timer(one.id)
         code = ModelOrderCode.FAILED
         self._all[one.id] = replace(one, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why)
+        self._store()
 
     def _cancel_timer(self, quantization: str) -> None:
         timer = self._timers.pop(quantization, None)

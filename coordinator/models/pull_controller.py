@@ -94,7 +94,7 @@ class PullController:
         self._bases = (epoch << 40 | number << PULL_BITS for number in itertools.count(1))
         counter = itertools.count(1)
         self.orders = ModelOrders(send, lambda: epoch << 40 | next(counter))
-        self.quantizations = Quantizations(send, lambda: epoch << 40 | next(counter), wall=wall)
+        self.quantizations = Quantizations(state, send, lambda: epoch << 40 | next(counter), wall=wall)
         self._links: dict[NodeId, int] = {}
         self._tokens: dict[int, str] = {}
         self._timer: asyncio.TimerHandle | None = None

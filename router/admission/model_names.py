@@ -118,26 +118,25 @@ class ModelNames:
 
     def list_visible(self, view: ClusterView, limits: KeyLimits | None) -> "VisibleModels":
         """Return the models and aliases that a key with these limits may use; all of them without limits."""
-        found: dict[str, tuple[str, ...]] = {}
-        for alias in self.aliases:
-            target = self._resolve_base(alias, view, limits or NO_LIMITS)
-            if isinstance(target, ModelTarget):
-                found[alias] = target.candidates
+        resolved = {alias: self._resolve_base(alias, view, limits or NO_LIMITS) for alias in self.aliases}
+        targets = {alias: target for alias, target in resolved.items() if isinstance(target, ModelTarget)}
         nodes = filter_view(view, None if limits is None else replace(limits, models=()))
-        return VisibleModels(self, filter_view(view, limits), nodes, found)
+        return VisibleModels(self, filter_view(view, limits), nodes, targets)
 
 
 class VisibleModels:
     """Models and aliases that a key may use. `view` has its models, `nodes` all models of its nodes."""
 
     def __init__(
-        self, names: ModelNames, view: ClusterView, nodes: ClusterView, aliases: dict[str, tuple[str, ...]]
+        self, names: ModelNames, view: ClusterView, nodes: ClusterView, targets: dict[str, ModelTarget]
     ) -> None:
         self._names = names
         self._nodes = nodes
         self.view = view
-        self.aliases = aliases
-        """Candidates of each alias in order."""
+        self.aliases = {alias: target.candidates for alias, target in targets.items()}
+        """Models of each alias in order."""
+        self.upstreams = {alias: target.upstream for alias, target in targets.items()}
+        """Upstream of each alias, its last candidate; empty without one."""
 
     def list_aliases(self) -> list[str]:
         """Return the aliases, sorted by name."""

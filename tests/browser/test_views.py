@@ -571,8 +571,8 @@ def test_wishes_show_their_missing_number_and_are_changed_without_the_loss_of_th
 def test_a_search_finds_models_and_aliases_and_disks_show_their_free_bytes(page: Page, api: Answers):
     api.sections["models"] = [model(name, place("a", "known")) for name in ("lab/Qwen3-8B", "lab/llama", "qwen-small")]
     api.sections["aliases"] = [
-        {"name": "coder", "candidates": ["lab/Qwen3-8B", "qwen-small"], "served": "qwen-small"},
-        {"name": "qwen", "candidates": ["nothing"], "served": None},
+        {"name": "coder", "candidates": ["lab/Qwen3-8B", "qwen-small"], "upstream": "cloud", "served": "qwen-small"},
+        {"name": "qwen", "candidates": ["nothing"], "upstream": None, "served": None},
     ]
     api.sections["nodes"] = [
         node(disk={"free": 300 * GIB, "total": 900 * GIB, "folder": "/x"}),
@@ -582,7 +582,7 @@ def test_a_search_finds_models_and_aliases_and_disks_show_their_free_bytes(page:
     show(page, "models")
     rows = page.get_by_role("region", name="Aliases of models").get_by_role("row")
     assert [cells(row) for row in rows.all()[1:]] == [
-        ["coder", "lab/Qwen3-8B, then qwen-small", "qwen-small"],
+        ["coder", "lab/Qwen3-8B, then qwen-small, then upstream cloud", "qwen-small"],
         ["qwen", "nothing", "none"],
     ]
     disks = page.get_by_role("region", name="Disks")
@@ -733,7 +733,7 @@ def test_models_with_wishes_and_pulls_are_accessible_and_fit_on_a_phone(page: Pa
         model("qwen", place("a", "failed", cause="GGUF files are not served"), place("b", "loading")),
     ]
     api.sections["wishes"] = [wish(long_name, missing="needs 2 nodes, the pool has 1"), wish("none", met=True)]
-    api.sections["aliases"] = [{"name": "coder", "candidates": [long_name, "qwen"], "served": None}]
+    api.sections["aliases"] = [{"name": "coder", "candidates": [long_name, "qwen"], "upstream": None, "served": None}]
     api.sections["pulls"] = [
         pull(long_name, pull_node("a"), pull_node("b", "waiting", message="the link was lost")),
         pull(long_name, pull_node("a", "failed", message="gated"), id="pull-2", state="failed", ended=time.time()),

@@ -71,8 +71,8 @@ async def test_models_lists_the_aliases(tmp_path: Path, capsys: pytest.CaptureFi
         answer = (await client.get("/api/v1/models")).json()
         live = (await client.get("/api/v1/live")).text
     assert f"event: aliases\ndata: {json.dumps(answer['aliases'], separators=(',', ':'))}\n" in live, "on the page"
-    assert answer["aliases"] == [{"name": "coder", "candidates": ["nowhere", "big-30b", "small-8b"], "served": None}]
-    print_models({"models": [], "aliases": [{**answer["aliases"][0], "served": "small-8b"}]}, wide=False)
-    assert (
-        "alias coder: nowhere, then big-30b, then small-8b (first one on a node: small-8b)" in capsys.readouterr().out
-    )
+    row = {"name": "coder", "candidates": ["nowhere", "big-30b", "small-8b"], "upstream": None, "served": None}
+    assert answer["aliases"] == [row]
+    print_models({"models": [], "aliases": [row | {"upstream": "cloud", "served": "small-8b"}]}, wide=False)
+    text = "alias coder: nowhere, then big-30b, then small-8b, then upstream cloud (first one on a node: small-8b)"
+    assert text in capsys.readouterr().out

@@ -136,9 +136,14 @@ class ModelRoutes:
 
 
 def _build_alias_row(visible: VisibleModels, alias: str) -> dict[str, Any]:
-    """Return an alias with its candidates in order, and the first of them that a node can serve."""
+    """Return an alias with its models in order, its upstream or None, and the first model that a node can serve."""
     model = visible.find_alias_model(alias)
-    return {"name": alias, "candidates": list(visible.aliases[alias]), "served": None if model is None else model.name}
+    return {
+        "name": alias,
+        "candidates": list(visible.aliases[alias]),
+        "upstream": visible.upstreams[alias] or None,
+        "served": None if model is None else model.name,
+    }
 
 
 def _check_model_name(body: ModelBody) -> str:

@@ -111,9 +111,10 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
 
 def _describe_alias(alias: dict[str, Any]) -> str:
     """Describe an alias with its candidates in order, and the candidates that no node can serve."""
-    served = alias["served"]
+    served, upstream = alias["served"], alias.get("upstream")
+    candidates = [*alias["candidates"], *([f"upstream {upstream}"] if upstream else [])]
     note = "no node can serve any of them" if served is None else f"first one on a node: {served}"
-    return f"alias {alias['name']}: {', then '.join(alias['candidates'])} ({note})"
+    return f"alias {alias['name']}: {', then '.join(candidates)} ({note})"
 
 
 def _format_loaded_on(model: dict[str, Any]) -> str:

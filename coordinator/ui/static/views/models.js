@@ -91,7 +91,7 @@ function Model({ name, model, wish, own, announce }) {
 
 const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"><h3>Aliases</h3>
   <${Table} caption="Aliases of models" head=${["alias", "candidates in order", "first one on a Mac"]} rows=${aliases.map((one) => ({ key: one.name,
-    cells: [one.name, one.candidates.join(", then "), one.served ?? html`<span class="warn">none</span>`] }))} /></section>`;
+    cells: [one.name, [...one.candidates, ...(one.upstream ? [`upstream ${one.upstream}`] : [])].join(", then "), one.served ?? html`<span class="warn">none</span>`] }))} /></section>`;
 
 const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>Disks</h3>
   <dl class="facts">${nodes.map((node) => html`<dt>${node.name}</dt><dd>${size(node.disk.free)} of ${size(node.disk.total)} free</dd>`)}</dl></section>`;

@@ -1,6 +1,7 @@
 """Quantizations of the coordinator: orders, progress, lost links, ends."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +16,11 @@ A, B = NodeId("a"), NodeId("b")
 class Orders:
     """Quantizations with links to the nodes in `linked`, and the frames that they send."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.sent: list[tuple[NodeId, Frame]] = []
         self.linked = {A, B}
         self._numbers = iter(range(7, 1000))
-        self.all = Quantizations(self._send, lambda: next(self._numbers), wall=lambda: 1000.0)
+        self.all = Quantizations(folder, self._send, lambda: next(self._numbers), wall=lambda: 1000.0)
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         self.sent.append((node, frame))
@@ -35,8 +36,8 @@ class Orders:
 
 
 @pytest.fixture
-def orders() -> Orders:
-    return Orders()
+def orders(tmp_path: Path) -> Orders:
+    return Orders(tmp_path)
 
 
 def test_an_order_is_sent_and_its_progress_shown(orders: Orders):
@@ -123,3 +124,34 @@ def test_the_number_of_open_ones_is_limited(orders: Orders):
         orders.start(name=f"big-{number}")
     with pytest.raises(TooManyQuantizationsError):
         orders.start(name="one-more")
+
+
+async def test_quantizations_are_listed_after_a_restart_and_continue(orders: Orders, tmp_path: Path):
+    ended, running = orders.start(name="first"), orders.start(name="second")
+    orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.COMPLETED, stored=5))
+    restarted = Orders(tmp_path)
+    assert [restarted.row(one)["state"] for one in (ended, running)] == ["completed", "running"]
+    assert restarted.row(running)["node"] == {"id": A, "name": A, "linked": False}
+    restarted.all.apply_links((), (A,))
+    restarted.all.handle_frame(A, ModelOrderProgress(8, "quantizing", done=50, total=100))
+    assert (restarted.row(running)["done"], restarted.sent) == (50, []), "the order is not sent again"
+    restarted.all.handle_frame(A, ModelOrderEnded(8, ModelOrderCode.COMPLETED))
+    assert Orders(tmp_path).row(running)["state"] == "completed"
+
+
+async def test_a_quantization_that_its_node_no_longer_has_fails_after_a_restart(
+    orders: Orders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    running = orders.start()
+    monkeypatch.setattr(quantizations, "RETURN_TIMEOUT_SECONDS", 0.01)
+    restarted = Orders(tmp_path)
+    restarted.all.apply_links((), (A,))
+    async with asyncio.timeout(30):
+        while restarted.row(running)["state"] == "running":  # noqa: ASYNC110  the record has no event
+            await asyncio.sleep(0.01)
+    assert "was restarted" in str(restarted.row(running)["message"])
+
+
+def test_a_broken_file_has_no_quantizations(tmp_path: Path):
+    (tmp_path / "quantizations.json").write_text("{")
+    assert Orders(tmp_path).all.list_all() == ()

@@ -8,6 +8,7 @@ from router.placement.cluster_view import ClusterView
 from router.placement.sanitize_report import build_node_view
 from router.profiles import ProfileSettings
 from router.settings import RouterSettings
+from router.upstreams import UpstreamSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.identity import NodeId
@@ -108,3 +109,17 @@ def test_visible_aliases_are_those_that_the_key_may_use():
     assert found.name == "big", "its models are not in the list of the key, and it may use them through the alias"
     assert through.view.get_models() == {}
     assert NAMES.list_visible(view(), None).find_model("coder") is None
+
+
+def test_visible_aliases_have_their_upstream():
+    names = ModelNames(
+        RouterSettings(
+            aliases={"coder": ("big", "upstream:cloud"), "writer": ("big",)},
+            upstreams={"cloud": UpstreamSettings(url="https://cloud.test/v1", model="far")},
+        )
+    )
+    visible = names.list_visible(ClusterView(), None)
+    assert (visible.aliases, visible.upstreams) == (
+        {"coder": ("big",), "writer": ("big",)},
+        {"coder": "cloud", "writer": ""},
+    )
