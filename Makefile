@@ -17,9 +17,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
-# Three workers on two cores: many tests wait for processes.
+# Four workers on two cores: many tests wait for processes.
 test: $(READY) lint types
-	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
+	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
 	$(FAST) $(BIN)/python -m tests.neuter --changed
 
 # The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.

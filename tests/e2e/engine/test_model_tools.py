@@ -1,10 +1,14 @@
 """Tools of a model's owner on real nodes: a model is quantized, found at once, and answers; speeds are measured."""
 
+import re
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from tests.models import EMBEDDED
 from tests.support.cluster.engine_pool import MLX, api, greets, link
@@ -49,6 +53,31 @@ def test_refusals_are_one_sentence(one: Pool):
     code, text = run(one, "models", "quantize", "huge")
     assert (code, "no linked node has the model huge" in text) == (5, True)
     assert one.cli("models", "quantizations")["quantizations"][0]["state"] == "failed"
+
+
+def test_a_busy_node_is_measured_only_with_force(one: Pool):
+    ended = threading.Event()
+
+    def keep_busy(client: OpenAI) -> int:
+        answers = 0
+        while not ended.is_set():
+            answers += greets(client, "tiny")
+        return answers
+
+    with ThreadPoolExecutor(3) as threads:
+        clients = [threads.submit(keep_busy, api(one)) for _ in range(3)]
+        try:
+            until(lambda: one.node("studio")["in_flight"], 20, "requests are in progress")
+            code, text = run(one, "models", "bench", "tiny")
+            assert (
+                code,
+                re.search(r"studio is busy with \d requests, which slow it: try later", text) is not None,
+            ) == (6, True)
+            forced = one.cli("models", "bench", "tiny", "--force")["benchmarks"]
+        finally:
+            ended.set()
+    assert len(forced) == 1
+    assert all(client.result() for client in clients), "the requests beside the measurement were answered"
 
 
 def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
