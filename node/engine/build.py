@@ -11,6 +11,7 @@ import structlog
 from node.engine.admission import RequestLimits
 from node.engine.engine import EngineParts, TextEngine
 from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_memory import PrefixMemory, compute_limit
 from node.engine.kv.prefix_store import PrefixCache
 from node.engine.memory.footprint import EngineMemory, MetalMemory, MlxPeakTracker, WiredLimit, open_metal
 from node.engine.memory.gate import GateSite, MemoryGate
@@ -39,7 +40,7 @@ from node.engine.process.interface import CallRecording
 from node.engine.request_admission import RequestAdmission
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.waiting_requests import WaitingRequests
-from node.engine.scheduling.prefix_cache import PrefixCacheManager, compute_limit
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.environment import DIGESTS, PROFILES
@@ -95,7 +96,7 @@ def compose(
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
     gate = create_gate(lambda: models.compute_residual(floor))
     load_solver()
-    footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefixes.nbytes)
+    footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefix_memory.nbytes)
     memory = MemoryReader(footprint, gate, lambda: models.compute_reserved_bytes() + waiting.compute_reserved_bytes())
     peak_tracker = MlxPeakTracker()
 
@@ -112,12 +113,13 @@ def compose(
 
     # models
     wiring = ModelWiring(WiredLimit(WireMode(settings.memory.wire), metal), models, footprint.reset_peak)
-    prefix_cache = PrefixCacheManager(
+    prefix_memory = PrefixMemory(
         prefixes,
         memory.read_now,
         lambda cap: compute_limit(mlx.prefix_cache_size, cap, models.sum_weights()),
         footprint.reset_peak,
     )
+    prefix_cache = PrefixCacheManager(prefixes, prefix_memory)
     reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
     running_sweep = RunningSweep()
     profiler = Profiler(

@@ -239,7 +239,9 @@ class TextEngine:
         running, waiting, queued = parts.scheduler.measure_load()
         reserve = parts.emergency_reserve.nbytes
         memory = replace(
-            parts.admission.read_offered_memory(now), reusable=parts.prefix_cache.reusable + reserve, reserve=reserve
+            parts.admission.read_offered_memory(now),
+            reusable=parts.prefix_cache.memory.reusable + reserve,
+            reserve=reserve,
         )
         unloader = parts.unloader
         return EngineReport(

@@ -8,6 +8,7 @@ import mlx.core as mx
 from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import PrefixHit
+from node.engine.kv.window_history import WindowHistory
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import RowSampler
@@ -38,6 +39,8 @@ class PrefixState:
     """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
+    history: WindowHistory | None = None
+    """History of the sliding windows so far; None without windows, or if memory was short."""
 
     def record_lookup(self, hit: PrefixHit[Layers], stops: list[int]) -> None:
         """Set the result of a lookup, and the positions of the snapshots that follow from it."""
@@ -50,6 +53,10 @@ class PrefixState:
     def record_removal(self, tokens: int) -> None:
         """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""
         self.removed_tokens = tokens
+
+    def set_history(self, history: WindowHistory | None) -> None:
+        """Set the history of the sliding windows so far, or None if the prompt is stored or memory is short."""
+        self.history = history
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +184,8 @@ class Prefill:
     def clear(self) -> None:
         """Release its arrays. A leftover reference to this prefill then holds no memory."""
         self.cache = self.logits = None
+        if self.past is not None:
+            self.past.set_history(None)
 
 
 def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:

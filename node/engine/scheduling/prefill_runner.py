@@ -151,7 +151,7 @@ class PrefillRunner:
         if prefill.cache is None and not self._prefixes.restore(prefill):
             return self._prefill_chunk(prefill)
         self._run_forward(prefill, count, fresh=fresh)
-        self._prefixes.take_snapshot(prefill)
+        self._prefixes.record_chunk(prefill, count)
         return None
 
     def _run_forward(self, prefill: Prefill, count: int, *, fresh: bool) -> None:
