@@ -1,12 +1,13 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
-Cached bytes are evicted before any request is refused. The histories of prefills in progress (`window_history`) count
-as cached, and are released before any entry.
+Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
+in the queue of the disk cache count as cached. They are released before any entry.
 """
 
 from collections.abc import Callable
 
 from host.heap import trim
+from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import PrefixCache
 from node.engine.kv.window_history import WindowHistories
@@ -36,7 +37,8 @@ class PrefixMemory:
     """Memory of the prefix cache (see the module's docstring).
 
     `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
-    under a cap. `on_released()` is called after memory was freed.
+    under a cap. `on_released()` is called after memory was freed. `disk` has the parts that wait to be written; None
+    without a disk cache.
     """
 
     def __init__(
@@ -45,17 +47,20 @@ class PrefixMemory:
         memory: Callable[[], Memory],
         limit: Callable[[int], int],
         on_released: Callable[[], None],
+        disk: DiskCache | None = None,
     ) -> None:
         self.histories = WindowHistories()
         self._store = store
         self._memory = memory
         self._limit = limit
         self._on_released = on_released
+        self._disk = disk
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries and of the histories of prefills in progress."""
-        return self._store.nbytes + self.histories.nbytes
+        """Bytes of all entries, of the histories of prefills in progress, and of the parts that wait to be written."""
+        queued = 0 if self._disk is None else self._disk.queued_bytes
+        return self._store.nbytes + self.histories.nbytes + queued
 
     @property
     def reusable(self) -> int:
@@ -80,13 +85,20 @@ class PrefixMemory:
             self._release(1)
 
     def _release(self, size: int) -> None:
-        """Release the histories of prefills in progress, then entries, until `size` bytes are free or none is left."""
+        """Release histories of prefills in progress and queued parts. Then release entries until `size` bytes are free
+        or none is left."""
         released = self.histories.clear()
+        if self._disk is not None:
+            released += self._disk.clear_queue()
         if released < size:
             self._store.evict(size - released)
         clear_buffers()
         trim()
         self._on_released()
+
+    def has_room(self, size: int) -> bool:
+        """Return whether `size` bytes fit without an eviction."""
+        return _fits(self._memory(), size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
         """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they

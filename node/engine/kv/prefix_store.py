@@ -71,6 +71,8 @@ class CachedPrefix(Generic[V]):
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
     """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
+    is_written: bool = False
+    """Whether it is on the disk as well."""
 
     @property
     def length(self) -> int:
@@ -94,6 +96,10 @@ class CachedPrefix(Generic[V]):
             return True
         wanted = (*(other.cuts or ()), (other.length, other.length))
         return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
+
+    def mark_written(self) -> None:
+        """Record that the entry is on the disk as well."""
+        self.is_written = True
 
     def clear(self) -> None:
         """Release the cache, because the entry is removed."""
@@ -246,8 +252,9 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def _evict(self, entry: CachedPrefix[V]) -> None:
-        self._evictions += 1
-        self._evicted.append(entry.prompt_hash)
+        if not entry.is_written:
+            self._evictions += 1
+            self._evicted.append(entry.prompt_hash)
         self.pop(entry)
 
     def get_state(self) -> CacheState:

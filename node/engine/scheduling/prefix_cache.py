@@ -48,6 +48,7 @@ from node.engine.kv.window_history import (
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.disk.disk_tier import DiskTier
 from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
 from node.engine.scheduling.rules.snapshots import choose_snapshot_positions
 from wire.capacity.batches import compute_row_bytes
@@ -58,10 +59,12 @@ from wire.report import CacheState
 class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows (see the module's docstring).
 
-    `store` has the sequences. `memory` makes room for them, and frees it for the engine.
+    `store` has the sequences. `memory` makes room for them, and frees it for the engine. `disk` has sequences on the
+    disk.
     """
 
-    def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory) -> None:
+    def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory, disk: DiskTier) -> None:
+        self.disk = disk
         self.memory = memory
         self._store = store
         self._trim_modes: dict[str, CacheTrimMode] = {}
@@ -81,7 +84,8 @@ class PrefixCacheManager:
     def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
         evictions."""
-        return self._store.get_state()
+        state = self._store.get_state()
+        return state if self.disk.cache is None else self.disk.cache.describe(state)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
@@ -122,14 +126,14 @@ class PrefixCacheManager:
         chunk, because entries may have been evicted or stored since.
         """
         past, loaded_model = prefill.past, prefill.loaded_model
-        if past is None or prefill.cache is not None:
+        if past is None or prefill.cache is not None or past.restoring is not None:
             return
         mode = self._get_trim_mode(loaded_model)
         hit = self._find_prefix(loaded_model.name, past, cut=mode is not CacheTrimMode.EXACT)
         positions = choose_snapshot_positions(prefill.ids, past.eos, hit.length, hit.shared, past.shared)
         stops = [] if mode is CacheTrimMode.CUT else positions
         past.record_lookup(hit, stops)
-        prefill.set_cached_tokens(hit.length)
+        prefill.set_cached_tokens(self.disk.find(prefill, past, hit.length) or hit.length)
 
     def _find_prefix(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
         """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
@@ -306,6 +310,7 @@ class PrefixCacheManager:
             earlier = self._store.find_redundant(entry.model, key, scope)
             self._store.remove_redundant(other for other in earlier if entry.covers_cuts(other))
         self._store.store(entry)
+        self.disk.offer(loaded_model, entry)
 
     def _get_trim_mode(self, loaded_model: LoadedModel) -> CacheTrimMode:
         mode = self._trim_modes.get(loaded_model.name)
