@@ -13,6 +13,7 @@ from node.engine.kv.disk.layer_parts import get_window, list_parts
 from node.engine.kv.kv_cache import Layers, compute_mean_capacity, create_cache
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import CachedPrefix
+from node.engine.kv.radix_trie import ID_BYTES
 from node.engine.kv.window_history import begin_history, restore_layers
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.scheduling.prefill import Prefill, PrefixState
@@ -36,20 +37,22 @@ class DiskTier:
     # prompts
 
     def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
-        """Return the tokens of the prompt that the disk provides, if that is sooner than a prefill after the `cached`
-        tokens in memory; else 0. Store the files to read in `past`."""
+        """Return the tokens that the disk provides, if more than the `cached` ones in memory; else 0. Set the plan.
+
+        Reading them must take less time than their prefill, unless `min_seconds` is 0.
+        """
         past.set_plan(None)
         if self.cache is None:
             return 0
         shape = self._get_shape(prefill.loaded_model)
         plan = self.cache.find(shape, past.scope, past.key)
         if past.shared:
-            common = self.cache.find(shape, SHARED_SCOPE, past.key[: (past.shared + 1) * 4])
+            common = self.cache.find(shape, SHARED_SCOPE, past.key[: (past.shared + 1) * ID_BYTES])
             plan = common if plan is None or (common is not None and common.length > plan.length) else plan
         if plan is None or plan.length <= cached:
             return 0
         saved = prefill.loaded_model.stats.estimate_prefill_seconds(plan.length - cached)
-        if saved - self.cache.estimate_read_seconds(plan.nbytes) <= min(0.0, -self.cache.min_seconds):
+        if self.cache.min_seconds and saved <= self.cache.estimate_read_seconds(plan.nbytes):
             return 0
         past.set_plan(plan)
         return plan.length

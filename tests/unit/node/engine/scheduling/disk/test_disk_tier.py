@@ -183,6 +183,22 @@ def test_a_restoration_that_does_not_fit_waits_or_is_refused(filled: tuple[Path,
     assert (ids, end.cached_tokens >= 2304) == (wanted, True)
 
 
+def test_a_preempted_row_returns_from_the_disk(filled: tuple[Path, list[int]], prefilled: list[int]):
+    folder, wanted = filled
+    driver = open_driver(models.path("llama"), folder)
+    number = driver.ask(words(COUNT), BRIEF)
+    driver.until(lambda: len(driver.ids[number, 0]) >= 5)
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[number])
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    prefilled.clear()
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert driver.ids[number, 0] == wanted
+    assert driver.engine.report(0.0).cache.disk_hits == 2
+    assert sum(prefilled) <= 0.1 * end.prompt_tokens
+
+
 def test_a_cancelled_restoration_leaves_nothing(filled: tuple[Path, list[int]]):
     folder, wanted = filled
     driver = open_driver(models.path("llama"), folder)
