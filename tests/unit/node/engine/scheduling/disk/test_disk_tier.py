@@ -25,7 +25,10 @@ from wire.report import Memory
 
 COUNT = 1000
 """Words of a prompt of about 2600 tokens, so that its last block is less than a tenth."""
-MODELS = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "lfm2", "qwen3_next")
+MODELS = (
+    *("llama", "gemma3_text", "qwen3_next"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_moe", "lfm2")),
+)
 
 
 @pytest.fixture
