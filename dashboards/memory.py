@@ -285,6 +285,33 @@ CACHE = (
         (_build_rate("prefix_cache_evictions"), "{{node}} evicted"),
     ),
     create_line_panel(
+        "Disk cache",
+        "Size of the files of cached prefixes.",
+        BYTES,
+        (f"macpool_disk_cache_bytes{N}", "{{node}}"),
+    ),
+    create_line_panel(
+        "Disk cache files", "Each holds a part of a prompt.", COUNT, (f"macpool_disk_cache_files{N}", "{{node}}")
+    ),
+    create_line_panel(
+        "Restored from the disk",
+        "Prompts and tokens per second that needed no prefill after they had left the memory.",
+        PER_SECOND,
+        (_build_rate("disk_cache_hits"), "{{node}} prompts"),
+        (_build_rate("disk_cache_hit_tokens"), "{{node}} tokens"),
+        (_build_rate("disk_cache_read_bytes"), "{{node}} bytes"),
+    ),
+    create_line_panel(
+        "Written to the disk",
+        "Parts per second. The difference between passed and written parts is lost.",
+        PER_SECOND,
+        (_build_rate("disk_cache_saves"), "{{node}} passed"),
+        (_build_rate("disk_cache_persisted"), "{{node}} written"),
+        (_build_rate("disk_cache_drops"), "{{node}} dropped"),
+        (_build_rate("disk_cache_errors"), "{{node}} failed"),
+        (_build_rate("disk_cache_evictions"), "{{node}} deleted"),
+    ),
+    create_line_panel(
         "Models unloaded",
         "Unloaded for another model, or unused for long.",
         PER_SECOND,

@@ -15,8 +15,8 @@ import pytest
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
 from host.settings_loader import find_invalid_settings, from_tree, list_settings
+from node.engine.kv.prefix_memory import AUTO_SHARE
 from node.engine.memory.leak_check import TOLERATED_BYTES
-from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
 from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS
 from node.memory.reading import RECENT_POLLS

@@ -1,4 +1,4 @@
-"""Parts of a node's report: memory, models, engine, sharing and enforcement. `wire.frames.Report` carries them.
+"""Parts of a node's report: memory, models, engine and sharing. `wire.frames.Report` carries them.
 
 A node reports every `report_busy_seconds` while it is busy (setting, by default 0.5 s). The router places requests by
 the reports; pages and tables show them.
@@ -298,10 +298,31 @@ class CacheState(WireStruct, frozen=True, gc=False):
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0
-    """Number of prefixes that were evicted."""
+    """Number of prefixes that were evicted from memory and were not written to the disk."""
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions, oldest first. The last one belongs to the
     newest of all `evictions`."""
+    disk_bytes: Size = 0
+    """Bytes of all files of the disk cache."""
+    disk_files: Natural = 0
+    disk_hits: Natural = 0
+    """Number of prompts that were restored from the disk."""
+    disk_hit_tokens: Natural = 0
+    """Prompt tokens that were restored from the disk."""
+    disk_read_bytes: Natural = 0
+    """Bytes that were read for these."""
+    disk_saves: Natural = 0
+    """Number of parts that were passed to the writer of the disk cache."""
+    disk_persisted: Natural = 0
+    """Number of parts that were written completely."""
+    disk_drops: Natural = 0
+    """Number of parts that were dropped: memory was short, or the quota or the write budget was used up."""
+    disk_errors: Natural = 0
+    """Number of parts that could not be written or read."""
+    disk_evictions: Natural = 0
+    """Number of files that were deleted for newer ones."""
+    store: Word = ""
+    """Identity of the folder of the disk cache, which outlives the engine process; empty without a disk cache."""
 
 
 class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
@@ -360,33 +381,6 @@ class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     """Unix time at which the pause ends, by the node's clock; None if unknown."""
     by_hand: bool = False
     """Whether a person paused the node."""
-
-
-class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
-    """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
-
-    level: Natural = MemoryLevel.UNKNOWN
-    """`MemoryLevel` at the last poll."""
-    phys: Size | None = None
-    """Footprint of the engine, read by the agent."""
-    highest: Size | None = None
-    """Highest footprint of the engine's process since its start, by the kernel. For display."""
-    interval: Size | None = None
-    """Highest footprint since the last reset of the kernel's mark. For display."""
-    cap_bound_by: Word = ""
-    """Name of the term that sets the cap."""
-    remedy: Text = ""
-    """Advice about the term that limits the node now."""
-    tier: Word = ""
-    """Memory tier in force (setting `memory.tier`)."""
-    warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Reasons why this node is less safe than possible."""
-    polls: Natural = 0
-    """Number of memory polls."""
-    over_caps: Natural = 0
-    """Number of times that the engine was above its cap."""
-    kills: Natural = 0
-    """Number of engine processes that the enforcer ended for that."""
 
 
 class Disk(WireStruct, frozen=True, array_like=True, gc=False):

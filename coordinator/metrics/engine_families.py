@@ -134,4 +134,28 @@ CACHE: tuple[MetricFamily[NodeSnapshot], ...] = (
     create_counter(
         "prefix_cache_evictions", "Prompts evicted from the prefix cache.", lambda p: p.view.engine.cache.evictions
     ),
+    create_gauge("disk_cache_bytes", "Size of the disk cache.", lambda p: p.view.engine.cache.disk_bytes),
+    create_gauge("disk_cache_files", "Files of the disk cache.", lambda p: p.view.engine.cache.disk_files),
+    create_counter("disk_cache_hits", "Prompts restored from the disk.", lambda p: p.view.engine.cache.disk_hits),
+    create_counter(
+        "disk_cache_hit_tokens",
+        "Prompt tokens restored from the disk.",
+        lambda p: p.view.engine.cache.disk_hit_tokens,
+    ),
+    create_counter(
+        "disk_cache_read_bytes", "Bytes read from the disk cache.", lambda p: p.view.engine.cache.disk_read_bytes
+    ),
+    create_counter(
+        "disk_cache_saves", "Parts passed to the disk cache's writer.", lambda p: p.view.engine.cache.disk_saves
+    ),
+    create_counter("disk_cache_persisted", "Parts written to the disk.", lambda p: p.view.engine.cache.disk_persisted),
+    create_counter(
+        "disk_cache_drops", "Parts dropped before they were written.", lambda p: p.view.engine.cache.disk_drops
+    ),
+    create_counter(
+        "disk_cache_errors", "Parts that could not be written or read.", lambda p: p.view.engine.cache.disk_errors
+    ),
+    create_counter(
+        "disk_cache_evictions", "Files deleted for newer ones.", lambda p: p.view.engine.cache.disk_evictions
+    ),
 )

@@ -10,7 +10,9 @@ import structlog
 
 from node.engine.admission import RequestLimits
 from node.engine.engine import EngineParts, TextEngine
+from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_memory import PrefixMemory, compute_limit
 from node.engine.kv.prefix_store import PrefixCache
 from node.engine.memory.footprint import EngineMemory, MetalMemory, MlxPeakTracker, WiredLimit, open_metal
 from node.engine.memory.gate import GateSite, MemoryGate
@@ -39,10 +41,11 @@ from node.engine.process.interface import CallRecording
 from node.engine.request_admission import RequestAdmission
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.waiting_requests import WaitingRequests
-from node.engine.scheduling.prefix_cache import PrefixCacheManager, compute_limit
+from node.engine.scheduling.disk.disk_tier import DiskTier
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from node.engine.text.tokenizer_trial import TokenizerTrials
-from node.engine_process.environment import DIGESTS, PROFILES
+from node.engine_process.environment import DIGESTS, DISK_CACHE, PROFILES
 from node.hub.digests import DigestStore, find_content
 from node.memory.sensor import open_machine
 from node.models.catalogue import ModelCatalogue
@@ -50,13 +53,15 @@ from node.models.last_use import LastUse
 from node.settings import NodeSettings
 from wire.capacity.arithmetic import Fits
 from wire.report import Hardware
+from wire.units import parse_size
 
 log = structlog.get_logger("engine.text")
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine for these settings, after a scan of the model folders. The environment variable
-    `MACPOOL_PROFILES` names the folder of measurements, `MACPOOL_DIGESTS` the file of digests."""
+    `MACPOOL_PROFILES` names the folder of measurements, `MACPOOL_DIGESTS` the file of digests, `MACPOOL_DISK_CACHE` the
+    folder of the disk cache."""
     digests = os.environ.get(DIGESTS)
     store = None if digests is None else DigestStore(Path(digests))
     catalogue = ModelCatalogue(
@@ -64,8 +69,8 @@ def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     )
     catalogue.scan()
     gc.freeze()
-    folder = os.environ.get(PROFILES)
-    return compose(settings, catalogue, recorder, open_machine(settings).hardware, Path(folder) if folder else None)
+    folder, disk = (Path(value) if value else None for value in map(os.environ.get, (PROFILES, DISK_CACHE)))
+    return compose(settings, catalogue, recorder, open_machine(settings).hardware, folder, disk_folder=disk)
 
 
 def compose(
@@ -75,13 +80,15 @@ def compose(
     hardware: Hardware,
     profiles: Path | None,
     *,
+    disk_folder: Path | None = None,
     metal: Callable[[], MetalMemory] = open_metal,
     create_gate: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
     trials: TokenizerTrials | None = None,
 ) -> TextEngine:
     """Return a text engine for the models of a catalogue.
 
-    `profiles` is the folder of measurements; None: they are not stored. `metal()` opens the Metal device.
+    `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
+    None: there is none. `metal()` opens the Metal device.
     `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers.
     """
     mlx = settings.engine.mlx
@@ -95,7 +102,8 @@ def compose(
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
     gate = create_gate(lambda: models.compute_residual(floor))
     load_solver()
-    footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefixes.nbytes)
+    disk = open_disk_cache(disk_folder, mlx.disk_cache_size, mlx.disk_cache_min_seconds)
+    footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefix_memory.nbytes)
     memory = MemoryReader(footprint, gate, lambda: models.compute_reserved_bytes() + waiting.compute_reserved_bytes())
     peak_tracker = MlxPeakTracker()
 
@@ -112,12 +120,14 @@ def compose(
 
     # models
     wiring = ModelWiring(WiredLimit(WireMode(settings.memory.wire), metal), models, footprint.reset_peak)
-    prefix_cache = PrefixCacheManager(
+    prefix_memory = PrefixMemory(
         prefixes,
         memory.read_now,
         lambda cap: compute_limit(mlx.prefix_cache_size, cap, models.sum_weights()),
         footprint.reset_peak,
+        disk,
     )
+    prefix_cache = PrefixCacheManager(prefixes, prefix_memory, DiskTier(disk, prefix_memory))
     reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
     running_sweep = RunningSweep()
     profiler = Profiler(
@@ -234,6 +244,18 @@ def compose(
             sweeps=sweeps,
         )
     )
+
+
+def open_disk_cache(folder: Path | None, size: str | int, min_seconds: float) -> DiskCache | None:
+    """Return the disk cache in a folder, of the settings `disk_cache_size` and `disk_cache_min_seconds`; None if it is
+    off or its folder cannot be used."""
+    if folder is None or size == "off":
+        return None
+    try:
+        return DiskCache(folder, size if size == "auto" else parse_size(size), min_seconds)
+    except OSError as error:
+        log.exception("no disk cache", folder=str(folder), error=str(error))
+        return None
 
 
 def request_preloads(names: tuple[str, ...], catalogue: ModelCatalogue, manager: ModelManager) -> None:

@@ -195,6 +195,7 @@ class TextEngine:
             parts.unloader.find_next_idle_unload(),
             parts.model_manager.next_leak_check_at,
             parts.emergency_reserve.find_next_check(),
+            parts.prefix_cache.disk.find_next_write(),
         )
         return min((when for when in times if when is not None), default=None)
 
@@ -218,7 +219,9 @@ class TextEngine:
         parts.commands.unload_idle(now)
         if (check_at := parts.model_manager.next_leak_check_at) is not None and check_at <= now:
             self._check_leak()
-        if parts.scheduler.next_step_at(now) is None:
+        busy = parts.scheduler.next_step_at(now) is not None
+        parts.prefix_cache.disk.write_next(now, busy=busy)
+        if not busy:
             self._maintain_idle(now)
 
     def _maintain_idle(self, now: float) -> None:
@@ -239,7 +242,9 @@ class TextEngine:
         running, waiting, queued = parts.scheduler.measure_load()
         reserve = parts.emergency_reserve.nbytes
         memory = replace(
-            parts.admission.read_offered_memory(now), reusable=parts.prefix_cache.reusable + reserve, reserve=reserve
+            parts.admission.read_offered_memory(now),
+            reusable=parts.prefix_cache.memory.reusable + reserve,
+            reserve=reserve,
         )
         unloader = parts.unloader
         return EngineReport(
@@ -271,6 +276,7 @@ class TextEngine:
         finally:
             self.parts.scheduler.close()
             self.parts.model_manager.close()
+            self.parts.prefix_cache.disk.close()
 
     # memory
 

@@ -18,6 +18,8 @@ PROFILES = "MACPOOL_PROFILES"
 """Environment variable with the folder in which the engine stores profiles of models."""
 DIGESTS = "MACPOOL_DIGESTS"
 """Environment variable with the file in which digests of model files are stored."""
+DISK_CACHE = "MACPOOL_DISK_CACHE"
+"""Environment variable with the folder of the disk cache."""
 OPENBLAS = (
     "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
     "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
@@ -35,6 +37,7 @@ def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: 
     """
     environment = {**inherited, "TMPDIR": str(create_private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")
+    environment[DISK_CACHE] = str(scratch.parent / "prefix-cache")
     environment[DIGESTS] = str(scratch.parent / STORE_NAME)
     environment |= {"TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not sys.platform.startswith("linux"):

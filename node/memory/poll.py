@@ -18,8 +18,9 @@ from node.memory.reading import AvailableMemory
 from node.memory.sensor import MachineMemory
 from node.memory.timer import Timer
 from wire.capacity.arithmetic import Fits, judge_load
+from wire.enforcement import Enforcement
 from wire.frames import MemoryLimits
-from wire.report import Enforcement, Memory, MemoryLevel, SystemMemory
+from wire.report import Memory, MemoryLevel, SystemMemory
 
 WARNING_INTERVAL_SECONDS = 600.0
 """Seconds between log events about settings that weaken the memory safety of this node."""

@@ -211,6 +211,24 @@ class MlxSettings(Section, frozen=True):
             )
         ),
     ] = AUTO
+    disk_cache_size: Annotated[
+        Size,
+        Meta(
+            description=(
+                'Maximum bytes of cached prefixes on the disk: "off", "auto" (half of the free space, at most a '
+                'fifth of the disk), or a size such as "50GiB". The files survive a restart. They hold prompts in a '
+                "form from which the text can be recovered."
+            )
+        ),
+    ] = "off"
+    disk_cache_min_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds of prefill that a prefix on the disk must save over reading it, or it is not written.",
+        ),
+    ] = 0.5
     blas: Annotated[
         str,
         Meta(

@@ -57,12 +57,14 @@ _SIZES = (
     "memory.margin",
     "memory.reserve",
     "engine.mlx.prefix_cache_size",
+    "engine.mlx.disk_cache_size",
     "engine.scripted.memory",
     "engine.scripted.metal",
     "engine.scripted.weights",
 )
-_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.reserve", "engine.mlx.prefix_cache_size"})
-_SWITCHED = frozenset({"memory.reserve", "engine.mlx.prefix_cache_size"})
+_CACHES = ("engine.mlx.prefix_cache_size", "engine.mlx.disk_cache_size")
+_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.reserve", *_CACHES})
+_SWITCHED = frozenset({"memory.reserve", *_CACHES})
 _RELATIVE = frozenset({"memory.cap"})
 _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
     "node.name": (is_valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),

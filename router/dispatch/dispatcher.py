@@ -157,7 +157,7 @@ class Dispatcher:
         for node in changed:
             self.ledger.acknowledge(node.id, node.acked_seq)
             cache = node.engine.cache
-            self.affinity.apply_report(node.id, node.engine_instance, cache.evictions, cache.evicted)
+            self.affinity.apply_report(node.id, node.engine_instance, cache.evictions, cache.evicted, cache.store)
             parts.attempts.release_reported_weights(node)
             before = old.get(node.id)
             if node.state == NodeState.READY and before is not None and before.state not in SERVING:

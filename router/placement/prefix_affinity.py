@@ -15,7 +15,8 @@ nothing. The share is then the size of the last prompt of that name relative to 
 answer corrects the factor, because some clients send one `user` for everything.
 
 The index is bounded (MAX_ENTRIES) and removes the least recently used entry first. An entry is removed when the node
-reports that it evicted the prompt. All entries of a node are removed when its engine restarts or the node is gone.
+reports that it evicted the prompt. All entries of a node are removed when the node is gone, or when its engine restarts
+without the same disk cache.
 """
 
 from collections import OrderedDict
@@ -105,6 +106,7 @@ class PrefixAffinity:
         self._generations: dict[NodeId, int] = {}
         self._instances: dict[NodeId, int] = {}
         self._evictions: dict[NodeId, int] = {}
+        self._stores: dict[NodeId, str] = {}
         self._prompts: OrderedDict[tuple[NodeId, bytes], tuple[int, ...]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -163,16 +165,24 @@ class PrefixAffinity:
         while len(self._sessions) > self._max_entries:
             self._sessions.popitem(last=False)
 
-    def apply_report(self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes]) -> None:
+    def apply_report(
+        self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes], store: str = ""
+    ) -> None:
         """Remove the entries that a node's report shows to be evicted. Remove all entries of the node if
-        `engine_instance` has changed, because its cache was lost with the old engine process.
+        `engine_instance` has changed, because its cache was lost with the old engine process. They stay if the new
+        process has the same disk cache (`store`), which an engine reports as soon as it is ready.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks
         the hashes of some evictions, all entries of the node are removed.
         """
-        if self._instances.setdefault(node, engine_instance) != engine_instance:
+        known = self._stores.get(node, "")
+        if self._instances.setdefault(node, engine_instance) != engine_instance and (store or not known):
             self._instances[node] = engine_instance
-            self._generations[node] = self._next_generation(node)
+            self._evictions[node] = 0
+            if not store or store != known:
+                self._generations[node] = self._next_generation(node)
+        if store:
+            self._stores[node] = store
         new = evictions - self._evictions.get(node, 0)
         self._evictions[node] = evictions
         for prompt_hash in evicted[-new:] if new > 0 else ():
@@ -202,5 +212,5 @@ class PrefixAffinity:
             del self._prompts[key]
         for name in [name for name, session in self._sessions.items() if session.node == node]:
             del self._sessions[name]
-        for known in (self._generations, self._instances, self._evictions):
+        for known in (self._generations, self._instances, self._evictions, self._stores):
             known.pop(node, None)

@@ -14,13 +14,13 @@ import msgspec
 from msgspec.structs import replace
 
 from router.placement.cluster_view import NodeView
+from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId, is_valid_model, is_valid_name
 from wire.report import (
     BatchGroup,
     CacheState,
     Disk,
-    Enforcement,
     EngineCounters,
     EngineState,
     Memory,
@@ -212,6 +212,17 @@ def _sanitize_cache(cache: CacheState) -> CacheState:
         stores=max(0, cache.stores),
         evictions=max(0, cache.evictions),
         evicted=evicted,
+        disk_bytes=max(0, cache.disk_bytes),
+        disk_files=max(0, cache.disk_files),
+        disk_hits=max(0, cache.disk_hits),
+        disk_hit_tokens=max(0, cache.disk_hit_tokens),
+        disk_read_bytes=max(0, cache.disk_read_bytes),
+        disk_saves=max(0, cache.disk_saves),
+        disk_persisted=max(0, cache.disk_persisted),
+        disk_drops=max(0, cache.disk_drops),
+        disk_errors=max(0, cache.disk_errors),
+        disk_evictions=max(0, cache.disk_evictions),
+        store=_make_printable(cache.store),
     )
 
 

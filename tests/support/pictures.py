@@ -14,10 +14,11 @@ from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.loopback_cluster import a_memory, a_model
+from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
-from wire.report import CacheState, Enforcement, EngineCounters, EngineState, Memory, MemoryLevel, Model, SystemMemory
+from wire.report import CacheState, EngineCounters, EngineState, Memory, MemoryLevel, Model, SystemMemory
 from wire.units import GIB
 
 NOW = 1000.0
@@ -79,7 +80,9 @@ DISTINCT = Report(
             overs=2014,
             departures=2015,
         ),
-        cache=CacheState(2016, 2017, 2018, 2019, 2020, 2021),
+        cache=CacheState(
+            2016, 2017, 2018, 2019, 2020, 2021, (), 2101, 2102, 2103, 2104, 2105, 2106, 2107, 2108, 2109, 2110, "s"
+        ),
         recycles=2022,
         rows=2023,
         wired=2024,

@@ -18,10 +18,10 @@ from wire.bounds import (
     Text,
     Word,
 )
+from wire.enforcement import Enforcement
 from wire.frames.frame import Frame
 from wire.report import (
     Disk,
-    Enforcement,
     EngineState,
     Hardware,
     Memory,

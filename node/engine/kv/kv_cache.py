@@ -184,6 +184,8 @@ class CacheTrimMode(Enum):
 
     CUT = "cut"
     """Caches can be cut to any prefix."""
+    WINDOW = "window"
+    """Caches can be cut where the history of their sliding windows is known (`window_history`)."""
     EXACT = "exact"
     """Caches are usable only if the prompt starts with all of their tokens."""
     NEVER = "never"
@@ -192,16 +194,17 @@ class CacheTrimMode(Enum):
 
 def find_trim_mode(layers: Iterable[LayerCache]) -> CacheTrimMode:
     """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
-    kinds = {_get_trim_mode(layer) for layer in _iterate_leaves(layers)}
-    return next((mode for mode in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if mode in kinds), CacheTrimMode.CUT)
+    kinds = {_get_trim_mode(leaf, nested=leaf is not layer) for layer in layers for leaf in _iterate_leaves([layer])}
+    strictest = (CacheTrimMode.NEVER, CacheTrimMode.EXACT, CacheTrimMode.WINDOW)
+    return next((mode for mode in strictest if mode in kinds), CacheTrimMode.CUT)
 
 
-def _get_trim_mode(layer: object) -> CacheTrimMode:
+def _get_trim_mode(layer: object, *, nested: bool) -> CacheTrimMode:
     if type(layer) is KVCache:
         return CacheTrimMode.CUT
-    if type(layer) is ArraysCache or (type(layer) is RotatingKVCache and not layer.keep):
-        return CacheTrimMode.EXACT
-    return CacheTrimMode.NEVER
+    if type(layer) is RotatingKVCache and not layer.keep:
+        return CacheTrimMode.EXACT if nested else CacheTrimMode.WINDOW
+    return CacheTrimMode.EXACT if type(layer) is ArraysCache else CacheTrimMode.NEVER
 
 
 def materialize(layers: Iterable[LayerCache]) -> Layers:
@@ -227,6 +230,14 @@ def _shrink(layer: Any) -> None:
             setattr(layer, name, mx.contiguous(array))
         if window:
             layer._idx = layer.keys.shape[2]
+
+
+def create_window(max_size: int, keys: mx.array, values: mx.array, length: int) -> LayerCache:
+    """Return a sliding window of `max_size` tokens after `length` tokens. `keys` and `values` are those of its tokens,
+    oldest first."""
+    window = cast("Any", RotatingKVCache)(max_size)
+    window.state = (keys, values, length, 0, max_size, keys.shape[2])
+    return window
 
 
 def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:

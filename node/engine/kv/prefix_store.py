@@ -32,6 +32,8 @@ MAX_EVICTIONS_REPORTED = 64
 """Maximum number of evictions whose prompt hashes are reported."""
 
 V = TypeVar("V")
+Cuts = tuple[tuple[int, int], ...]
+"""Ranges of lengths in tokens, both ends included."""
 
 
 def hash_prompt(fingerprint: str, key: bytes) -> bytes:
@@ -67,6 +69,10 @@ class CachedPrefix(Generic[V]):
     """Whether it was taken within a prompt, as a prefix that many prompts share."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
+    cuts: Cuts | None = None
+    """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
+    is_written: bool = False
+    """Whether it is on the disk as well."""
 
     @property
     def length(self) -> int:
@@ -77,6 +83,23 @@ class CachedPrefix(Generic[V]):
     def is_stored(self) -> bool:
         """Whether the entry is still stored."""
         return self.value is not None
+
+    def find_cut(self, length: int) -> int:
+        """Return the greatest length up to `length` tokens to which a cache that can be cut can be cut; 0 if none."""
+        if self.cuts is None or length == self.length:
+            return min(length, self.length)
+        return max((min(length, last) for first, last in self.cuts if first <= length), default=0)
+
+    def covers_cuts(self, other: "CachedPrefix[V]") -> bool:
+        """Return whether a cache that can be cut can be cut to all lengths to which a prefix of it (`other`) can be."""
+        if self.cuts is None:
+            return True
+        wanted = (*(other.cuts or ()), (other.length, other.length))
+        return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
+
+    def mark_written(self) -> None:
+        """Record that the entry is on the disk as well."""
+        self.is_written = True
 
     def clear(self) -> None:
         """Release the cache, because the entry is removed."""
@@ -151,12 +174,10 @@ class PrefixCache(Generic[V]):
             return PrefixHit()
         most = len(key) // ID_BYTES - 1
         match = trie.match(key, most)
-        length = min(match.shared, most)
         entry = match.exact
-        if cut and (entry is None or entry.length < length):
-            entry = match.below
-        elif entry is not None:
-            length = entry.length
+        length = 0 if entry is None else entry.length
+        if cut and match.below is not None and (longer := match.below.find_cut(min(match.shared, most))) > length:
+            entry, length = match.below, longer
         if entry is None or length < MIN_PREFIX_TOKENS:
             return PrefixHit(shared=match.shared)
         self._order[entry] = self._order.pop(entry)
@@ -175,7 +196,10 @@ class PrefixCache(Generic[V]):
             return False
         size = len(key) // ID_BYTES
         match = trie.match(key, size)
-        return match.shared == size and (cut or (match.exact is not None and match.exact.length == size))
+        if match.shared < size:
+            return False
+        whole = match.exact is not None and match.exact.length == size
+        return whole or (cut and match.below is not None and match.below.find_cut(size) == size)
 
     def find_redundant(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
         """Return the stored entries that are proper prefixes of the sequence `key` (packed ids). Where caches can be
@@ -228,8 +252,9 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def _evict(self, entry: CachedPrefix[V]) -> None:
-        self._evictions += 1
-        self._evicted.append(entry.prompt_hash)
+        if not entry.is_written:
+            self._evictions += 1
+            self._evicted.append(entry.prompt_hash)
         self.pop(entry)
 
     def get_state(self) -> CacheState:

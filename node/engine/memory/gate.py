@@ -30,6 +30,8 @@ class GateSite(StrEnum):
     """Admission of a request, return of a preempted request, or tokenization of a long prompt."""
     PREFILL = "prefill"
     """Forward over prompt tokens."""
+    RESTORE = "restore"
+    """Part of a prompt's cache that is read from the disk."""
     JOIN = "join"
     """Copy of a decode batch that new rows join."""
     GROW = "grow"

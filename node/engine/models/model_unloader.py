@@ -156,7 +156,7 @@ class ModelUnloader:
         """Free memory until `need` bytes fit or none is left that a request could reuse; return whether they fit."""
         if self.release_spare(lambda: fits(self._memory(), need)):
             return True
-        if self._prefix_cache.evict_until_fits(need):
+        if self._prefix_cache.memory.evict_until_fits(need):
             return True
         for name in self.list_idle():
             if not exceeds_headroom(self._memory(), need):

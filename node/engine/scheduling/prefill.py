@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from node.engine.grammar.logits_mask import LogitsMask
+from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import PrefixHit
+from node.engine.kv.window_history import WindowHistory
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.decode_batch import RowSampler
@@ -38,6 +40,15 @@ class PrefixState:
     """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
+    history: WindowHistory | None = None
+    """History of the sliding windows so far; None without windows, or if memory was short."""
+
+    plan: ReadPlan | None = None
+    """Files of the disk cache from which the prompt starts; None without any, or once they were read."""
+    restoring: DiskRestore | None = None
+    """Restoration of these files in progress."""
+    restored: tuple[PlannedPart, ...] = ()
+    """Files from which the prompt was restored."""
 
     def record_lookup(self, hit: PrefixHit[Layers], stops: list[int]) -> None:
         """Set the result of a lookup, and the positions of the snapshots that follow from it."""
@@ -45,11 +56,30 @@ class PrefixState:
 
     def discard_lookup(self) -> None:
         """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
-        self.hit = NO_PREFIX
+        self.hit, self.plan = NO_PREFIX, None
+        self.set_restoring(None)
 
     def record_removal(self, tokens: int) -> None:
         """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""
         self.removed_tokens = tokens
+
+    def set_plan(self, plan: ReadPlan | None) -> None:
+        """Set the files from which the prompt starts."""
+        self.plan = plan
+
+    def set_restoring(self, restoring: DiskRestore | None) -> None:
+        """Set the restoration in progress, or end it with None."""
+        if self.restoring is not None:
+            self.restoring.close()
+        self.restoring = restoring
+
+    def record_restored(self, parts: tuple[PlannedPart, ...]) -> None:
+        """Set the files from which the prompt was restored."""
+        self.restored = parts
+
+    def set_history(self, history: WindowHistory | None) -> None:
+        """Set the history of the sliding windows so far, or None if the prompt is stored or memory is short."""
+        self.history = history
 
 
 @dataclass(slots=True, eq=False)
@@ -177,6 +207,9 @@ class Prefill:
     def clear(self) -> None:
         """Release its arrays. A leftover reference to this prefill then holds no memory."""
         self.cache = self.logits = None
+        if self.past is not None:
+            self.past.set_history(None)
+            self.past.set_restoring(None)
 
 
 def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:

@@ -14,7 +14,7 @@ from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_loop import DecodeLoop
 from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.preemptor import Preemptor
-from node.engine.scheduling.prefill import Prefill
+from node.engine.scheduling.prefill import Prefill, PrefixState
 from node.engine.scheduling.prefill_queue import PrefillQueue
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.request_table import RequestTable
@@ -107,6 +107,7 @@ class PrefillRunner:
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._prefixes.invalidate(prefill.loaded_model.name)
+            self._prefixes.disk.remove_restored(prefill)
             self._recovery.fail_request(
                 sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {format_error(error)}"
             )
@@ -135,6 +136,8 @@ class PrefillRunner:
         """Prefill the next chunk through the gate; return the refusal if not even the smallest one fits."""
         estimator = prefill.loaded_model.estimator
         self._prefixes.find_prefix(prefill)
+        if prefill.past is not None and prefill.past.plan is not None:
+            return self._restore_part(prefill, prefill.past)
         wanted = prefill.bound_chunk(self._queue.compute_chunk_tokens(prefill))
         self._decode_loop.wait()
         if prefill not in self._requests.prefills:  # another of its rows was in a batch that just broke
@@ -151,8 +154,20 @@ class PrefillRunner:
         if prefill.cache is None and not self._prefixes.restore(prefill):
             return self._prefill_chunk(prefill)
         self._run_forward(prefill, count, fresh=fresh)
-        self._prefixes.take_snapshot(prefill)
+        self._prefixes.record_chunk(prefill, count)
         return None
+
+    def _restore_part(self, prefill: Prefill, past: PrefixState) -> Refused | None:
+        """Read the next part of a prompt's cache from the disk, through the gate; return the refusal if it does not
+        fit."""
+        self._decode_loop.wait()
+        if prefill not in self._requests.prefills:
+            return None
+        refused = self._forwards.check(GateSite.RESTORE, self._prefixes.disk.estimate_part_bytes(past))
+        if refused is None:
+            prefill.end_delay()
+            self._prefixes.disk.restore_part(prefill, past)
+        return refused
 
     def _run_forward(self, prefill: Prefill, count: int, *, fresh: bool) -> None:
         """Run the forward of a chunk of `count` tokens that the gate has passed. `fresh`: its cache is its own, not a

@@ -17,19 +17,14 @@ Rules
   The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
   entry.
-
-Snapshots of a prompt are taken in three places, for caches that cannot be cut
-- Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
-  repeat. The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
-- Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
-  system prompt. The third such request finds the snapshot.
-- System prompts: After a system prompt that all keys share.
+- Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
+  the prefill (`window_history`). A history in progress counts as cached, and is released before any entry.
+- Snapshots: Of caches that cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 
-from host.heap import trim
 from node.engine.kv.kv_cache import (
     CacheTrimMode,
     Layers,
@@ -39,108 +34,62 @@ from node.engine.kv.kv_cache import (
     materialize,
     sum_nbytes,
 )
+from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS, CachedPrefix, PrefixCache, PrefixHit, hash_prompt
 from node.engine.kv.radix_trie import ID_BYTES, pack
-from node.engine.memory.footprint import clear_buffers
+from node.engine.kv.window_history import (
+    begin_history,
+    compute_cuts,
+    cut_layers,
+    extend_history,
+    materialize_layers,
+    restore_layers,
+)
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.disk.disk_tier import DiskTier
 from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
-from wire.capacity.arithmetic import Fits, exceeds_headroom, judge
+from node.engine.scheduling.rules.snapshots import choose_snapshot_positions
 from wire.capacity.batches import compute_row_bytes
 from wire.frames import SHARED_SCOPE
-from wire.report import CacheState, Memory
-from wire.units import parse_size
-
-TURN_END_TOKENS = 64
-"""Number of tokens at a prompt's end in which the last end-of-turn token is searched."""
-MAX_TEMPLATE_TOKENS = 8
-"""Tokens that a template may append to the user's message where no token ends a turn."""
-MIN_SNAPSHOT_TOKENS = 64
-"""Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
-AUTO, OFF = "auto", "off"
-AUTO_SHARE = 0.15
-"""Limit of the prefix cache with `auto`, as a share of the cap minus the weights."""
-RECLAIMABLE_SHARE = 7 / 8
-"""Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
-
-
-def compute_limit(setting: str | int, cap: int, weights: int) -> int:
-    """Return the limit of the prefix cache in bytes, from the setting `engine.mlx.prefix_cache_size`; 0: off.
-
-    `cap` and `weights`, the weights of all loaded models, are in bytes. Raise `ValueError` if the setting is no size.
-    """
-    if setting == AUTO:
-        return max(0, int(AUTO_SHARE * (cap - weights)))
-    return 0 if setting == OFF else parse_size(setting)
+from wire.report import CacheState
 
 
 class PrefixCacheManager:
-    """Prefix cache of the scheduler: lookup and storage for rows, and eviction for the engine (see the module's
-    docstring).
+    """Prefix cache of the scheduler: lookup and storage for rows (see the module's docstring).
 
-    `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
-    under a cap. `on_released()` is called after memory was freed.
+    `store` has the sequences. `memory` makes room for them, and frees it for the engine. `disk` has sequences on the
+    disk.
     """
 
-    def __init__(
-        self,
-        store: PrefixCache[Layers],
-        memory: Callable[[], Memory],
-        limit: Callable[[int], int],
-        on_released: Callable[[], None],
-    ) -> None:
+    def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory, disk: DiskTier) -> None:
+        self.disk = disk
+        self.memory = memory
         self._store = store
-        self._memory = memory
-        self._limit = limit
-        self._on_released = on_released
         self._trim_modes: dict[str, CacheTrimMode] = {}
 
     # for the engine
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
-        return self._store.nbytes
+        """Bytes of all entries and of the histories of prefills in progress."""
+        return self.memory.nbytes
 
     @property
     def entries(self) -> tuple[CachedPrefix[Layers], ...]:
         """Entries, least recently used first."""
         return self._store.entries
 
-    @property
-    def reusable(self) -> int:
-        """Bytes that are certain to be free once all entries are evicted."""
-        return int(self._store.nbytes * RECLAIMABLE_SHARE)
-
     def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
         evictions."""
-        return self._store.get_state()
-
-    def free_memory(self, need: int) -> bool:
-        """Evict the least recently used entries until `need` bytes fit; return whether they fit. Evict nothing if all
-        entries would not suffice."""
-        return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need)
-
-    def evict_until_fits(self, need: int) -> bool:
-        """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
-        memory = self._memory()
-        while self.nbytes and exceeds_headroom(memory, need):
-            self._store.evict(max(1, need - (memory.headroom or 0)))
-            clear_buffers()
-            trim()
-            self._on_released()
-            memory = self._memory()
-        return _fits(memory, need)
+        state = self._store.get_state()
+        return state if self.disk.cache is None else self.disk.cache.describe(state)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
-        while self.nbytes and not enough():
-            self._store.evict(1)
-            clear_buffers()
-            trim()
-            self._on_released()
+        self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
         """Evict all entries of a model that is unloaded."""
@@ -159,7 +108,7 @@ class PrefixCacheManager:
 
         Set `sequence.cached` to the number of cached tokens, except for rows that return after their first join.
         """
-        if self._limit(self._memory().cap) <= 0 or self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.NEVER:
+        if self.memory.compute_limit() <= 0 or self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
         prompt, scope = key[: len(sequence.prompt) * ID_BYTES], sequence.cache_scope
@@ -177,13 +126,14 @@ class PrefixCacheManager:
         chunk, because entries may have been evicted or stored since.
         """
         past, loaded_model = prefill.past, prefill.loaded_model
-        if past is None or prefill.cache is not None:
+        if past is None or prefill.cache is not None or past.restoring is not None:
             return
-        cut = self._get_trim_mode(loaded_model) is CacheTrimMode.CUT
-        hit = self._find_prefix(loaded_model.name, past, cut=cut)
-        stops = [] if cut else choose_snapshot_positions(prefill.ids, past.eos, hit.length, hit.shared, past.shared)
+        mode = self._get_trim_mode(loaded_model)
+        hit = self._find_prefix(loaded_model.name, past, cut=mode is not CacheTrimMode.EXACT)
+        positions = choose_snapshot_positions(prefill.ids, past.eos, hit.length, hit.shared, past.shared)
+        stops = [] if mode is CacheTrimMode.CUT else positions
         past.record_lookup(hit, stops)
-        prefill.set_cached_tokens(hit.length)
+        prefill.set_cached_tokens(self.disk.find(prefill, past, hit.length) or hit.length)
 
     def _find_prefix(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
         """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
@@ -201,16 +151,19 @@ class PrefixCacheManager:
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit
-        entry = hit.entry
+        entry, layers = hit.entry, Layers()
         if entry is None:
             prefill.start(create_cache(prefill.loaded_model.model))
         elif entry.value is None:
             return False
-        elif past is not None and entry.length == hit.length and not entry.snapshot:
-            prefill.start(self._store.pop(entry))
-            past.record_removal(hit.length)
         else:
-            prefill.start(copy_prefix(entry.value, hit.length))
+            layers, last = entry.value, entry.length == hit.length and not entry.snapshot
+            prefill.start(restore_layers(layers, hit.length, copy=not last))
+            if last and past is not None:
+                self._store.pop(entry)
+                past.record_removal(hit.length)
+        if past is not None and self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.WINDOW:
+            past.set_history(self.memory.histories.add(begin_history(layers, hit.length)))
         if past is not None:
             prefill.sequence.set_cached(hit.length)
             past.discard_lookup()
@@ -218,15 +171,30 @@ class PrefixCacheManager:
             self._store.count_hit(hit.length)
         return True
 
-    def take_snapshot(self, prefill: Prefill) -> None:
-        """Store a snapshot of a prefill if one is wanted at the end of this chunk, it is not cached, and memory
-        suffices."""
+    def record_chunk(self, prefill: Prefill, count: int) -> None:
+        """Record the last `count` tokens of a prefill in the history of its windows, or release that history if memory
+        is short. Take a snapshot if one is wanted here and the history does not replace it."""
         past, cache = prefill.past, prefill.cache
-        if past is None or cache is None or prefill.stored_tokens not in past.stops:
+        if past is None or cache is None:
             return
+        history = past.history
+        if history is not None and not history.is_lost:
+            size = history.estimate_bytes(cache, count)
+            whole = size + history.nbytes + sum_nbytes(cache)
+            if whole <= self.memory.compute_limit() and self.memory.make_room(size) and not history.is_lost:
+                history.record(cache, count)
+            else:
+                history.clear()
+        if prefill.stored_tokens in past.stops and (
+            history is None or history.is_lost or prefill.stored_tokens == past.shared
+        ):
+            self._take_snapshot(prefill, past, cache)
+
+    def _take_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
+        """Store a snapshot of a prefill, if it is not cached and memory suffices."""
         key = past.key[: prefill.stored_tokens * ID_BYTES]
         scope = SHARED_SCOPE if prefill.stored_tokens == past.shared else past.scope
-        if not self._store.covers(prefill.loaded_model.name, key, cut=False, scope=scope) and self._make_room(
+        if not self._store.covers(prefill.loaded_model.name, key, cut=False, scope=scope) and self.memory.make_room(
             sum_nbytes(cache)
         ):
             self._store_entry(prefill.loaded_model, key, materialize(cache), past.prompt_hash, scope, snapshot=True)
@@ -238,7 +206,7 @@ class PrefixCacheManager:
             return
         name, key = prefill.loaded_model.name, past.key[: past.shared * ID_BYTES]
         opening = copy_prefix(layers, past.shared)
-        if not self._store.covers(name, key, cut=True, scope=SHARED_SCOPE) and self._make_room(
+        if not self._store.covers(name, key, cut=True, scope=SHARED_SCOPE) and self.memory.make_room(
             sum_nbytes(opening), transient
         ):
             self._store_entry(prefill.loaded_model, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
@@ -250,15 +218,22 @@ class PrefixCacheManager:
         cache without this as well; `transient` is the bytes of that copy.
         """
         past, cache = prefill.past, prefill.cache
-        if past is None or cache is None or self._get_trim_mode(prefill.loaded_model) is not CacheTrimMode.CUT:
+        mode = self._get_trim_mode(prefill.loaded_model)
+        if past is None or cache is None or mode is CacheTrimMode.EXACT:
             return
-        name, scope = prefill.loaded_model.name, past.scope
+        name, scope, layers = prefill.loaded_model.name, past.scope, cache.copy()
+        if mode is CacheTrimMode.WINDOW:
+            if past.history is None or past.history.is_lost:
+                return
+            layers = past.history.build_layers(cache, len(prefill.ids))
+            self.memory.histories.remove(past.history)
+            past.set_history(None)
+        else:
+            self._store_shared_prompt(prefill, cache, transient)
         past.record_removal(0)
-        self._store_shared_prompt(prefill, cache, transient)
         covered = self._store.covers(name, past.key, cut=True, scope=scope)
-        if not covered and self._make_room(sum_nbytes(cache), transient):
-            self._store.remove_redundant(self._store.find_redundant(name, past.key, scope))
-            self._store_entry(prefill.loaded_model, past.key, cache.copy(), past.prompt_hash, scope)
+        if not covered and self.memory.make_room(sum_nbytes(layers), transient):
+            self._store_entry(prefill.loaded_model, past.key, layers, past.prompt_hash, scope)
 
     def store_packed(self, prefill: Prefill, row: Layers, transient: int) -> None:
         """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
@@ -271,8 +246,9 @@ class PrefixCacheManager:
             return
         name, key, scope = prefill.loaded_model.name, past.key[:-ID_BYTES], past.scope
         self._store_shared_prompt(prefill, row, transient)
-        if not self._store.covers(name, key, cut=True, scope=scope) and self._make_room(sum_nbytes(row), transient):
-            self._store.remove_redundant(self._store.find_redundant(name, key, scope))
+        if not self._store.covers(name, key, cut=True, scope=scope) and self.memory.make_room(
+            sum_nbytes(row), transient
+        ):
             self._store_entry(prefill.loaded_model, key, materialize(row), past.prompt_hash, scope)
 
     def put_back(self, prefill: Prefill) -> None:
@@ -283,10 +259,15 @@ class PrefixCacheManager:
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return
-        key = past.key[: past.removed_tokens * ID_BYTES]
-        layers = copy_prefix(cache, past.removed_tokens)
-        if self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.CUT and self._make_room(sum_nbytes(layers)):
-            self._store_entry(prefill.loaded_model, key, materialize(layers), past.prompt_hash, past.scope)
+        mode, length, layers = self._get_trim_mode(prefill.loaded_model), past.removed_tokens, cache
+        if mode is CacheTrimMode.WINDOW and past.history is not None and not past.history.is_lost:
+            layers = past.history.build_layers(cache, length)
+        elif mode is not CacheTrimMode.CUT:
+            return
+        layers = cut_layers(layers, length)
+        if self.memory.make_room(sum_nbytes(layers)):
+            key = past.key[: length * ID_BYTES]
+            self._store_entry(prefill.loaded_model, key, materialize_layers(layers), past.prompt_hash, past.scope)
 
     # answers
 
@@ -298,14 +279,17 @@ class PrefixCacheManager:
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
-        ids, cut = batch.get_ids(row), self._get_trim_mode(loaded_model) is CacheTrimMode.CUT
-        key, scope = pack(ids), sequence.cache_scope
-        if len(ids) < MIN_PREFIX_TOKENS or self._store.covers(loaded_model.name, key, cut=cut, scope=scope):
+        ids, mode = batch.get_ids(row), self._get_trim_mode(loaded_model)
+        name, key, scope = loaded_model.name, pack(ids), sequence.cache_scope
+        cut = mode is not CacheTrimMode.EXACT
+        if len(ids) < MIN_PREFIX_TOKENS or self._store.covers(name, key, cut=cut, scope=scope):
             return
-        if self._make_room(compute_row_bytes(loaded_model.kv, len(ids))):
-            if cut:
-                self._store.remove_redundant(self._store.find_redundant(loaded_model.name, key, scope))
-            self._store_entry(loaded_model, key, batch.extract(row), sequence.prompt_hash, scope)
+        if self.memory.make_room(compute_row_bytes(loaded_model.kv, len(ids))):
+            layers = batch.extract(row)
+            if mode is CacheTrimMode.WINDOW:
+                earlier = self._store.find(name, key, cut=False, scope=scope).entry
+                layers = layers if earlier is None else extend_history(layers, earlier.value or [])
+            self._store_entry(loaded_model, key, layers, sequence.prompt_hash, scope)
 
     def _store_entry(
         self,
@@ -317,46 +301,19 @@ class PrefixCacheManager:
         *,
         snapshot: bool = False,
     ) -> None:
-        if len(key) >= MIN_PREFIX_TOKENS * ID_BYTES:
-            self._store.store(
-                CachedPrefix(loaded_model.name, key, layers, sum_nbytes(layers), prompt_hash, snapshot, scope)
-            )
-
-    def _make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
-        fit."""
-        memory = self._memory()
-        limit = self._limit(memory.cap)
-        if size > limit or not _fits(memory, size + transient - self.nbytes):
-            return False
-        if self.nbytes + size > limit:
-            self._store.evict(self.nbytes + size - limit)
-            self._on_released()
-        return self.free_memory(size + transient)
+        if len(key) < MIN_PREFIX_TOKENS * ID_BYTES:
+            return
+        mode = self._get_trim_mode(loaded_model)
+        cuts = compute_cuts(layers) if mode is CacheTrimMode.WINDOW else None
+        entry = CachedPrefix(loaded_model.name, key, layers, sum_nbytes(layers), prompt_hash, snapshot, scope, cuts)
+        if mode is not CacheTrimMode.EXACT and not snapshot:
+            earlier = self._store.find_redundant(entry.model, key, scope)
+            self._store.remove_redundant(other for other in earlier if entry.covers_cuts(other))
+        self._store.store(entry)
+        self.disk.offer(loaded_model, entry)
 
     def _get_trim_mode(self, loaded_model: LoadedModel) -> CacheTrimMode:
         mode = self._trim_modes.get(loaded_model.name)
         if mode is None:
             mode = self._trim_modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
         return mode
-
-
-def choose_snapshot_positions(
-    ids: list[int], eos: Collection[int], cached: int, shared: int, system: int = 0
-) -> list[int]:
-    """Return the positions in a prompt, in tokens, at which a cache that cannot be cut is worth a snapshot (see the
-    module's docstring).
-
-    `cached` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
-    tokens are a system prompt of all keys.
-    """
-    most = len(ids) - 1
-    ends = (place for place in range(most, max(0, most - TURN_END_TOKENS), -1) if ids[place - 1] in eos)
-    turn = next(ends, most - MAX_TEMPLATE_TOKENS)
-    branch = shared if shared >= cached + MIN_SNAPSHOT_TOKENS else 0
-    places = min(branch, most), min(system, most), turn
-    return sorted({place for place in places if place > cached and place >= MIN_PREFIX_TOKENS})
-
-
-def _fits(memory: Memory, need: int) -> bool:
-    return isinstance(judge(memory, need), Fits)

@@ -103,7 +103,8 @@ class Driver:
         wire: str = "auto",
         metal: Callable[[], MetalMemory] = open_metal,
         trials: TokenizerTrials | None = None,
-        **mlx: int | str,
+        disk_folder: Path | None = None,
+        **mlx: float | str,
     ) -> None:
         models = ModelSettings(
             trial=trials is not None,
@@ -126,6 +127,7 @@ class Driver:
             profiles,
             metal=metal,
             create_gate=ScriptedGate,
+            disk_folder=disk_folder,
             trials=trials,
         )
         self.said: dict[int, list[Frame]] = defaultdict(list)

@@ -24,10 +24,11 @@ from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory
 from wire.certificate import read_certificate
+from wire.enforcement import Enforcement
 from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.node_state import NodeState
-from wire.report import Enforcement, EngineState, Hardware, MemoryLevel
+from wire.report import EngineState, Hardware, MemoryLevel
 from wire.state_machine import IllegalEventError
 from wire.units import GIB
 

@@ -59,7 +59,16 @@ def report(memory: Memory, sharing: Sharing | None = None) -> Report:
 
 MEASURES = NodeMeasures(
     GateMeasures(
-        (("preflight", 1), ("prefill", 2), ("join", 3), ("grow", 4), ("load", 5), ("probe", 6), ("new", 7)),
+        (
+            ("preflight", 1),
+            ("prefill", 2),
+            ("join", 3),
+            ("grow", 4),
+            ("load", 5),
+            ("probe", 6),
+            ("restore", 8),
+            ("new", 7),
+        ),
         (("no_headroom", 8), ("prefill_memory_exceeded", 9), ("memory_unreadable", 10), ("engine_not_ready", 11)),
         HistogramSnapshot(tuple(range(1, len(PREDICTED_BOUNDS) + 2)), 40.5),
         HistogramSnapshot(tuple(range(2, len(TRANSIENT_BOUNDS) + 3)), 5e9),
@@ -103,6 +112,7 @@ NODE_NUMBERS: Numbers = {
     "gate_armed": 1,
     "gate_guard": 1,
     'gate_checks_total{site="preflight"}': 1,
+    'gate_checks_total{site="restore"}': 8,
     'gate_checks_total{site="prefill"}': 2,
     'gate_checks_total{site="join"}': 3,
     'gate_checks_total{site="grow"}': 4,
@@ -150,6 +160,16 @@ NODE_NUMBERS: Numbers = {
     "prefix_cache_hit_tokens_total": 2019,
     "prefix_cache_inserts_total": 2020,
     "prefix_cache_evictions_total": 2021,
+    "disk_cache_bytes": 2101,
+    "disk_cache_files": 2102,
+    "disk_cache_hits_total": 2103,
+    "disk_cache_hit_tokens_total": 2104,
+    "disk_cache_read_bytes_total": 2105,
+    "disk_cache_saves_total": 2106,
+    "disk_cache_persisted_total": 2107,
+    "disk_cache_drops_total": 2108,
+    "disk_cache_errors_total": 2109,
+    "disk_cache_evictions_total": 2110,
 }
 
 

@@ -21,9 +21,10 @@ from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
+from wire.enforcement import Enforcement
 from wire.identity import NodeId
 from wire.node_state import NodeState
-from wire.report import Enforcement, EngineState, Hardware, MemoryLevel, Sharing
+from wire.report import EngineState, Hardware, MemoryLevel, Sharing
 from wire.units import GIB
 
 
@@ -205,6 +206,17 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
                 "stores": 2020,
                 "evictions": 2021,
                 "evicted": ["01ab", "ff"],
+                "disk_bytes": 2101,
+                "disk_files": 2102,
+                "disk_hits": 2103,
+                "disk_hit_tokens": 2104,
+                "disk_read_bytes": 2105,
+                "disk_saves": 2106,
+                "disk_persisted": 2107,
+                "disk_drops": 2108,
+                "disk_errors": 2109,
+                "disk_evictions": 2110,
+                "store": "s",
             },
         },
     }

@@ -134,6 +134,21 @@ def test_a_new_engine_knows_nothing():
     assert index.estimate_shares(chain(user("hello"))) == {A: 1.0}
 
 
+def test_a_new_engine_with_the_same_disk_cache_knows_the_prompts_of_the_old_one():
+    index, prompt = known((A, chain(user("hello")), HASH)), chain(user("hello"))
+    index.apply_report(A, 1, 3, (), "store")
+    index.record_prefill(prompt, A, HASH, 10, 0)
+    index.apply_report(A, 2, 0, ())
+    assert index.estimate_shares(prompt) == {A: 1.0}, "it has not opened its disk cache yet"
+    index.apply_report(A, 2, 0, (), "store")
+    assert index.estimate_shares(prompt) == {A: 1.0}
+    index.apply_report(A, 2, 1, (HASH,), "store")
+    assert index.estimate_shares(prompt) is NOWHERE, "evictions are counted from 0 again"
+    index.record_prefill(prompt, A, HASH, 10, 0)
+    index.apply_report(A, 3, 0, (), "other")
+    assert index.estimate_shares(prompt) is NOWHERE
+
+
 def test_a_named_session_is_believed_where_the_text_tells_nothing():
     index = PrefixAffinity()
     index.record_prefill(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from node.engine.kv.prefix_memory import compute_limit
 from node.engine.kv.prefix_store import (
     BLOCK_TOKENS,
     MAX_EVICTIONS_REPORTED,
@@ -16,7 +17,7 @@ from node.engine.kv.prefix_store import (
     hash_prompt,
 )
 from node.engine.kv.radix_trie import pack
-from node.engine.scheduling.prefix_cache import MAX_TEMPLATE_TOKENS, choose_snapshot_positions, compute_limit
+from node.engine.scheduling.rules.snapshots import MAX_TEMPLATE_TOKENS, choose_snapshot_positions
 from wire.report import CacheState
 
 START = list(range(MIN_PREFIX_TOKENS))

@@ -162,7 +162,7 @@ def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypat
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     before = two.engine.parts.prefix_cache.nbytes
-    monkeypatch.setattr("node.engine.scheduling.prefix_cache.AUTO_SHARE", before / BLIND.cap)
+    monkeypatch.setattr("node.engine.kv.prefix_memory.AUTO_SHARE", before / BLIND.cap)
     two.take(BLIND)
     assert isinstance(two.end(number), Finished)
     assert two.engine.parts.prefix_cache.nbytes == before

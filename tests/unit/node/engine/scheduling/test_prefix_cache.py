@@ -119,6 +119,46 @@ def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callab
     assert cached[2] > 100
 
 
+def test_prompts_that_part_anywhere_share_all_before_with_windows(tiny_model: Callable[..., Path]):
+    """Windows can be cut where a prompt parts from a stored one, unless memory was short during its prefill."""
+    folder = tiny_model("gemma3_text")
+    driver, fresh = (
+        Driver(folder, prefill_step_size=128, min_prefill_step=128, prefix_cache_size=size) for size in ("auto", "off")
+    )
+    brief, shares = GenerationParams(temperature=0.0, max_tokens=24), list[int]()
+    for number, words in enumerate((120, 80, 30, 110, 100)):
+        prompt = "sun word " * words + f"Number {number}. " * 4
+        asked = driver.ask(prompt, brief)
+        if number == 3:
+            driver.until(lambda: driver.engine.parts.scheduler.prefills[0].started)
+            driver.engine.parts.prefix_cache.evict_until(lambda: False)
+        end = ended(driver, asked)
+        shares.append(end.prompt_tokens - end.cached_tokens)
+        other = fresh.ask(prompt, brief)
+        ended(fresh, other)
+        assert driver.ids[asked, 0] == fresh.ids[other, 0]
+    assert max(shares[1:3]) < 60 < min(shares[0], shares[4]), "only the new words"
+    assert all(one.nbytes == sum_nbytes(one.value or []) for one in entries(driver))
+
+
+def test_a_cancelled_turn_puts_its_windows_back_with_their_history(tiny_model: Callable[..., Path]):
+    driver = Driver(tiny_model("gemma3_text"), prefill_step_size=128)
+    brief = GenerationParams(temperature=0.0, max_tokens=4)
+    first = driver.ask("sun word " * 60, brief)
+    ended(driver, first)
+    (one,) = entries(driver)
+    messages = (
+        Message("user", "sun word " * 60),
+        Message("assistant", driver.text[first, 0, Channel.CONTENT]),
+        Message("user", "word " * 600),
+    )
+    second = driver.ask(messages=messages)
+    driver.until(lambda: not one.is_stored)
+    driver.cancel(second)
+    end = ended(driver, driver.ask("sun word " * 30 + "Why?", brief))
+    assert end.prompt_tokens - end.cached_tokens < 20, "it parts within the first turn"
+
+
 def test_prompts_that_decode_lend_their_beginning(driver: Driver):
     """The second request reuses the beginning of the first, which still decodes."""
     system = Message("system", "You are a careful clerk. " * 60)

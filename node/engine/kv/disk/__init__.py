@@ -1,0 +1,1 @@
+"""Tier of the prefix cache on the disk: files of blocks, their index, their writer and their reader."""

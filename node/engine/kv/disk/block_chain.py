@@ -1,0 +1,71 @@
+"""Names of blocks: a chain of hashes from the model and the scope over blocks of 256 tokens. Pure.
+
+    root = blake2b(format, fingerprint of the model, versions, scope),  hₙ = blake2b(hₙ₋₁ ‖ tokens of block n)
+
+A hash therefore names all tokens up to its block, for one model and one scope. States belong to any number of tokens.
+Their names hold the last whole block and the number of further tokens, so that a prompt finds them by their names.
+"""
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+from node.engine.kv.disk.block_file import FORMAT_VERSION, BlockPart
+from node.engine.kv.prefix_store import BLOCK_TOKENS
+from node.engine.kv.radix_trie import ID_BYTES
+
+BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
+HASH_BYTES = 16
+
+
+class BlockName(NamedTuple):
+    """Name of a file of the disk cache."""
+
+    part: BlockPart
+    chain: bytes
+    """Hash after the last token of the part."""
+    tokens: int = BLOCK_TOKENS
+    """Tokens of the part: those after the last whole block for a state."""
+    parent: bytes = b""
+    """Hash after the last whole block, for a state only."""
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        if self.part is BlockPart.STATE:
+            return f"{self.parent.hex()}-{self.tokens}-{self.chain.hex()}.{self.part}"
+        return f"{self.chain.hex()}.{self.part}"
+
+
+def compute_root(fingerprint: str, versions: str, scope: str) -> bytes:
+    """Return the hash with which the chains of a model and scope begin. `versions` are those of the libraries that
+    wrote the arrays."""
+    text = "\0".join((str(FORMAT_VERSION), fingerprint, versions, scope))
+    return blake2b(text.encode(), digest_size=HASH_BYTES).digest()
+
+
+def compute_chain(root: bytes, key: bytes) -> list[bytes]:
+    """Return the hash after each whole block of packed ids, the root first."""
+    chain = [root]
+    for start in range(0, len(key) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        chain.append(blake2b(chain[-1] + key[start : start + BLOCK_BYTES], digest_size=HASH_BYTES).digest())
+    return chain
+
+
+def name_state(parent: bytes, tail: bytes) -> BlockName:
+    """Return the name of the state after the packed ids `tail`, which follow the block `parent`."""
+    chain = blake2b(b"state" + parent + tail, digest_size=HASH_BYTES).digest()
+    return BlockName(BlockPart.STATE, chain, len(tail) // ID_BYTES, parent)
+
+
+def parse_name(file: str) -> BlockName | None:
+    """Return the name that a file of the cache has; None for any other file."""
+    stem, _, suffix = file.rpartition(".")
+    try:
+        if suffix == BlockPart.STATE.value:
+            parent, tokens, chain = stem.split("-")
+            name = BlockName(BlockPart.STATE, bytes.fromhex(chain), int(tokens), bytes.fromhex(parent))
+        else:
+            name = BlockName(BlockPart(suffix), bytes.fromhex(stem))
+    except ValueError:
+        return None
+    return name if name.file == file else None

@@ -1,0 +1,117 @@
+"""Format of the files of the disk cache. Pure.
+
+    magic ‖ length of the header (4 bytes) ‖ header ‖ blake2b of the header ‖ body ‖ blake2b of the body
+
+The header is msgpack with plain numbers and words: version, chain, part, tokens, and the type and shape of each array.
+The body is the arrays one after another. A file is data: no name of a class and no code is read from it. A file that
+was cut off, changed or written for another place is refused with `InvalidBlockError`.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+MAGIC = b"MPKV"
+FORMAT_VERSION = 1
+MAX_HEADER_BYTES = 1 << 20
+DIGEST_BYTES = 16
+ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
+"""Types of arrays in files, with the types of numpy that hold their bytes."""
+
+
+class InvalidBlockError(ValueError):
+    """A file is no valid block of this place."""
+
+
+class BlockPart(StrEnum):
+    """Content of a file; also the suffix of its name."""
+
+    TOKENS = "t"
+    """Keys and values of a whole block, of the layers that hold all tokens."""
+    WINDOW = "w"
+    """Keys and values of a whole block, of the layers with a sliding window."""
+    STATE = "s"
+    """Tokens after the last whole block, and the states of the other layers at their end."""
+
+
+class BlockArray(NamedTuple):
+    """Array of a block, as numpy holds it."""
+
+    kind: str
+    """Type, a key of `ITEM_TYPES`."""
+    data: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.data.nbytes
+
+
+class BlockHeader(msgspec.Struct, frozen=True):
+    """Header of a file."""
+
+    version: int
+    chain: bytes
+    """Hash of all tokens up to the end of the block, which begins with the model and the scope (`block_chain`)."""
+    part: str
+    tokens: int
+    """Number of tokens of the part."""
+    arrays: list[tuple[str, list[int]]]
+    """Type and shape of each array."""
+
+
+def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[BlockArray]) -> list[bytes | memoryview]:
+    """Return the pieces of a file in order. The arrays are not copied."""
+    shapes = [(array.kind, list(array.data.shape)) for array in arrays]
+    header = msgspec.msgpack.encode(BlockHeader(FORMAT_VERSION, chain, part.value, tokens, shapes))
+    body = [np.ascontiguousarray(array.data).data.cast("B") for array in arrays]
+    checksum = blake2b(digest_size=DIGEST_BYTES)
+    for piece in body:
+        checksum.update(piece)
+    return [MAGIC, struct.pack("<I", len(header)), header, _compute_digest(header), *body, checksum.digest()]
+
+
+def decode_block(content: bytes, chain: bytes, part: BlockPart, tokens: int) -> list[BlockArray]:
+    """Return the arrays of a file, as views of its content. Raise `InvalidBlockError` unless it is the unchanged file
+    of this chain, part and number of tokens."""
+    start = len(MAGIC) + 4
+    if content[: len(MAGIC)] != MAGIC or len(content) < start:
+        raise InvalidBlockError("no block")
+    (size,) = struct.unpack("<I", content[len(MAGIC) : start])
+    header, at = content[start : start + size], start + size + DIGEST_BYTES
+    if size > MAX_HEADER_BYTES or content[start + size : at] != _compute_digest(header):
+        raise InvalidBlockError("its header is damaged")
+    try:
+        found = msgspec.msgpack.decode(header, type=BlockHeader)
+    except msgspec.MsgspecError as error:
+        raise InvalidBlockError(f"its header is none: {error}") from None
+    if (found.version, found.chain, found.part, found.tokens) != (FORMAT_VERSION, chain, part.value, tokens):
+        raise InvalidBlockError("it is of another version or place")
+    if content[-DIGEST_BYTES:] != _compute_digest(memoryview(content)[at:-DIGEST_BYTES]):
+        raise InvalidBlockError("its body is damaged")
+    return _split_body(memoryview(content)[at:-DIGEST_BYTES], found.arrays)
+
+
+def _split_body(body: memoryview, shapes: Sequence[tuple[str, list[int]]]) -> list[BlockArray]:
+    arrays, at = list[BlockArray](), 0
+    for kind, shape in shapes:
+        if kind not in ITEM_TYPES or any(length < 1 for length in shape):
+            raise InvalidBlockError(f"it has an array of {kind} {shape}")
+        item, count = np.dtype(ITEM_TYPES[kind]), math.prod(shape)
+        if at + count * item.itemsize > len(body):
+            raise InvalidBlockError("it is too short")
+        arrays.append(BlockArray(kind, np.frombuffer(body, item, count, at).reshape(shape)))
+        at += count * item.itemsize
+    if at != len(body):
+        raise InvalidBlockError("it is too long")
+    return arrays
+
+
+def _compute_digest(content: bytes | memoryview) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,145 @@
+"""Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
+
+The thread makes no call of MLX. It is at most two parts ahead. A file that is missing, cut off, changed or of another
+place ends the reading. The engine then removes it from the index and looks the prompt up again.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from node.engine.kv.disk.block_chain import BlockName
+from node.engine.kv.disk.block_file import BlockArray, InvalidBlockError, decode_block
+from node.engine.kv.disk.layer_parts import LayerBuilder
+from node.engine.kv.kv_cache import Layers
+
+PARTS_AHEAD = 2
+STALLED_SECONDS = 5.0
+"""Seconds without a further part after which the disk counts as stalled."""
+
+log = structlog.get_logger("engine.disk_cache")
+
+
+class PlannedPart(NamedTuple):
+    """File to read, with the position of its first token."""
+
+    name: BlockName
+    start: int
+
+
+class ReadPlan(NamedTuple):
+    """Files from which the first `length` tokens of a prompt are restored, in order."""
+
+    length: int
+    parts: tuple[PlannedPart, ...]
+    nbytes: int
+    """Bytes of all files."""
+
+
+class ReadPart(NamedTuple):
+    """Part that the thread has read; `arrays` None: the file is invalid."""
+
+    planned: PlannedPart
+    arrays: Sequence[BlockArray] | None
+    nbytes: int
+    seconds: float
+
+
+class BlockReader:
+    """Thread that reads the files of a plan in `folder` ahead. It ends after the last file, the first invalid one, or
+    `close`."""
+
+    def __init__(self, folder: Path, plan: ReadPlan) -> None:
+        self._folder = folder
+        self._plan = plan
+        self._parts: queue.Queue[ReadPart] = queue.Queue(PARTS_AHEAD)
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="disk-cache-reader", daemon=True).start()
+
+    def take(self, timeout: float) -> ReadPart | None:
+        """Return the next part; None if it was not read within `timeout` seconds."""
+        try:
+            return self._parts.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """End the thread and release the parts that it has read."""
+        self._closed.set()
+        while self.take(0.0) is not None:
+            pass
+
+    def _run(self) -> None:
+        for planned in self._plan.parts:
+            part = self._read(planned)
+            while not self._closed.is_set():
+                try:
+                    self._parts.put(part, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if part.arrays is None or self._closed.is_set():
+                return
+
+    def _read(self, planned: PlannedPart) -> ReadPart:
+        began = time.monotonic()
+        name, arrays, content = planned.name, None, b""
+        try:
+            content = (self._folder / name.file).read_bytes()
+            arrays = decode_block(content, name.chain, name.part, name.tokens)
+        except (OSError, InvalidBlockError) as error:
+            log.warning("not restored", file=name.file, error=str(error))
+        return ReadPart(planned, arrays, len(content), time.monotonic() - began)
+
+
+class DiskRestore:
+    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model."""
+
+    def __init__(self, folder: Path, plan: ReadPlan, cache: Layers) -> None:
+        self.plan = plan
+        self.layers: Layers | None = None
+        """Cache of the prompt's first tokens for the prefix store, once it is complete."""
+        self.invalid: PlannedPart | None = None
+        """Part that ended the restoration."""
+        self.seconds = 0.0
+        """Seconds that the files took to read."""
+        self._builder = LayerBuilder(cache, plan.length)
+        self._reader = BlockReader(folder, plan)
+        self._left = len(plan.parts)
+        self._stalls_at = time.monotonic() + STALLED_SECONDS
+
+    def step(self, timeout: float) -> bool:
+        """Add the next part if it is read within `timeout` seconds. Return whether the restoration has ended:
+        `layers` or `invalid` is then set."""
+        part = self._reader.take(timeout)
+        now = time.monotonic()
+        if part is None:
+            if now > self._stalls_at:
+                self.invalid = self.plan.parts[-self._left]
+                self._reader.close()
+            return self.invalid is not None
+        planned, arrays = part.planned, part.arrays
+        self._stalls_at, self.seconds = now + STALLED_SECONDS, self.seconds + part.seconds
+        try:
+            if arrays is None:
+                self.invalid = planned
+                return True
+            self._builder.add_part(planned.name.part, planned.start, planned.name.tokens, arrays)
+        except InvalidBlockError as error:
+            log.warning("not restored", file=planned.name.file, error=str(error))
+            self.invalid = planned
+            self._reader.close()
+            return True
+        self._left -= 1
+        if not self._left:
+            self.layers = self._builder.build()
+        return self.layers is not None
+
+    def close(self) -> None:
+        """End the restoration before its end, because its request has ended."""
+        self._reader.close()

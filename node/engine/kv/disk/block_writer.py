@@ -1,0 +1,168 @@
+"""Writer of the disk cache: a thread that writes complete files, and the queue of the parts that wait for it.
+
+The thread makes no call of MLX. A file is written under another name and then renamed, so that no reader sees a part of
+one. Older files are deleted by the same thread right before a new one. Writes are limited to a share of the disk per
+day, because the disks of Macs are soldered in.
+"""
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+
+from node.engine.kv.disk.block_chain import BlockName
+from node.engine.kv.disk.block_file import BlockArray, encode_block
+from node.engine.kv.disk.block_index import TEMPORARY, BlockIndex
+from wire.units import MIB
+
+MAX_QUEUED_BYTES = 64 * MIB
+"""Bytes that may wait for the writer. One larger part may wait alone."""
+PAUSE_AFTER_ERROR_SECONDS = 30.0
+"""Seconds without new parts after a write that failed: the disk may be full, read-only or gone."""
+DAILY_DISK_SHARE = 0.07
+"""Share of the disk that may be written per day: a disk of 1 TB lasts for 600 of its sizes in 23 years."""
+SECONDS_PER_DAY = 86_400.0
+
+log = structlog.get_logger("engine.disk_cache")
+
+
+class WriteBudget:
+    """Budget of written bytes: `daily` bytes per day, of which at most one day is saved up. `now` is monotonic."""
+
+    def __init__(self, daily: float, now: float) -> None:
+        self._daily = daily
+        self._left = daily
+        self._at = now
+
+    def take(self, size: int, now: float) -> bool:
+        """Take `size` bytes from the budget at the monotonic time `now`; return False if they are not left."""
+        self._left = min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
+        self._at = now
+        if size > self._left:
+            return False
+        self._left -= size
+        return True
+
+
+class QueuedPart(NamedTuple):
+    """Part that waits for the writer."""
+
+    name: BlockName
+    arrays: Sequence[BlockArray]
+    nbytes: int
+
+
+class BlockWriter:
+    """Writer of the files of one folder (see the module's docstring).
+
+    `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
+    process.
+    """
+
+    def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:
+        self._folder = folder
+        self._index = index
+        self._quota = quota
+        self._budget = budget
+        self._queue: deque[QueuedPart] = deque()
+        self._changed = threading.Condition()
+        self._nbytes = 0
+        self._resume_at = 0.0
+        self.saves = self.persisted = self.drops = self.errors = self.evictions = 0
+        threading.Thread(target=self._run, name="disk-cache-writer", daemon=True).start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts that wait or are being written."""
+        return self._nbytes
+
+    def can_accept(self) -> bool:
+        """Return whether another part may be queued now."""
+        return self._nbytes < MAX_QUEUED_BYTES and time.monotonic() >= self._resume_at
+
+    def put(self, name: BlockName, arrays: Sequence[BlockArray]) -> None:
+        """Queue a part. Its arrays stay in memory until it is written or dropped."""
+        size = sum(array.nbytes for array in arrays)
+        with self._changed:
+            self._queue.append(QueuedPart(name, arrays, size))
+            self._nbytes += size
+            self.saves += 1
+            self._changed.notify()
+
+    def clear(self) -> int:
+        """Drop the parts that are not being written yet, because memory is short; return their bytes."""
+        with self._changed:
+            dropped = sum(part.nbytes for part in self._queue)
+            self.drops += len(self._queue)
+            self._nbytes -= dropped
+            self._queue.clear()
+        return dropped
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    self._changed.wait()
+                part = self._queue.popleft()
+            try:
+                self._write(part)
+            except OSError as error:
+                self.errors += 1
+                self._resume_at = time.monotonic() + PAUSE_AFTER_ERROR_SECONDS
+                log.exception("not written", file=part.name.file, error=str(error))
+                self.clear()
+            with self._changed:
+                self._nbytes -= part.nbytes
+            del part
+
+    def _write(self, part: QueuedPart) -> None:
+        pieces = encode_block(part.name.chain, part.name.part, part.name.tokens, part.arrays)
+        size = sum(map(len, pieces))
+        quota = self._quota()
+        if size > quota or not self._budget.take(size, time.monotonic()):
+            self.drops += 1
+            return
+        for file in self._index.choose_evictions(size, quota):
+            self._index.remove(file)
+            self.evictions += 1
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._folder / file)
+        if self._index.nbytes + size > quota:
+            self.drops += 1
+            return
+        target = self._folder / part.name.file
+        temporary = target.with_name(target.name + TEMPORARY)
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            os.replace(temporary, target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._index.add(part.name, size)
+        self.persisted += 1
+
+
+def compute_quota(setting: str | int, folder: Path, used: int) -> int:
+    """Return the bytes that the files of the cache may have, of which `used` are there.
+
+    `auto` is half of the space that would be free without the cache, at most a fifth of the disk. A twentieth of the
+    disk is always left free. Return 0 if the disk cannot be read.
+    """
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        log.warning("disk not readable", folder=str(folder), error=str(error))
+        return 0
+    most = max(0, disk.free + used - disk.total // 20)
+    if isinstance(setting, int):
+        return min(setting, most)
+    return min(most, (disk.free + used) // 2, disk.total // 5)

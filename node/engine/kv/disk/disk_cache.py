@@ -1,0 +1,286 @@
+"""Disk cache: the second tier of the prefix cache, which survives the engine process.
+
+    entry stored in memory ─► offer ─► write (one part a call, while there is time) ─► writer thread ─► files
+    prompt ─► find (index only) ─► restore: reader thread ─► one part a turn, through the gate ─► cache of the row
+
+Rules
+- A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
+- Only prefixes are written whose prefill takes at least `min_seconds` longer than their reading.
+- One process writes to a folder, under a lock; a second one only reads.
+- Files belong to a model by its fingerprint, and to a scope: a key finds only its own and the shared ones.
+- The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
+"""
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+from msgspec.structs import replace
+
+from host.private_files import create_private_folder, write_private
+from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state
+from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.block_index import BlockIndex
+from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
+from node.engine.kv.disk.block_writer import DAILY_DISK_SHARE, BlockWriter, WriteBudget, compute_quota
+from node.engine.kv.disk.layer_parts import count_window_blocks, cut_part
+from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
+from node.engine.kv.radix_trie import ID_BYTES
+from wire.report import CacheState
+from wire.units import GIB, show_size
+
+FIRST_READ_SPEED = 1.0 * GIB
+"""Bytes per second that a disk is expected to read before a measurement."""
+SPEED_WEIGHT = 0.2
+BUSY_WRITE_INTERVAL_SECONDS = 0.25
+"""Seconds between two parts that are cut out while requests run."""
+RETRY_SECONDS = 0.05
+"""Seconds until the next try while the writer is behind or memory is short."""
+MAX_PENDING = 256
+"""Maximum entries that wait to be written. The oldest is dropped first."""
+VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+
+log = structlog.get_logger("engine.disk_cache")
+
+
+class CacheShape(NamedTuple):
+    """Parts of the caches of a model."""
+
+    fingerprint: str
+    parts: frozenset[BlockPart]
+    window: int
+    """Tokens of the longest sliding window; 0 without one."""
+
+
+class PendingEntry(NamedTuple):
+    """Stored sequence whose missing parts are written."""
+
+    entry: CachedPrefix[Layers]
+    parts: Iterator[tuple[BlockName, int, int]]
+    """Names of its parts, with the positions of their first and last tokens."""
+
+
+class DiskCache:
+    """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`. Raise OSError if
+    the folder cannot be created or read."""
+
+    def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
+        self.min_seconds = min_seconds
+        self.hits = self.hit_tokens = self.read_bytes = self.faults = 0
+        self._folder = create_private_folder(folder)
+        self._size = size
+        self._index = BlockIndex()
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._pending: deque[PendingEntry] = deque()
+        self._read_speed = FIRST_READ_SPEED
+        self._next_at = 0.0
+        self.unwritten = 0
+        """Entries that were evicted or dropped before all of their parts were written."""
+        self.writer: BlockWriter | None = None
+        """Writer; None if another process writes to this folder."""
+        if not self._open_writer():
+            log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
+        self.store_id = _read_identity(self._folder / "identity")
+        """Identity of the folder, made with it."""
+        self._index.scan(self._folder, clean=self.writer is not None)
+        log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
+
+    def _open_writer(self) -> bool:
+        """Take the lock of the folder and start the writer; return whether this process is the one that writes."""
+        if self.writer is not None:
+            return True
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        budget = WriteBudget(DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total, time.monotonic())
+        self.writer = BlockWriter(self._folder, self._index, self._compute_quota, budget)
+        return True
+
+    def _compute_quota(self) -> int:
+        return compute_quota(self._size, self._folder, self._index.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return self._index.nbytes
+
+    @property
+    def files(self) -> int:
+        """Number of files."""
+        return len(self._index)
+
+    def describe(self, state: CacheState) -> CacheState:
+        """Return the state of the prefix cache with the fields of the disk cache."""
+        writer = self.writer
+        return replace(
+            state,
+            disk_bytes=self.nbytes,
+            disk_files=len(self._index),
+            disk_hits=self.hits,
+            disk_hit_tokens=self.hit_tokens,
+            disk_read_bytes=self.read_bytes,
+            disk_saves=0 if writer is None else writer.saves,
+            disk_persisted=0 if writer is None else writer.persisted,
+            disk_drops=self.unwritten + (0 if writer is None else writer.drops),
+            disk_errors=self.faults + (0 if writer is None else writer.errors),
+            disk_evictions=0 if writer is None else writer.evictions,
+            store=self.store_id,
+        )
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes in memory that wait for the writer."""
+        return 0 if self.writer is None else self.writer.nbytes
+
+    def clear_queue(self) -> int:
+        """Drop the parts that wait for the writer, because memory is short; return their bytes."""
+        return 0 if self.writer is None else self.writer.clear()
+
+    def close(self) -> None:
+        """Release the lock of the folder, because the process ends."""
+        os.close(self._lock)
+
+    # reading
+
+    def find(self, shape: CacheShape, scope: str, key: bytes) -> ReadPlan | None:
+        """Return the files of the longest stored prefix of a prompt with packed ids `key`; None if there is none. At
+        least one token of the prompt is left out."""
+        if not shape.parts or not len(self._index):
+            return None
+        chain, most = compute_chain(compute_root(shape.fingerprint, VERSIONS, scope), key), len(key) // ID_BYTES - 1
+        blocks = min(self._index.count_blocks(chain), most // BLOCK_TOKENS)
+        if BlockPart.STATE in shape.parts:
+            state = self._index.find_state(chain[: blocks + 1], key, most)
+            if state is None:
+                return None
+            length, name = state
+            blocks = length // BLOCK_TOKENS
+            return self._plan(length, [*_list_blocks(chain, 0, blocks, BlockPart.TOKENS), (name, blocks)])
+        behind = count_window_blocks(shape.window)
+        while blocks:
+            windows = _list_blocks(chain, max(0, blocks - behind), blocks, BlockPart.WINDOW) if behind else []
+            if all(name in self._index for name, _ in windows):
+                tokens = _list_blocks(chain, 0, blocks, BlockPart.TOKENS)
+                return self._plan(blocks * BLOCK_TOKENS, [*windows, *tokens])
+            blocks -= 1
+        return None
+
+    def _plan(self, length: int, parts: list[tuple[BlockName, int]]) -> ReadPlan:
+        planned = tuple(PlannedPart(name, block * BLOCK_TOKENS) for name, block in parts)
+        return ReadPlan(length, planned, sum(self._index.get_size(part.name) for part in planned))
+
+    def estimate_read_seconds(self, nbytes: int) -> float:
+        """Return the seconds in which this many bytes are read."""
+        return nbytes / self._read_speed
+
+    def begin_restore(self, plan: ReadPlan, cache: Layers) -> DiskRestore:
+        """Begin to read the files of a plan into an empty cache."""
+        return DiskRestore(self._folder, plan, cache)
+
+    def end_restore(self, restore: DiskRestore) -> None:
+        """Count a restoration that has ended, and remove the file that was invalid, if there was one."""
+        if restore.invalid is not None:
+            self.faults += 1
+            self.remove_parts([restore.invalid])
+            return
+        plan = restore.plan
+        self.hits += 1
+        self.hit_tokens += plan.length
+        self.read_bytes += plan.nbytes
+        speed = plan.nbytes / max(restore.seconds, 1e-6)
+        self._read_speed += SPEED_WEIGHT * (speed - self._read_speed)
+        files = [part.name.file for part in plan.parts]
+        self._index.mark_used(files)
+        threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
+
+    def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
+        """Remove files, because they are invalid or a request that was restored from them has failed."""
+        for part in parts:
+            self._index.remove(part.name.file)
+            if self.writer is not None:
+                with contextlib.suppress(OSError):
+                    (self._folder / part.name.file).unlink()
+
+    # writing
+
+    def offer(self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float) -> None:
+        """Queue an entry to be written, if its prefill of `prefill_seconds` takes longer enough than its reading."""
+        saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
+        if not shape.parts or saved < self.min_seconds or not self._open_writer():
+            return
+        self._pending.append(PendingEntry(entry, _list_parts(entry, shape)))
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self.unwritten += 1
+
+    def get_next_write(self) -> float | None:
+        """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
+        return self._next_at if self._pending else None
+
+    def write_next(self, now: float, *, busy: bool, has_room: bool) -> None:
+        """Cut the next missing part out of an entry and queue it for the writer, if that is due at the monotonic time
+        `now`. `busy`: requests run. `has_room`: memory suffices for a part."""
+        if self.writer is None or not self._pending or now < self._next_at:
+            return
+        if not has_room or not self.writer.can_accept():
+            self._next_at = now + RETRY_SECONDS
+            return
+        self._next_at = now + BUSY_WRITE_INTERVAL_SECONDS if busy else 0.0
+        entry, parts = self._pending[0]
+        if entry.value is None:
+            self._pending.popleft()
+            self.unwritten += 1
+            return
+        for name, start, end in parts:
+            if name in self._index:
+                continue
+            arrays = cut_part(entry.value, name.part, start, end)
+            if arrays is not None:
+                self.writer.put(name, arrays)
+                return
+        entry.mark_written()
+        self._pending.popleft()
+
+
+def _list_blocks(chain: list[bytes], first: int, last: int, part: BlockPart) -> list[tuple[BlockName, int]]:
+    return [(BlockName(part, chain[block + 1]), block) for block in range(first, last)]
+
+
+def _list_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
+    """Yield the names of all parts of an entry with the positions of their tokens, in the order of the blocks."""
+    chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
+    for block, link in enumerate(chain[1:]):
+        for part in (BlockPart.TOKENS, BlockPart.WINDOW):
+            if part in shape.parts:
+                yield BlockName(part, link), block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+    if BlockPart.STATE in shape.parts:
+        start = (len(chain) - 1) * BLOCK_TOKENS
+        yield name_state(chain[-1], entry.key[start * ID_BYTES :]), start, entry.length
+
+
+def _read_identity(file: Path) -> str:
+    """Return the identity of a folder. Make one if it has none."""
+    if not file.exists():
+        write_private(file, secrets.token_hex(8).encode())
+    return file.read_text(errors="replace")[:32]
+
+
+def _set_file_times(folder: Path, files: list[str]) -> None:
+    """Set the times of files, the first ones last, so that the next process knows the order of use."""
+    for file in reversed(files):
+        try:
+            os.utime(folder / file)
+        except OSError:
+            continue

@@ -1,0 +1,126 @@
+"""Parts of a cache for the disk: cut blocks and states out of the layers of a stored sequence, and put them together.
+
+    layers that hold all tokens      a part for each block of 256 tokens
+    layers with a sliding window     a part for each block whose tokens are recorded (`window_history`)
+    all other layers                 a state at the end of a stored sequence, with the tokens after its last whole block
+
+Caches with other layers are not stored. Arrays pass to numpy without a copy; numpy has no bfloat16, so that these pass
+as integers of two bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
+
+from node.engine.kv.disk.block_file import BlockArray, BlockPart, InvalidBlockError
+from node.engine.kv.kv_cache import LayerCache, Layers, evaluate, grow_caches
+from node.engine.kv.prefix_store import BLOCK_TOKENS
+from node.engine.kv.window_history import StoredWindow, WindowPiece
+
+TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+
+
+def list_parts(layers: Layers) -> frozenset[BlockPart]:
+    """Return the parts of which the cache of a model consists; an empty set if it cannot be stored on the disk."""
+    parts = {KVCache: BlockPart.TOKENS, RotatingKVCache: BlockPart.WINDOW, ArraysCache: BlockPart.STATE}
+    found = {parts.get(cast("type", type(layer))) for layer in layers}
+    mixed = {BlockPart.WINDOW, BlockPart.STATE} <= found
+    if None in found or mixed or BlockPart.TOKENS not in found:
+        return frozenset()
+    return frozenset(part for part in found if part is not None)
+
+
+def get_window(layers: Layers) -> int:
+    """Return the tokens of the longest sliding window of a cache; 0 without one."""
+    return max((getattr(layer, "max_size", 0) for layer in layers), default=0)
+
+
+def cut_part(layers: Layers, part: BlockPart, start: int, end: int) -> list[BlockArray] | None:
+    """Return the arrays of one part of a stored cache, for the tokens from `start` to `end`; None if they are not
+    recorded. The arrays are copies of their own."""
+    arrays = list[mx.array]()
+    for layer in cast("list[object]", layers):
+        if isinstance(layer, StoredWindow) and part is BlockPart.WINDOW:
+            pieces = [piece.view_part(start, end) for piece in layer.pieces if piece.end > start and piece.start < end]
+            if sum(piece.keys.shape[2] for piece in pieces) != end - start:
+                return None
+            arrays.append(mx.concatenate([piece.keys for piece in pieces], axis=2))
+            arrays.append(mx.concatenate([piece.values for piece in pieces], axis=2))
+        elif type(layer) is KVCache and part is not BlockPart.WINDOW and end > start:
+            kept = cast("Any", layer)
+            arrays += [kept.keys[..., start:end, :], kept.values[..., start:end, :]]
+        elif type(layer) is ArraysCache and part is BlockPart.STATE:
+            arrays += cast("list[mx.array]", cast("Any", layer).cache)
+    if not arrays or any(array is None for array in cast("list[object]", arrays)):
+        return None
+    return _convert_arrays(arrays)
+
+
+def _convert_arrays(arrays: Sequence[mx.array]) -> list[BlockArray] | None:
+    own = [mx.contiguous(array) for array in arrays]
+    own = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in own]
+    if any(array.dtype not in TYPES for array in arrays):
+        return None
+    evaluate(own)
+    return [BlockArray(TYPES[array.dtype], np.array(copy, copy=False)) for array, copy in zip(arrays, own, strict=True)]
+
+
+class LayerBuilder:
+    """Cache of a row that is put together from parts, in the order of their tokens. `cache` is empty at first, and
+    `length` is the number of tokens that it will have. All methods raise `InvalidBlockError` for arrays that do not
+    suit."""
+
+    def __init__(self, cache: Layers, length: int) -> None:
+        self._cache = cache
+        self._length = length
+        self._pieces: dict[int, list[WindowPiece]] = {}
+
+    def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
+        """Add the arrays of a part, whose first token has the position `start`."""
+        given = iter([_convert_back(array) for array in arrays])
+        try:
+            for place, layer in enumerate(cast("list[object]", self._cache)):
+                if type(layer) is RotatingKVCache and part is BlockPart.WINDOW:
+                    piece = WindowPiece(start, next(given), next(given))
+                    self._pieces.setdefault(place, []).append(piece)
+                elif type(layer) is KVCache and part is not BlockPart.WINDOW and tokens:
+                    self._append(cast("Any", layer), next(given), next(given), tokens)
+                elif type(layer) is ArraysCache and part is BlockPart.STATE:
+                    state = cast("Any", layer)
+                    for number in range(len(state.cache)):
+                        state[number] = next(given)
+            if next(given, None) is not None:
+                raise InvalidBlockError("it has too many arrays")
+            windows = [(piece.keys, piece.values) for pieces in self._pieces.values() for piece in pieces]
+            evaluate([layer.state for layer in self._cache], windows)
+        except (RuntimeError, StopIteration, ValueError, IndexError) as error:
+            raise InvalidBlockError(f"its arrays do not suit this model: {error}") from None
+
+    def _append(self, layer: Any, keys: mx.array, values: mx.array, tokens: int) -> None:
+        if keys.shape[2] != tokens or values.shape[2] != tokens:
+            raise InvalidBlockError("it has another number of tokens")
+        if layer.keys is not None:
+            grow_caches([layer], tokens, self._length)
+        layer.update_and_fetch(keys, values)
+
+    def build(self) -> Layers:
+        """Return the cache for the prefix store: windows with the history that was read."""
+        return [
+            cast("LayerCache", StoredWindow(cast("Any", layer).max_size, tuple(self._pieces[place])))
+            if place in self._pieces
+            else layer
+            for place, layer in enumerate(self._cache)
+        ]
+
+
+def count_window_blocks(window: int) -> int:
+    """Return the number of blocks that hold all tokens of a sliding window at the end of a block."""
+    return -(-window // BLOCK_TOKENS)
+
+
+def _convert_back(array: BlockArray) -> mx.array:
+    found = mx.array(cast("Any", array.data))
+    return found.view(mx.bfloat16) if array.kind == "bfloat16" else found

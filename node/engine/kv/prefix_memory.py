@@ -1,0 +1,120 @@
+"""Memory of the prefix cache: room for new entries, and eviction for the engine.
+
+Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
+in the queue of the disk cache count as cached. They are released before any entry.
+"""
+
+from collections.abc import Callable
+
+from host.heap import trim
+from node.engine.kv.disk.disk_cache import DiskCache
+from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_store import PrefixCache
+from node.engine.kv.window_history import WindowHistories
+from node.engine.memory.footprint import clear_buffers
+from wire.capacity.arithmetic import Fits, exceeds_headroom, judge
+from wire.report import Memory
+from wire.units import parse_size
+
+AUTO, OFF = "auto", "off"
+AUTO_SHARE = 0.15
+"""Limit of the prefix cache with `auto`, as a share of the cap minus the weights."""
+RECLAIMABLE_SHARE = 7 / 8
+"""Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
+
+
+def compute_limit(setting: str | int, cap: int, weights: int) -> int:
+    """Return the limit of the prefix cache in bytes, from the setting `engine.mlx.prefix_cache_size`; 0: off.
+
+    `cap` and `weights`, the weights of all loaded models, are in bytes. Raise `ValueError` if the setting is no size.
+    """
+    if setting == AUTO:
+        return max(0, int(AUTO_SHARE * (cap - weights)))
+    return 0 if setting == OFF else parse_size(setting)
+
+
+class PrefixMemory:
+    """Memory of the prefix cache (see the module's docstring).
+
+    `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
+    under a cap. `on_released()` is called after memory was freed. `disk` has the parts that wait to be written; None
+    without a disk cache.
+    """
+
+    def __init__(
+        self,
+        store: PrefixCache[Layers],
+        memory: Callable[[], Memory],
+        limit: Callable[[int], int],
+        on_released: Callable[[], None],
+        disk: DiskCache | None = None,
+    ) -> None:
+        self.histories = WindowHistories()
+        self._store = store
+        self._memory = memory
+        self._limit = limit
+        self._on_released = on_released
+        self._disk = disk
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries, of the histories of prefills in progress, and of the parts that wait to be written."""
+        queued = 0 if self._disk is None else self._disk.queued_bytes
+        return self._store.nbytes + self.histories.nbytes + queued
+
+    @property
+    def reusable(self) -> int:
+        """Bytes that are certain to be free once all entries are evicted."""
+        return int(self.nbytes * RECLAIMABLE_SHARE)
+
+    def compute_limit(self) -> int:
+        """Return the limit of the cache in bytes under the cap in force; 0: off."""
+        return self._limit(self._memory().cap)
+
+    def evict_until_fits(self, need: int) -> bool:
+        """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
+        memory = self._memory()
+        while self.nbytes and exceeds_headroom(memory, need):
+            self._release(max(1, need - (memory.headroom or 0)))
+            memory = self._memory()
+        return _fits(memory, need)
+
+    def evict_until(self, enough: Callable[[], bool]) -> None:
+        """Evict the least recently used entries until `enough()` or none is left."""
+        while self.nbytes and not enough():
+            self._release(1)
+
+    def _release(self, size: int) -> None:
+        """Release histories of prefills in progress and queued parts. Then release entries until `size` bytes are free
+        or none is left."""
+        released = self.histories.clear()
+        if self._disk is not None:
+            released += self._disk.clear_queue()
+        if released < size:
+            self._store.evict(size - released)
+        clear_buffers()
+        trim()
+        self._on_released()
+
+    def has_room(self, size: int) -> bool:
+        """Return whether `size` bytes fit without an eviction."""
+        return _fits(self._memory(), size)
+
+    def make_room(self, size: int, transient: int = 0) -> bool:
+        """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
+        fit. `transient` is bytes that are needed for a moment in addition. Evict nothing if all would not suffice."""
+        memory = self._memory()
+        limit = self._limit(memory.cap)
+        if size > limit or not _fits(memory, size + transient - self.nbytes):
+            return False
+        if self.nbytes + size > limit:
+            self._store.evict(self.nbytes + size - limit)
+            self._on_released()
+            if self.nbytes + size > limit:  # histories in progress take the rest
+                return False
+        need = size + transient
+        return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need)
+
+
+def _fits(memory: Memory, need: int) -> bool:
+    return isinstance(judge(memory, need), Fits)

@@ -1,0 +1,246 @@
+"""Keys and values of sliding windows beyond the window, so that a cached prompt can be cut where another one parts.
+
+A layer with a sliding window keeps only its last `max_size` tokens. A prompt that shares the first half of a stored
+one would find nothing there. The tokens of every chunk of a prefill are therefore copied out of the windows. Right
+after a chunk, a window holds at least the tokens of that chunk.
+
+    chunk ─► record ─► … ─► store (`StoredWindow` in place of each window) ─► restore at any length in `cuts`
+
+A length can be restored if the `max_size` tokens before it are recorded. Tokens of an answer are not recorded: of those
+only the last window is known. All windows of a model record the same tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+from weakref import WeakSet
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+from node.engine.kv.kv_cache import LayerCache, Layers, copy_prefix, create_window, evaluate, materialize
+from node.engine.kv.prefix_store import Cuts
+
+
+class WindowPiece(NamedTuple):
+    """Keys and values of some tokens of a window, evaluated and without other tokens."""
+
+    start: int
+    """Position of the first token."""
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both arrays."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def view_part(self, start: int, end: int) -> "WindowPiece":
+        """Return the tokens of this piece from `start` to `end`, as views."""
+        first, last = max(start, self.start), min(end, self.end)
+        keys, values = (array[..., first - self.start : last - self.start, :] for array in (self.keys, self.values))
+        return WindowPiece(first, keys, values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWindow:
+    """Sliding window of a stored sequence, with its history."""
+
+    max_size: int
+    """Tokens of the window."""
+    pieces: tuple[WindowPiece, ...]
+    """Recorded tokens in order. They may have gaps."""
+
+    @property
+    def state(self) -> object:
+        """All arrays."""
+        return [(piece.keys, piece.values) for piece in self.pieces]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def restore(self, length: int) -> LayerCache:
+        """Return the window as it is after `length` tokens, which `compute_cuts` must contain."""
+        start = max(0, length - self.max_size)
+        parts = [piece.view_part(start, length) for piece in self.pieces if piece.end > start and piece.start < length]
+        keys = mx.concatenate([part.keys for part in parts], axis=2)
+        values = mx.concatenate([part.values for part in parts], axis=2)
+        evaluate(keys, values)
+        return create_window(self.max_size, keys, values, length)
+
+
+class WindowHistory:
+    """History of all windows of a row during its prefill. `windows` holds the pieces of each window so far."""
+
+    def __init__(self, windows: Sequence[Sequence[WindowPiece]] = ()) -> None:
+        self._windows = [list(pieces) for pieces in windows]
+        self.is_lost = False
+        """Whether it was released, because memory was short."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.nbytes for pieces in self._windows for piece in pieces)
+
+    def estimate_bytes(self, cache: Layers, count: int) -> int:
+        """Return the bytes that `record` of `count` tokens takes."""
+        windows = cast("list[Any]", _list_windows(cache))
+        return sum(window.nbytes // window.keys.shape[2] * count for window in windows)
+
+    def record(self, cache: Layers, count: int) -> None:
+        """Copy the last `count` tokens out of the windows of a row's cache, right after the chunk that wrote them."""
+        found = [_copy_last(layer, count) for layer in _list_windows(cache)]
+        evaluate([(piece.keys, piece.values) for piece in found])
+        self._windows = self._windows or [[] for _ in found]
+        for pieces, piece in zip(self._windows, found, strict=True):
+            pieces.append(piece)
+
+    def build_layers(self, cache: Layers, length: int) -> Layers:
+        """Return the first `length` tokens of a row's cache for the store, with the history in place of the windows."""
+        pieces = iter(self._windows)
+        return [
+            cast("LayerCache", StoredWindow(cast("Any", layer).max_size, _cut_pieces(next(pieces), length)))
+            if type(cast("object", layer)) is RotatingKVCache
+            else layer
+            for layer in cache
+        ]
+
+    def clear(self) -> None:
+        """Release all pieces, because memory is short. Nothing more is recorded for this row."""
+        self._windows, self.is_lost = [], True
+
+
+class WindowHistories:
+    """Histories of the prefills in progress, which no stored entry counts yet."""
+
+    def __init__(self) -> None:
+        self._open: WeakSet[WindowHistory] = WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all histories in progress."""
+        return sum(history.nbytes for history in self._open)
+
+    def add(self, history: WindowHistory) -> WindowHistory:
+        """Count a history from now on, until it is removed or its prefill has ended."""
+        self._open.add(history)
+        return history
+
+    def remove(self, history: WindowHistory) -> None:
+        """Stop counting a history, because its arrays are in an entry."""
+        self._open.discard(history)
+
+    def clear(self) -> int:
+        """Release all histories in progress; return their bytes."""
+        released = self.nbytes
+        for history in self._open:
+            history.clear()
+        self._open.clear()
+        return released
+
+
+def begin_history(layers: Layers, length: int) -> WindowHistory:
+    """Return the history of a row that starts with the first `length` tokens of a stored cache."""
+    windows: list[tuple[WindowPiece, ...]] = []
+    for layer in cast("list[object]", layers):
+        if isinstance(layer, StoredWindow):
+            windows.append(_cut_pieces(layer.pieces, length))
+        elif type(layer) is RotatingKVCache:
+            windows.append((_copy_last(layer, min(length, layer.max_size)),))
+    return WindowHistory(windows)
+
+
+def extend_history(layers: Layers, earlier: Layers) -> Layers:
+    """Return the cache of an ended row for the store, with the history of a stored cache of its first tokens.
+
+    `layers` has the last window only. `earlier` is unchanged; both share the arrays of the history.
+    """
+    return [
+        _extend_window(layer, before) if isinstance(before, StoredWindow) else layer
+        for layer, before in zip(layers, cast("list[object]", earlier), strict=True)
+    ]
+
+
+def _extend_window(layer: LayerCache, before: StoredWindow) -> LayerCache:
+    window = cast("Any", layer)
+    last = _copy_last(window, min(window.offset, window.max_size))
+    fresh = last.view_part(before.pieces[-1].end, last.end)
+    fresh = WindowPiece(fresh.start, mx.contiguous(fresh.keys), mx.contiguous(fresh.values))
+    evaluate(fresh.keys, fresh.values)
+    return cast("LayerCache", StoredWindow(before.max_size, (*before.pieces, fresh)))
+
+
+def restore_layers(layers: Layers, length: int, *, copy: bool) -> Layers:
+    """Return a row's cache with the first `length` tokens of a stored cache. Without `copy`, the stored cache is
+    consumed and must hold exactly these tokens."""
+    return [
+        layer.restore(length)
+        if isinstance(layer, StoredWindow)
+        else copy_prefix([cast("LayerCache", layer)], length)[0]
+        if copy
+        else cast("LayerCache", layer)
+        for layer in cast("list[object]", layers)
+    ]
+
+
+def cut_layers(layers: Layers, length: int) -> Layers:
+    """Return views of the first `length` tokens of a cache. Stored windows have that length already."""
+    return [
+        cast("LayerCache", layer)
+        if isinstance(layer, StoredWindow)
+        else copy_prefix([cast("LayerCache", layer)], length)[0]
+        for layer in cast("list[object]", layers)
+    ]
+
+
+def materialize_layers(layers: Layers) -> Layers:
+    """Copy the layers into arrays of their own, except stored windows, which have their own."""
+    return [
+        cast("LayerCache", layer) if isinstance(layer, StoredWindow) else materialize([cast("LayerCache", layer)])[0]
+        for layer in cast("list[object]", layers)
+    ]
+
+
+def compute_cuts(layers: Layers) -> Cuts:
+    """Return the ranges of lengths to which a stored cache with windows can be cut; none without a history."""
+    windows = [layer for layer in cast("list[object]", layers) if isinstance(layer, StoredWindow)]
+    if not windows:
+        return ()
+    size, spans = max(window.max_size for window in windows), list[tuple[int, int]]()
+    for piece in windows[0].pieces:
+        if spans and spans[-1][1] == piece.start:
+            spans[-1] = spans[-1][0], piece.end
+        else:
+            spans.append((piece.start, piece.end))
+    reach = [(start + size if start else 0, end) for start, end in spans]
+    return tuple((first, last) for first, last in reach if first <= last)
+
+
+def _list_windows(cache: Iterable[LayerCache]) -> list[object]:
+    return [layer for layer in cast("Iterable[object]", cache) if type(layer) is RotatingKVCache]
+
+
+def _copy_last(layer: Any, count: int) -> WindowPiece:
+    """Return the last `count` tokens of a window. Its copies are lazy."""
+    keys, values = (mx.contiguous(layer._temporal_order(a)[..., -count:, :]) for a in (layer.keys, layer.values))
+    return WindowPiece(layer.offset - count, keys, values)
+
+
+def _cut_pieces(pieces: Iterable[WindowPiece], length: int) -> tuple[WindowPiece, ...]:
+    """Return the pieces up to `length` tokens. The piece that ends later is copied, so that it holds no other token."""
+    kept = list[WindowPiece]()
+    for piece in pieces:
+        if piece.end <= length:
+            kept.append(piece)
+        elif piece.start < length:
+            part = piece.view_part(piece.start, length)
+            kept.append(WindowPiece(part.start, mx.contiguous(part.keys), mx.contiguous(part.values)))
+    evaluate([(piece.keys, piece.values) for piece in kept])
+    return tuple(kept)

@@ -1,0 +1,126 @@
+"""Disk tier of the prefix cache in the scheduler: lookup of prompts, their restoration part by part, and writing.
+
+    find ─► (gate) ─► restore_part ─► … ─► the prefill starts with what was read
+     ▲                     │ a file is missing or invalid
+     └─────────────────────┘
+
+A restoring prefill has no cache yet. Other rows decode between two parts. All parts together are within the commitment
+of the row. If the restoration fails, the prompt is looked up again without the file that failed.
+"""
+
+from node.engine.kv.disk.disk_cache import CacheShape, DiskCache
+from node.engine.kv.disk.layer_parts import get_window, list_parts
+from node.engine.kv.kv_cache import Layers, compute_mean_capacity, create_cache
+from node.engine.kv.prefix_memory import PrefixMemory
+from node.engine.kv.prefix_store import CachedPrefix
+from node.engine.kv.radix_trie import ID_BYTES
+from node.engine.kv.window_history import begin_history, restore_layers
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.scheduling.prefill import Prefill, PrefixState
+from wire.frames import SHARED_SCOPE
+from wire.units import MIB
+
+READ_TIMEOUT_SECONDS = 0.02
+"""Seconds that a turn waits for the next part."""
+WRITE_ROOM_BYTES = 64 * MIB
+"""Free memory without which no part is cut out to be written."""
+
+
+class DiskTier:
+    """Disk tier of the prefix cache (see the module's docstring). `cache` None: there is none."""
+
+    def __init__(self, cache: DiskCache | None, memory: PrefixMemory) -> None:
+        self.cache = cache
+        self._memory = memory
+        self._shapes: dict[str, CacheShape] = {}
+
+    # prompts
+
+    def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
+        """Return the tokens that the disk provides, if more than the `cached` ones in memory; else 0. Set the plan.
+
+        Reading them must take less time than their prefill, unless `min_seconds` is 0.
+        """
+        past.set_plan(None)
+        if self.cache is None:
+            return 0
+        shape = self._get_shape(prefill.loaded_model)
+        plan = self.cache.find(shape, past.scope, past.key)
+        if past.shared:
+            common = self.cache.find(shape, SHARED_SCOPE, past.key[: (past.shared + 1) * ID_BYTES])
+            plan = common if plan is None or (common is not None and common.length > plan.length) else plan
+        if plan is None or plan.length <= cached:
+            return 0
+        saved = prefill.loaded_model.stats.estimate_prefill_seconds(plan.length - cached)
+        if self.cache.min_seconds and saved <= self.cache.estimate_read_seconds(plan.nbytes):
+            return 0
+        past.set_plan(plan)
+        return plan.length
+
+    def estimate_part_bytes(self, past: PrefixState) -> int:
+        """Return the bytes that the next part of a planned restoration may take for a moment: the file, and its
+        arrays."""
+        plan = past.plan
+        return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
+
+    def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
+        """Read one part of a planned restoration, if it is there soon. After the last part, start the prefill with the
+        restored tokens."""
+        plan, disk = past.plan, self.cache
+        if plan is None or disk is None:
+            return
+        if past.restoring is None:
+            past.set_restoring(disk.begin_restore(plan, create_cache(prefill.loaded_model.model)))
+        restoring = past.restoring
+        if restoring is None or not restoring.step(READ_TIMEOUT_SECONDS):
+            return
+        disk.end_restore(restoring)
+        past.discard_lookup()
+        if restoring.layers is None:
+            prefill.set_cached_tokens(0)
+            return
+        if self._get_shape(prefill.loaded_model).window:
+            past.set_history(self._memory.histories.add(begin_history(restoring.layers, plan.length)))
+        cache = restore_layers(restoring.layers, plan.length, copy=False)
+        prefill.start(cache)
+        prefill.begin_chunk()
+        prefill.end_chunk(0, compute_mean_capacity(cache), None)
+        prefill.sequence.set_cached(plan.length)
+        past.record_restored(plan.parts)
+
+    def remove_restored(self, prefill: Prefill) -> None:
+        """Remove the files from which a prefill started that has failed."""
+        past = prefill.past
+        if self.cache is not None and past is not None:
+            self.cache.remove_parts(past.restored)
+
+    # entries
+
+    def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers]) -> None:
+        """Queue an entry to be written, if that is worth it."""
+        if self.cache is not None:
+            seconds = loaded_model.stats.estimate_prefill_seconds(entry.length)
+            self.cache.offer(entry, self._get_shape(loaded_model), seconds)
+
+    def find_next_write(self) -> float | None:
+        """Return the monotonic time of the next call of `write_next`; None if nothing is to be written."""
+        return None if self.cache is None else self.cache.get_next_write()
+
+    def write_next(self, now: float, *, busy: bool) -> None:
+        """Pass the next part to the writer, if that is due at the monotonic time `now`. `busy`: requests run."""
+        due = self.find_next_write()
+        if self.cache is not None and due is not None and due <= now:
+            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(WRITE_ROOM_BYTES))
+
+    def close(self) -> None:
+        """Release the folder, because the process ends."""
+        if self.cache is not None:
+            self.cache.close()
+
+    def _get_shape(self, loaded_model: LoadedModel) -> CacheShape:
+        shape = self._shapes.get(loaded_model.descriptor.fingerprint)
+        if shape is None:
+            layers = create_cache(loaded_model.model)
+            shape = CacheShape(loaded_model.descriptor.fingerprint, list_parts(layers), get_window(layers))
+            self._shapes[shape.fingerprint] = shape
+        return shape

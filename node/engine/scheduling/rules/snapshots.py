@@ -1,0 +1,36 @@
+"""Positions in a prompt at which a cache that cannot be cut is worth a snapshot. Pure.
+
+- Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
+  repeat. The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
+- Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
+  system prompt. The third such request finds the snapshot.
+- System prompts: After a system prompt that all keys share.
+"""
+
+from collections.abc import Collection
+
+from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
+
+TURN_END_TOKENS = 64
+"""Number of tokens at a prompt's end in which the last end-of-turn token is searched."""
+MAX_TEMPLATE_TOKENS = 8
+"""Tokens that a template may append to the user's message where no token ends a turn."""
+MIN_SNAPSHOT_TOKENS = 64
+"""Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
+
+
+def choose_snapshot_positions(
+    ids: list[int], eos: Collection[int], cached: int, shared: int, system: int = 0
+) -> list[int]:
+    """Return the positions in a prompt, in tokens, at which a cache that cannot be cut is worth a snapshot (see the
+    module's docstring).
+
+    `cached` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
+    tokens are a system prompt of all keys.
+    """
+    most = len(ids) - 1
+    ends = (place for place in range(most, max(0, most - TURN_END_TOKENS), -1) if ids[place - 1] in eos)
+    turn = next(ends, most - MAX_TEMPLATE_TOKENS)
+    branch = shared if shared >= cached + MIN_SNAPSHOT_TOKENS else 0
+    places = min(branch, most), min(system, most), turn
+    return sorted({place for place in places if place > cached and place >= MIN_PREFIX_TOKENS})

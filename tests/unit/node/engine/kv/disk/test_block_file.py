@@ -1,0 +1,65 @@
+"""Files of the disk cache are read back unchanged, and damaged files are refused."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from node.engine.kv.disk.block_file import BlockArray, BlockPart, InvalidBlockError, decode_block, encode_block
+
+CHAIN = bytes(range(16))
+ARRAYS = [
+    BlockArray("float32", np.arange(24, dtype=np.float32).reshape(1, 2, 4, 3)),
+    BlockArray("bfloat16", np.arange(8, dtype=np.uint16).reshape(1, 1, 4, 2)),
+]
+
+
+def encoded(arrays: list[BlockArray] = ARRAYS) -> bytes:
+    return b"".join(bytes(piece) for piece in encode_block(CHAIN, BlockPart.TOKENS, 4, arrays))
+
+
+def test_what_was_written_is_read():
+    found = decode_block(encoded(), CHAIN, BlockPart.TOKENS, 4)
+    assert [one.kind for one in found] == ["float32", "bfloat16"]
+    assert all(np.array_equal(one.data, other.data) for one, other in zip(found, ARRAYS, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("chain", "part", "tokens"),
+    [(bytes(16), BlockPart.TOKENS, 4), (CHAIN, BlockPart.WINDOW, 4), (CHAIN, BlockPart.TOKENS, 5)],
+)
+def test_a_file_of_another_place_is_refused(chain: bytes, part: BlockPart, tokens: int):
+    with pytest.raises(InvalidBlockError, match="version or place"):
+        decode_block(encoded(), chain, part, tokens)
+
+
+def test_ten_thousand_damaged_files_are_refused_and_nothing_else_is_raised():
+    random, whole, refused = Random(5), encoded(), 0
+    for _ in range(10_000):
+        damaged = bytearray(whole)
+        doing = random.randrange(4)
+        if doing == 0:
+            damaged = damaged[: random.randrange(len(damaged))]
+        elif doing == 1:
+            damaged += random.randbytes(random.randrange(1, 20))
+        elif doing == 2:
+            place = random.randrange(len(damaged))
+            damaged[place] ^= random.randrange(1, 256)
+        else:
+            start = random.randrange(len(damaged))
+            damaged[start : start + random.randrange(1, 40)] = random.randbytes(random.randrange(40))
+        if bytes(damaged) == whole:
+            continue
+        try:
+            decode_block(bytes(damaged), CHAIN, BlockPart.TOKENS, 4)
+        except InvalidBlockError:
+            refused += 1
+        else:
+            pytest.fail(f"a damaged file was read: {damaged.hex()}")
+    assert refused > 9900
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("float64", (1, 2)), ("os.system", (1, 2))])
+def test_a_type_or_shape_that_is_none_is_refused(kind: str, shape: tuple[int, ...]):
+    with pytest.raises(InvalidBlockError):
+        decode_block(encoded([BlockArray(kind, np.zeros(shape, np.float32))]), CHAIN, BlockPart.TOKENS, 4)

@@ -1,0 +1,115 @@
+"""The index of the disk cache: names, order of use, evictions and lookups."""
+
+import os
+import time
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state, parse_name
+from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, TEMPORARY, BlockIndex
+from node.engine.kv.prefix_store import BLOCK_TOKENS
+from node.engine.kv.radix_trie import pack
+
+IDS = list(range(3 * BLOCK_TOKENS + 40))
+ROOT = compute_root("f", "v", "key")
+CHAIN = compute_chain(ROOT, pack(IDS))
+
+
+def block(number: int) -> BlockName:
+    return BlockName(BlockPart.TOKENS, bytes([number % 256, number // 256]) + bytes(14))
+
+
+def test_a_chain_names_the_model_the_scope_and_all_tokens_before():
+    assert len(CHAIN) == 4
+    others = [compute_root(*one) for one in (("g", "v", "key"), ("f", "w", "key"), ("f", "v", "other"))]
+    assert len({ROOT, *others}) == 4
+    changed = compute_chain(ROOT, pack([IDS[0] + 1, *IDS[1:]]))
+    assert not set(changed[1:]) & set(CHAIN[1:])
+    assert compute_chain(ROOT, pack(IDS[: 2 * BLOCK_TOKENS])) == CHAIN[:3]
+
+
+@given(st.binary(min_size=16, max_size=16), st.binary(max_size=1023), st.sampled_from(BlockPart))
+def test_a_name_is_read_back(chain: bytes, tail: bytes, part: BlockPart):
+    name = name_state(chain, tail) if part is BlockPart.STATE else BlockName(part, chain)
+    assert parse_name(name.file) == name
+
+
+def test_other_files_have_no_name():
+    for file in ("", "lock", "x.t", f"{'0' * 31}.t", "..t", f"{'0' * 32}.q", f"{'0' * 32}-+1-{'0' * 32}.s"):
+        assert parse_name(file) is None or parse_name(file).file == file  # type: ignore[union-attr]
+    assert parse_name("identity") is None
+
+
+def test_blocks_are_found_from_the_first_on():
+    index = BlockIndex()
+    for link in (CHAIN[1], CHAIN[3]):
+        index.add(BlockName(BlockPart.TOKENS, link), 10)
+    assert index.count_blocks(CHAIN) == 1
+    index.add(BlockName(BlockPart.TOKENS, CHAIN[2]), 10)
+    assert index.count_blocks(CHAIN) == 3
+    index.remove(BlockName(BlockPart.TOKENS, CHAIN[1]).file)
+    assert (index.count_blocks(CHAIN), index.nbytes) == (0, 20)
+
+
+def test_the_longest_state_of_the_same_tokens_is_found():
+    index, key = BlockIndex(), pack(IDS)
+    for length in (300, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS + 20):
+        whole = length // BLOCK_TOKENS
+        index.add(name_state(CHAIN[whole], key[whole * BLOCK_TOKENS * 4 : length * 4]), 1)
+    found = [index.find_state(CHAIN, key, most) for most in (len(IDS), 700, 400, 299)]
+    assert [None if one is None else one[0] for one in found] == [3 * BLOCK_TOKENS + 20, 512, 300, None]
+    other = pack([*IDS[: 3 * BLOCK_TOKENS], 9, *IDS[3 * BLOCK_TOKENS :]])
+    assert index.find_state(CHAIN, other, len(IDS))[0] == 512  # type: ignore[index]
+    assert index.find_state(CHAIN[:2], key, len(IDS))[0] == 300, "not behind a missing block"  # type: ignore[index]
+
+
+def test_at_most_32_files_go_for_a_new_one_and_the_quota_is_reached_again():
+    index, rounds = BlockIndex(), 0
+    for number in range(100):
+        index.add(block(number), 10)
+    while chosen := index.choose_evictions(10, 200):
+        assert len(chosen) <= MAX_EVICTIONS_PER_SAVE
+        for file in chosen:
+            index.remove(file)
+        rounds += 1
+    assert (index.nbytes, rounds) == (190, 3)
+    assert block(99) in index
+    assert block(0) not in index
+
+
+def test_of_used_files_the_first_block_goes_last():
+    index = BlockIndex()
+    for number in range(4):
+        index.add(block(number), 10)
+    index.mark_used([block(0).file, block(1).file])
+    assert index.choose_evictions(0, 0) == [block(number).file for number in (2, 3, 1, 0)]
+
+
+def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
+    for number, age in ((1, 5), (2, 50), (3, 20)):
+        path = tmp_path / block(number).file
+        path.write_bytes(b"x" * number)
+        os.utime(path, (time.time() - age, time.time() - age))
+    (tmp_path / "identity").write_text("other")
+    unfinished = tmp_path / (block(4).file + TEMPORARY)
+    unfinished.write_bytes(b"x")
+    index = BlockIndex()
+    index.scan(tmp_path, clean=False)
+    assert unfinished.exists(), "another process may be writing it"
+    assert (len(index), index.nbytes) == (3, 6)
+    assert index.choose_evictions(0, 0) == [block(number).file for number in (2, 3, 1)]
+    BlockIndex().scan(tmp_path, clean=True)
+    assert not unfinished.exists()
+
+
+def test_a_chain_of_60000_tokens_is_looked_up_in_a_few_milliseconds():
+    key, index = pack(range(60_000)), BlockIndex()
+    for link in compute_chain(ROOT, key):
+        index.add(BlockName(BlockPart.TOKENS, link), 1)
+    began = time.process_time()
+    for _ in range(10):
+        assert index.count_blocks(compute_chain(ROOT, key)) == 234
+    assert (time.process_time() - began) / 10 < 0.01

@@ -1,0 +1,107 @@
+"""The writer of the disk cache: complete files, limits, and a disk that fails."""
+
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from node.engine.kv.disk.block_chain import BlockName
+from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
+from node.engine.kv.disk.block_index import BlockIndex
+from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter, WriteBudget, compute_quota
+from wire.units import GIB
+
+ARRAYS = [BlockArray("float32", np.zeros((1, 1, 4, 8), np.float32))]
+
+
+def block(number: int) -> BlockName:
+    return BlockName(BlockPart.TOKENS, bytes([number]) * 16, 4)
+
+
+def writer(folder: Path, quota: Callable[[], int] = lambda: GIB, daily: float = GIB) -> tuple[BlockWriter, BlockIndex]:
+    index = BlockIndex()
+    return BlockWriter(folder, index, quota, WriteBudget(daily, time.monotonic())), index
+
+
+def wait(made: BlockWriter) -> None:
+    until = time.monotonic() + 10
+    while made.nbytes:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def test_a_part_is_a_private_file_under_its_name(tmp_path: Path):
+    made, index = writer(tmp_path)
+    made.put(block(1), ARRAYS)
+    wait(made)
+    (file,) = tmp_path.iterdir()
+    assert file.name == block(1).file
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert index.nbytes == file.stat().st_size
+    assert decode_block(file.read_bytes(), block(1).chain, BlockPart.TOKENS, 4)
+    assert (made.saves, made.persisted, made.drops, made.errors) == (1, 1, 0, 0)
+
+
+def test_a_burst_loses_nothing_and_the_quota_is_kept(tmp_path: Path):
+    made, index = writer(tmp_path, lambda: 2000)
+    for number in range(100):
+        made.put(block(number), ARRAYS)
+    wait(made)
+    assert made.saves == made.persisted == 100
+    assert made.evictions == 100 - len(index)
+    assert index.nbytes == sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2000
+    assert block(99) in index
+
+
+def test_without_quota_or_budget_parts_are_dropped_and_counted(tmp_path: Path):
+    for made, index in (writer(tmp_path, lambda: 0), writer(tmp_path, daily=10.0)):
+        made.put(block(1), ARRAYS)
+        wait(made)
+        assert (made.saves, made.persisted, made.drops, len(index)) == (1, 0, 1, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Path):
+    folder = tmp_path / "gone"
+    made, index = writer(folder)
+    for number in range(3):
+        made.put(block(number), ARRAYS)
+    wait(made)
+    assert (made.persisted, len(index)) == (0, 0)
+    assert made.errors >= 1
+    assert made.errors + made.drops == made.saves == 3
+    assert not made.can_accept(), "not at once again"
+
+
+def test_queued_parts_are_dropped_when_memory_is_short(tmp_path: Path):
+    made, _ = writer(tmp_path)
+    large = [BlockArray("float32", np.zeros((1, 1, 4, MAX_QUEUED_BYTES // 32), np.float32))]
+    for number in range(4):
+        made.put(block(number), large)
+    assert not made.can_accept()
+    dropped = made.clear()
+    wait(made)
+    assert dropped == made.drops * large[0].nbytes
+    assert made.drops >= 1
+    assert made.persisted + made.drops == 4
+
+
+def test_a_budget_saves_up_one_day_at_most():
+    budget = WriteBudget(100.0, 0.0)
+    assert [budget.take(60, 0.0), budget.take(60, 0.0), budget.take(60, 86_400 * 0.2)] == [True, False, True]
+    assert [budget.take(101, 1e9), budget.take(100, 1e9), budget.take(1, 1e9)] == [False, True, False]
+
+
+def test_a_quota_leaves_a_part_of_the_disk_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk = {"total": 1000, "used": 600, "free": 400}
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), disk))
+    assert compute_quota("auto", tmp_path, 0) == 200
+    assert compute_quota(10_000, tmp_path, 0) == 350
+    assert compute_quota(100, tmp_path, 0) == 100
+    disk["free"] = 60
+    assert compute_quota("auto", tmp_path, 20) == 30
+    disk["free"] = 10
+    assert compute_quota("auto", tmp_path, 20) == 0

@@ -1,0 +1,259 @@
+"""Prompts that are restored from the disk by another engine: fewer prefill tokens, and the same answers."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from node.engine.build import build
+from node.engine.kv.disk.block_chain import parse_name
+from node.engine.kv.disk.block_file import decode_block
+from node.engine.kv.kv_cache import Layers, TextModel
+from node.engine.kv.prefix_store import BLOCK_TOKENS
+from node.engine.memory.gate import GateSite
+from node.engine.models.loaded_model import run_forward
+from node.engine.process.crash_recorder import CrashRecorder
+from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
+from tests import models
+from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
+from tests.support.engine.text_engine import Driver
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Finished, GenerationParams
+from wire.report import Memory
+
+COUNT = 1000
+"""Words of a prompt of about 2600 tokens, so that its last block is less than a tenth."""
+MODELS = (
+    *("llama", "gemma3_text", "qwen3_next"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_moe", "lfm2")),
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def filled(folder: Path) -> tuple[Path, list[int]]:
+    """A folder with the prompt of `words(COUNT)`, and its answer."""
+    driver = open_driver(models.path("llama"), folder)
+    _, ids = answer(driver, words(COUNT))
+    write_all(driver)
+    driver.engine.close()
+    return folder, ids
+
+
+@pytest.fixture
+def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each forward of a prefill."""
+    forwards: list[int] = []
+
+    def run(model: TextModel, ids: list[int], cache: Layers, *, last: bool) -> mx.array | None:
+        forwards.append(len(ids))
+        return run_forward(model, ids, cache, last=last)
+
+    monkeypatch.setattr("node.engine.scheduling.prefill_runner.run_forward", run)
+    return forwards
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_after_a_kill_another_process_restores_the_prompt_and_answers_the_same(
+    name: str, folder: Path, tiny_model: Callable[..., Path], prefilled: list[int]
+):
+    model = tiny_model(name, trained=name != "qwen3_moe")
+    wanted = fill_and_kill(model, folder, COUNT)
+    driver = open_driver(model, folder)
+    end, ids = answer(driver, words(COUNT))
+    assert ids == wanted
+    assert end.cached_tokens >= 0.9 * end.prompt_tokens
+    assert sum(prefilled) == end.prompt_tokens - end.cached_tokens, "counted at the forwards"
+    state = driver.engine.report(0.0).cache
+    assert (state.disk_hits, state.disk_hit_tokens, state.disk_errors) == (1, end.cached_tokens, 0)
+    assert driver.gate.checks[GateSite.RESTORE] >= end.cached_tokens // BLOCK_TOKENS
+    plain, _ = answer(Driver(model, prefix_cache_size="off", prefill_step_size=256), words(COUNT))
+    assert plain.cached_tokens == 0
+    driver.engine.close()
+
+
+def test_a_prompt_with_windows_is_restored_at_the_block_where_it_parts(folder: Path):
+    model = models.path("gemma3_text")
+    driver, prompt = open_driver(model, folder), words(300) + " sun" * 60
+    answer(driver, words(COUNT))
+    write_all(driver)
+    driver.engine.close()
+    again, fresh = open_driver(model, folder), Driver(model, prefix_cache_size="off", prefill_step_size=256)
+    end, ids = answer(again, prompt)
+    assert end.cached_tokens == 3 * BLOCK_TOKENS
+    assert ids == answer(fresh, prompt)[1]
+
+
+@pytest.mark.parametrize("doing", ["cut", "changed", "gone", "foreign"])
+def test_a_file_that_is_invalid_ends_the_restoration_there(filled: tuple[Path, list[int]], doing: str):
+    folder, wanted = filled
+    driver = open_driver(models.path("llama"), folder)
+    answer(driver, "Hello!")
+    number = driver.ask(words(COUNT), BRIEF)
+    plan = driver.engine.parts.scheduler.prefills[0].past.plan  # type: ignore[union-attr]
+    assert plan is not None
+    file = folder / plan.parts[4].name.file
+    content = file.read_bytes()
+    if doing == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif doing == "changed":
+        file.write_bytes(content[:-40] + bytes([content[-40] ^ 1]) + content[-39:])
+    elif doing == "gone":
+        file.unlink()
+    else:
+        file.write_bytes((folder / plan.parts[5].name.file).read_bytes())
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert driver.ids[number, 0] == wanted
+    assert end.cached_tokens == 4 * BLOCK_TOKENS
+    assert driver.engine.report(0.0).cache.disk_errors == 1
+    write_all(driver)
+    name = plan.parts[4].name
+    assert decode_block(file.read_bytes(), name.chain, name.part, name.tokens), "it is written again"
+
+
+def test_another_key_finds_nothing(filled: tuple[Path, list[int]]):
+    folder, _ = filled
+    driver = open_driver(models.path("llama"), folder)
+    number = driver.ask(words(COUNT), BRIEF, owner=WeightedKey("mallory"))
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert end.cached_tokens == 0
+    assert driver.engine.report(0.0).cache.disk_hits == 0
+
+
+def test_other_weights_under_the_name_find_nothing(filled: tuple[Path, list[int]], tmp_path: Path):
+    folder, _ = filled
+    changed = tmp_path / "llama"
+    changed.mkdir()
+    for file in models.path("llama").iterdir():
+        (changed / file.name).write_bytes(file.read_bytes())
+    weights = changed / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-8:] = bytes(8)
+    weights.write_bytes(content)
+    end, _ = answer(open_driver(changed, folder), words(COUNT))
+    assert end.cached_tokens == 0
+
+
+def test_a_second_engine_reads_the_folder_and_does_not_write(filled: tuple[Path, list[int]]):
+    folder, wanted = filled
+    first, second = (open_driver(models.path("llama"), folder) for _ in range(2))
+    end, ids = answer(second, words(COUNT))
+    assert (ids, end.cached_tokens > 0) == (wanted, True)
+    files = len(list(folder.iterdir()))
+    answer(second, words(COUNT, seed=2))
+    for _ in range(20):
+        second.turn()
+    assert len(list(folder.iterdir())) == files
+    assert second.engine.report(0.0).cache.disk_saves == 0
+    first.engine.close()
+    answer(second, words(COUNT, seed=3))
+    write_all(second)
+    assert len(list(folder.iterdir())) > files, "the first has ended"
+
+
+def test_others_decode_while_a_prompt_is_restored(filled: tuple[Path, list[int]]):
+    folder, _ = filled
+    driver = open_driver(models.path("llama"), folder)
+    beside = driver.ask("word", GenerationParams(temperature=1.0, max_tokens=400, seed=1))
+    driver.until(lambda: driver.ids[beside, 0])
+    number = driver.ask(words(COUNT), BRIEF)
+    seen = set[int]()
+    driver.until(
+        lambda: (
+            seen.add(len(driver.ids[beside, 0])) if driver.engine.parts.scheduler.prefills else None,
+            driver.ids[number, 0],
+        )[1]
+    )
+    assert len(seen) >= 8, "a token about every part"
+
+
+def test_a_restoration_that_does_not_fit_waits_or_is_refused(filled: tuple[Path, list[int]]):
+    folder, wanted = filled
+    driver = open_driver(models.path("llama"), folder)
+    refusals = iter([True, True, False, True] + [False] * 99)
+    driver.gate.refuses = lambda site, _: site is GateSite.RESTORE and next(refusals)
+    beside = driver.ask("word", GenerationParams(temperature=1.0, max_tokens=60, seed=1))
+    driver.until(lambda: driver.ids[beside, 0])
+    end, ids = answer(driver, words(COUNT))
+    assert (ids, end.cached_tokens >= 2304) == (wanted, True)
+
+
+def test_a_preempted_row_returns_from_the_disk(filled: tuple[Path, list[int]], prefilled: list[int]):
+    folder, wanted = filled
+    driver = open_driver(models.path("llama"), folder)
+    number = driver.ask(words(COUNT), BRIEF)
+    driver.until(lambda: len(driver.ids[number, 0]) >= 5)
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[number])
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    prefilled.clear()
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert driver.ids[number, 0] == wanted
+    assert driver.engine.report(0.0).cache.disk_hits == 2
+    assert sum(prefilled) <= 0.1 * end.prompt_tokens
+
+
+def test_a_cancelled_restoration_leaves_nothing(filled: tuple[Path, list[int]]):
+    folder, wanted = filled
+    driver = open_driver(models.path("llama"), folder)
+    number = driver.ask(words(COUNT), BRIEF)
+    driver.turn()
+    driver.cancel(number)
+    assert not driver.engine.parts.scheduler.prefills
+    assert answer(driver, words(COUNT))[1] == wanted
+
+
+def test_a_failed_request_removes_its_own_files_only(filled: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch):
+    folder, _ = filled
+    driver = open_driver(models.path("llama"), folder)
+    answer(driver, words(COUNT, seed=2))
+    write_all(driver)
+    files = {file for file in os.listdir(folder) if parse_name(file)}
+    with monkeypatch.context() as patch:
+        patch.setattr("node.engine.scheduling.prefill_runner.run_forward", lambda *_, **__: 1 / 0)
+        driver.end(driver.ask(words(COUNT), BRIEF))
+    left = {file for file in os.listdir(folder) if parse_name(file)}
+    assert left < files
+    assert len(files) - len(left) == 10, "the blocks of the other prompt stay"
+
+
+def test_only_what_saves_time_is_written(folder: Path):
+    driver = open_driver(models.path("llama"), folder, min_seconds=3600.0)
+    answer(driver, words(100))
+    assert get_disk(driver).get_next_write() is None
+    off = open_driver(models.path("llama"), folder, size="off")
+    assert off.engine.parts.prefix_cache.disk.cache is None
+    assert off.engine.report(0.0).cache.store == ""
+
+
+def test_queued_parts_go_before_a_request_is_refused(folder: Path):
+    driver = open_driver(models.path("llama"), folder)
+    answer(driver, words(COUNT))
+    memory: Memory = driver.engine.report(0.0).memory
+    assert memory.reusable > 0
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    write_all(driver)
+    assert driver.engine.report(0.0).cache.disk_drops >= 1, "the entry went before all of it was written"
+    assert get_disk(driver).get_next_write() is None
+
+
+def test_the_engine_process_opens_the_folder_of_its_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MACPOOL_DISK_CACHE", str(folder))
+    settings = NodeSettings(
+        engine=EngineSettings(mlx=MlxSettings(disk_cache_size="1GiB")),
+        models=ModelSettings(folders=(str(models.path("llama")),), use_huggingface_cache=False),
+    )
+    engine = build(settings, CrashRecorder())
+    identity = engine.report(0.0).cache.store
+    engine.close()
+    assert identity
+    assert build(settings, CrashRecorder()).report(0.0).cache.store == identity

@@ -1,0 +1,35 @@
+"""Part of a node's report: readings and counts of the enforcer of the memory limit."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from wire.bounds import MAX_ITEMS, Natural, Size, Text, Word
+from wire.report import MemoryLevel, WireStruct
+
+
+class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
+    """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
+
+    level: Natural = MemoryLevel.UNKNOWN
+    """`MemoryLevel` at the last poll."""
+    phys: Size | None = None
+    """Footprint of the engine, read by the agent."""
+    highest: Size | None = None
+    """Highest footprint of the engine's process since its start, by the kernel. For display."""
+    interval: Size | None = None
+    """Highest footprint since the last reset of the kernel's mark. For display."""
+    cap_bound_by: Word = ""
+    """Name of the term that sets the cap."""
+    remedy: Text = ""
+    """Advice about the term that limits the node now."""
+    tier: Word = ""
+    """Memory tier in force (setting `memory.tier`)."""
+    warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Reasons why this node is less safe than possible."""
+    polls: Natural = 0
+    """Number of memory polls."""
+    over_caps: Natural = 0
+    """Number of times that the engine was above its cap."""
+    kills: Natural = 0
+    """Number of engine processes that the enforcer ended for that."""
