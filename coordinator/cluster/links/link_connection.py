@@ -40,6 +40,7 @@ from wire.frames import (
     Refusal,
     RenewCertificate,
     Report,
+    Vectors,
 )
 from wire.identity import NodeId, PeerIdentity, parse_uri
 from wire.link.endpoint import LinkEndpoint
@@ -64,6 +65,7 @@ FROM_NODES = frozenset(
         Finished,
         Refusal,
         Failed,
+        Vectors,
         LeaseGranted,
         LeaseRefused,
         LeaseEnded,

@@ -59,7 +59,10 @@ def report(memory: Memory, sharing: Sharing | None = None) -> Report:
 
 MEASURES = NodeMeasures(
     GateMeasures(
-        (("preflight", 1), ("prefill", 2), ("join", 3), ("grow", 4), ("load", 5), ("probe", 6), ("new", 7)),
+        (
+            *(("preflight", 1), ("prefill", 2), ("join", 3), ("grow", 4), ("load", 5)),
+            *(("probe", 6), ("new", 7), ("embed", 8)),
+        ),
         (("no_headroom", 8), ("prefill_memory_exceeded", 9), ("memory_unreadable", 10), ("engine_not_ready", 11)),
         HistogramSnapshot(tuple(range(1, len(PREDICTED_BOUNDS) + 2)), 40.5),
         HistogramSnapshot(tuple(range(2, len(TRANSIENT_BOUNDS) + 3)), 5e9),
@@ -108,6 +111,7 @@ NODE_NUMBERS: Numbers = {
     'gate_checks_total{site="grow"}': 4,
     'gate_checks_total{site="load"}': 5,
     'gate_checks_total{site="probe"}': 6,
+    'gate_checks_total{site="embed"}': 8,
     'gate_checks_total{site="other"}': 7,
     'gate_refusals_total{reason="no_headroom"}': 8,
     'gate_refusals_total{reason="prefill_memory_exceeded"}': 9,
