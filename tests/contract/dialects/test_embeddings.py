@@ -12,7 +12,7 @@ import pytest
 
 from tests.contract.dialects.test_chat import library, plain, served, until
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model, vector
-from wire.frames import Embed, Finished, Vectors
+from wire.frames import Embed, Finished, Refusal, Vectors
 from wire.refusals import RefusalCode, Refused
 
 MODEL = "vectors"
@@ -178,7 +178,7 @@ async def test_vectors_of_an_earlier_attempt_are_discarded():
         (frame,) = had.heard
         assert isinstance(frame, Embed)
         cluster.say(had, Vectors(frame.request, (0, 1), vector("stale") + vector("stale")))
-        cluster.cut(had)
+        cluster.say(had, Refusal(frame.request, Refused(RefusalCode.NO_ROOM, "no room")))
         await until(lambda: other.heard)
         (again,) = other.heard
         assert isinstance(again, Embed)
